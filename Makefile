@@ -1,0 +1,45 @@
+# `make test` and `make demo` work from a bare clone: they need Python >= 3.11 (with venv) and make.
+# PYTHON=/path/to/python3.12 chooses another interpreter for the environment.
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; \
+	done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help environment test lint format docs demo clean
+help: ## say what there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+environment: $(STAMP) ## create or update .venv
+
+# torch goes first and alone: whichever build the package index of the machine offers stays, because the second line
+# finds its requirement already met.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with venv found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the files in the style that `make lint` asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP) ## write the generated pages again
+	$(BIN)/python scripts/configuration_page.py
+
+demo: $(STAMP) ## train a 40M-parameter model in a quarter of its memory, and prove it exact
+	$(BIN)/python examples/demo.py
+
+clean: ## remove the environment and every cache
+	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis

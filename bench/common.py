@@ -1,0 +1,246 @@
+"""What every benchmark needs: medians, a table for people, one JSON line for machines, and counters.
+
+Only the standard library is imported here, so a runner inside a foreign virtual environment can use it too,
+and so importing it does not move the memory baseline that a benchmark is about to take.
+
+A benchmark is one file that asks one question. It warms up, repeats, prints a table with ``print_table`` and
+ends with ``finish``, whose last line on standard output is one JSON object.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeated measurements and how far they lay apart."""
+
+    median: float
+    low: float
+    """Smallest value."""
+    high: float
+    """Largest value."""
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Summarise ``values``.
+
+        Raises:
+            ValueError: there are none.
+        """
+        ordered = sorted(values)
+        if not ordered:
+            raise ValueError("no measurement to summarise")
+        return cls(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
+
+    @property
+    def relative(self) -> float:
+        """Half the distance between the extremes as a share of the median, 0 for a single value."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ±{100 * self.relative:.0f}%"
+
+
+def ratio(value: float | None, reference: float | None) -> float | None:
+    """Return ``value / reference``, or None where either is missing or the reference is zero."""
+    return value / reference if value is not None and reference else None
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Print an aligned table; the first column to the left, the others to the right, None as a dash."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    if title:
+        print(f"\n{title}")
+    for line in [list(headers), ["-" * width for width in widths], *cells]:
+        first, *others = zip(line, widths, strict=True)
+        print("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())
+    sys.stdout.flush()
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def finish(result: Mapping[str, Any], output: Path | None = None) -> None:
+    """Print ``result`` as one JSON object on the last line; keep it indented in ``output`` where given."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(json.dumps(result, sort_keys=True), flush=True)
+
+
+def last_json(text: str) -> dict[str, Any] | None:
+    """Return the last line of ``text`` that is a JSON object, or None: how other benchmarks end."""
+    for line in reversed(text.splitlines()):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return None
+
+
+# --- machine --------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader needs to judge a number: processor, cores, memory, versions and the month."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _proc_fields("/proc/meminfo").get("MemTotal", 0) * 1024,
+        "gpu": _gpu(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: version_of(name) for name in ("outsize", "torch", "transformers", "numpy")},
+        "commit": _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]),
+        "month": datetime.datetime.now(datetime.UTC).strftime("%Y-%m"),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of ``package`` without importing it, or None where it is absent."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _gpu() -> str | None:
+    names = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    return ", ".join(names.splitlines()) if names else None
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+# --- counters of this process ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the process had used up to now; subtract two of them to charge a stretch of work."""
+
+    read_bytes: int
+    """Bytes that storage delivered (of /proc/self/io): page-cache hits do not count, direct I/O does."""
+    write_bytes: int
+    """Bytes sent towards storage, counted when the page is dirtied or the direct write is issued."""
+    cpu_s: float
+    """Processor seconds, user and system, of all threads."""
+
+    @classmethod
+    def now(cls) -> Self:
+        """Read the counters; the byte counts stay 0 where the system has no /proc/self/io."""
+        io = _proc_fields("/proc/self/io")
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(io.get("read_bytes", 0), io.get("write_bytes", 0), used.ru_utime + used.ru_stime)
+
+    def __sub__(self, earlier: "Usage") -> "Usage":
+        return Usage(
+            self.read_bytes - earlier.read_bytes,
+            self.write_bytes - earlier.write_bytes,
+            self.cpu_s - earlier.cpu_s,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rss_bytes(pid: int | str = "self") -> int:
+    """Return the resident memory of a process in bytes, 0 where the system does not say."""
+    return _proc_fields(f"/proc/{pid}/status").get("VmRSS", 0) * 1024
+
+
+def peak_rss_bytes() -> int:
+    """Return the highest resident memory of this process since it started or since ``reset_peak_rss``."""
+    peak = _proc_fields("/proc/self/status").get("VmHWM")
+    return peak * 1024 if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_rss() -> bool:
+    """Let ``peak_rss_bytes`` start anew from here; False where the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+class RssSampler:
+    """Follows the resident memory of a process from a thread, for a curve or for another process's peak.
+
+    For this process's own peak prefer ``peak_rss_bytes``: the kernel misses nothing, a sampler may.
+    """
+
+    def __init__(self, pid: int | str = "self", interval_s: float = 0.02) -> None:
+        self._pid = pid
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="rss-sampler", daemon=True)
+        self.samples_bytes: list[int] = []
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.samples_bytes, default=0)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while True:
+            self.samples_bytes.append(rss_bytes(self._pid))
+            if self._stop.wait(self._interval_s):
+                return
+
+
+def _proc_fields(path: str) -> dict[str, int]:
+    """Return the ``name: number`` lines of a /proc file; empty where it cannot be read."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    fields = ((name, rest.split()) for name, rest in pairs)
+    return {name: int(words[0]) for name, words in fields if words and words[0].isdigit()}

@@ -1,0 +1,60 @@
+"""The application: its commands, and what becomes of an error."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from outsize import __version__
+from outsize.cli.export import export
+from outsize.cli.inspect import inspect
+from outsize.cli.train import train
+from outsize.cli.verify import verify
+from outsize.errors import OutsizeError
+
+
+class _Commands(TyperGroup):
+    """A group of commands that turns our errors into messages: an `OutsizeError` is for the user to act upon.
+
+    Anything else is a bug and keeps its traceback.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutsizeError as error:
+            typer.echo(f"outsize: {type(error).__name__}: {error}", err=True)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            typer.echo("outsize: interrupted", err=True)
+            sys.exit(130)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train language models larger than the memory of the device that computes them.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outsize {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train language models larger than the memory of the device that computes them."""
+
+
+for _command in (train, verify, inspect, export):
+    app.command()(_command)

@@ -1,0 +1,26 @@
+"""``outsize export``: the trained model of a run in Hugging Face layout."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outsize.cli.console import Output
+from outsize.cli.options import JsonOption
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.")],
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write it; default: RUN_DIR/export.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model of a run as Hugging Face safetensors, with its config and tokenizer."""
+    from outsize.train import export as exporter
+
+    output = Output(as_json=as_json)
+    with output.guarded():
+        written = exporter.export(run_dir, out_dir or run_dir / "export")
+        output.emit({"run_dir": str(run_dir), "model_dir": str(written)})
+        output.print_result(f"wrote {written}")

@@ -1,0 +1,165 @@
+"""Where the values come from: flags, then ``--set``, environment variables, the file, and the defaults.
+
+Every source is a tree of sections; the trees are laid over each other, and the result is checked once. Each
+value remembers its source, so a mistake is reported with the place where it was written.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from outsize.config.messages import as_config_error, suggest
+from outsize.config.schema import Config
+from outsize.config.yaml_text import dump_yaml, parse_yaml
+from outsize.errors import ConfigError
+
+_PREFIX = "OUTSIZE_"
+_SIZE_KEYS = ("device_memory", "host_memory", "disk_memory")
+
+Tree = dict[str, Any]
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """Return the configuration of a run.
+
+    Args:
+        path: a YAML file, or None where everything is said otherwise.
+        overrides: texts ``section.key=value``, the values written as in YAML; later ones win.
+        flags: values by dotted key, e.g. ``{"train.steps": 10}``; None means that the flag was not given.
+        environ: environment variables, those of the process by default; ``OUTSIZE_<SECTION>__<KEY>`` counts.
+
+    Raises:
+        ConfigError: a source cannot be read, or a key, a value or a combination of them is wrong.
+    """
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    tree: Tree = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        _lay_over(tree, origins, _read_file(Path(path)), str(path))
+    for name, branch in _from_environment(os.environ if environ is None else environ):
+        _lay_over(tree, origins, branch, name)
+    for override in overrides:
+        _lay_over(tree, origins, _from_override(override), f"--set {override}")
+    _lay_over(tree, origins, _unflatten(given.items()), "the command line")
+    return parse_config(tree, origins)
+
+
+def parse_config(tree: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration that a mapping of sections describes.
+
+    Args:
+        tree: sections by name, each a mapping of keys to values.
+        origins: where each dotted key was written, for error messages.
+
+    Raises:
+        ConfigError: a key, a value or a combination of them is wrong; one line for each.
+    """
+    # Absent sections become empty ones, so that what is reported as missing is a key that can be given.
+    complete = {"model": {}, "data": {}, **tree}
+    try:
+        return Config.model_validate(complete)
+    except ValidationError as error:
+        raise as_config_error(error, origins or {}) from None
+
+
+def dump_config(config: Config) -> str:
+    """Return ``config`` as YAML text that `load_config` reads back to an equal configuration."""
+    tree = config.model_dump(mode="json")
+    for key in _SIZE_KEYS:
+        tree["memory"][key] = _exact_size(tree["memory"][key])
+    return dump_yaml(tree)
+
+
+def _exact_size(num_bytes: int | None) -> int | str | None:
+    if num_bytes is None:
+        return None
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return num_bytes
+
+
+def _read_file(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read the config file {path}: {reason}") from error
+    tree = parse_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections such as 'train:' with keys below them, found {tree!r}")
+    return {str(section): content for section, content in tree.items()}
+
+
+def _from_override(override: str) -> Tree:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: write it as section.key=value, e.g. --set train.steps=10")
+    return _unflatten([(key.strip(), parse_yaml(text, f"--set {override}"))])
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
+    """Return ``(variable, its value as a tree)`` for every variable that names a key.
+
+    Raises:
+        ConfigError: a variable begins like one of a section but names no key, which is a typing mistake.
+    """
+    branches = []
+    for name in sorted(environ):
+        rest = name.removeprefix(_PREFIX)
+        starts_as_section = any(rest.startswith(f"{section.upper()}_") for section in Config.model_fields)
+        if rest == name or not (starts_as_section or "__" in rest):
+            continue
+        section, _, key = rest.lower().partition("__")
+        section_model = _section_model(section)
+        if section_model is None or key not in section_model.model_fields:
+            meant = suggest(f"{section}.{key}" if key else section.replace("_", ".", 1))
+            hint = (
+                f"did you mean {_variable(meant)}?" if meant and "." in meant else "see docs/configuration.md"
+            )
+            raise ConfigError(f"{name}: no such environment variable; {hint}")
+        branches.append((name, {section: {key: parse_yaml(environ[name], name)}}))
+    return branches
+
+
+def _section_model(section: str) -> type[BaseModel] | None:
+    field = Config.model_fields.get(section)
+    return cast("type[BaseModel]", field.annotation) if field else None
+
+
+def _variable(dotted: str) -> str:
+    return _PREFIX + dotted.upper().replace(".", "__")
+
+
+def _unflatten(items: Iterable[tuple[str, Any]]) -> Tree:
+    tree: Tree = {}
+    for dotted, value in items:
+        section, dot, key = dotted.partition(".")
+        if dot:
+            tree.setdefault(section, {})[key] = value
+        else:
+            tree[section] = value
+    return tree
+
+
+def _lay_over(tree: Tree, origins: dict[str, str], layer: Tree, source: str) -> None:
+    """Put ``layer`` on top of ``tree``, key by key, and note where each key came from."""
+    for section, content in layer.items():
+        origins.setdefault(section, source)
+        if content is None:  # a section with nothing below it
+            tree.setdefault(section, {})
+        elif not isinstance(content, dict):  # a mistake, kept so that it is reported
+            tree[section] = content
+        elif isinstance(tree.setdefault(section, {}), dict):
+            tree[section] |= {str(key): value for key, value in content.items()}
+            origins.update({f"{section}.{key}": source for key in content})

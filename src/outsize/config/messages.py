@@ -1,0 +1,139 @@
+"""Failed checks in plain words: one line per mistake, with its key, what was found and where it stands."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from outsize.config.schema import Config
+from outsize.errors import ConfigError
+
+# What other trainers call the same thing; the nearest spelling would lead elsewhere.
+_OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "beta1": "optimizer.betas",
+    "clip_grad_norm": "optimizer.max_grad_norm",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_steps": "train.steps",
+    "batch_size": "train.tokens_per_step",
+    "gradient_accumulation_steps": "train.microbatches",
+    "output_dir": "train.run_dir",
+    "save_steps": "train.save_every",
+    "max_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "dataset": "data.path",
+    "packing": "data.pack",
+    "precision": "model.dtype",
+    "model_name_or_path": "model.path",
+}
+_HINTS = {
+    "model.path": "pass --model DIR or write it in the config file",
+    "data.path": "pass --data PATH or write it in the config file",
+}
+
+
+def all_keys() -> list[str]:
+    """Return every key of the configuration, dotted, in the order of the schema."""
+    return [
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key in field.annotation.model_fields  # type: ignore[union-attr]
+    ]
+
+
+def suggest(path: str) -> str | None:
+    """Return the key or section that ``path`` was probably meant to be, or None."""
+    keys = all_keys()
+    leaf = path.rpartition(".")[2]
+    in_other_section = [key for key in keys if key.endswith(f".{leaf}")]
+    if len(in_other_section) == 1:
+        return in_other_section[0]
+    if leaf in _OTHER_NAMES:
+        return _OTHER_NAMES[leaf]
+    spelled_alike = difflib.get_close_matches(
+        path, keys if "." in path else [*Config.model_fields, *keys], n=1
+    )
+    leaf_alike = difflib.get_close_matches(leaf, [key.rpartition(".")[2] for key in keys], n=1)
+    candidates = spelled_alike or [key for key in keys if leaf_alike and key.endswith(f".{leaf_alike[0]}")]
+    return candidates[0] if candidates else None
+
+
+def unknown_key(path: str) -> str:
+    """Return what to say about a key that does not exist, without the key itself."""
+    meant = suggest(path)
+    return f"no such key; did you mean {meant}?" if meant else "no such key; see docs/configuration.md"
+
+
+def as_config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+    """Return ``error`` in plain words.
+
+    Args:
+        error: what pydantic found.
+        origins: for each dotted key, where its value was written, e.g. ``"run.yaml"``.
+    """
+    lines = [line for detail in error.errors(include_url=False) for line in _lines(detail, origins)]
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(
+        f"{len(lines)} mistakes in the configuration:\n" + "\n".join(f"  {line}" for line in lines)
+    )
+
+
+def _lines(detail: ErrorDetails, origins: Mapping[str, str]) -> list[str]:
+    path = ".".join(str(part) for part in detail["loc"])
+    if not path:  # a combination of keys, which `rules` has already put into words
+        return str(detail["ctx"]["error"]).split("\n")
+    key = ".".join(path.split(".")[:2])
+    origin = origins.get(path) or origins.get(key)
+    where = f" (from {origin})" if origin else ""
+    return [f"{path}: {_what(path, detail)}{where}"]
+
+
+def _what(path: str, detail: ErrorDetails) -> str:
+    kind, found = detail["type"], detail["input"]
+    context: dict[str, Any] = detail.get("ctx") or {}
+    if kind == "missing" and path.count(".") > 1:
+        return "is missing: the list is too short"
+    if kind == "missing":
+        return f"is required; {_HINTS.get(path, 'write it in the config file')}"
+    if kind == "extra_forbidden":
+        return unknown_key(path)
+    if kind == "model_type":
+        return f"is a section: write its keys below it, not {_shown(found)}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"must be {context['expected'].replace(chr(39), '')}, not {_shown(found)}"
+    phrase = _PHRASES.get(kind)
+    return phrase(context, found) if phrase else f"{detail['msg'].lower()}: {_shown(found)}"
+
+
+def _shown(found: Any) -> str:
+    """Return a value as it is written in YAML."""
+    if found is None or isinstance(found, bool):
+        return {None: "null", True: "true", False: "false"}[found]
+    return repr(found)
+
+
+_PHRASES: dict[str, Callable[[dict[str, Any], Any], str]] = {
+    "int_type": lambda _, found: f"must be a whole number, not {_shown(found)}",
+    "int_from_float": lambda _, found: f"must be a whole number, not {_shown(found)}",
+    "float_type": lambda _, found: f"must be a number, not {_shown(found)}",
+    "finite_number": lambda _, found: f"must be a finite number, not {_shown(found)}",
+    "bool_type": lambda _, found: f"must be true or false, not {_shown(found)}",
+    "string_type": lambda _, found: f"must be text, not {_shown(found)}",
+    "tuple_type": lambda _, found: f"must be a list, not {_shown(found)}",
+    "string_too_short": lambda _, _found: "must not be empty",
+    "too_long": lambda context, _: (
+        f"must hold {context['max_length']} values, not {context['actual_length']}"
+    ),
+    "greater_than": lambda context, found: f"must be above {context['gt']:g}, not {_shown(found)}",
+    "greater_than_equal": lambda context, found: f"must be at least {context['ge']:g}, not {_shown(found)}",
+    "less_than": lambda context, found: f"must be below {context['lt']:g}, not {_shown(found)}",
+    "multiple_of": lambda context, found: (
+        f"must be a multiple of {context['multiple_of']}, not {_shown(found)}"
+    ),
+}

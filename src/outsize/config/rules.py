@@ -1,0 +1,83 @@
+"""What concerns more than one key: combinations that cannot be, and settings that have no effect."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from outsize.config.schema import Config
+
+
+def contradictions(config: "Config") -> list[str]:
+    """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
+    return [line for rule in (_portions, _warmup, _prefetch) for line in rule(config)]
+
+
+def _portions(config: "Config") -> list[str]:
+    """A step is a whole number of sequences, and at least one of them per microbatch."""
+    seq_len, microbatches = config.data.seq_len, config.train.microbatches
+    if config.tokens_per_step % seq_len:
+        below = max(config.tokens_per_step // seq_len, 1) * seq_len
+        return [
+            f"train.tokens_per_step: {config.tokens_per_step} is not a multiple of data.seq_len ({seq_len}); "
+            f"try {below} or {below + seq_len}"
+        ]
+    if config.sequences_per_step < microbatches:
+        return [
+            f"train.microbatches: {microbatches} microbatches need as many sequences, but "
+            f"{config.tokens_per_step} tokens per step are {config.sequences_per_step} of {seq_len} tokens; "
+            f"lower train.microbatches or raise train.tokens_per_step"
+        ]
+    return []
+
+
+def _warmup(config: "Config") -> list[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        return ["optimizer.warmup_ratio: give optimizer.warmup_steps or optimizer.warmup_ratio, not both"]
+    if config.warmup_steps >= steps:
+        return [
+            f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
+            f"train.steps ({steps})"
+        ]
+    return []
+
+
+def _prefetch(config: "Config") -> list[str]:
+    slots, prefetch = config.memory.slots, config.memory.prefetch
+    if slots is not None and prefetch is not None and prefetch >= slots:
+        return [
+            f"memory.prefetch: {prefetch} units ahead of the one that computes need {prefetch + 1} slots, "
+            f"but memory.slots is {slots}"
+        ]
+    return []
+
+
+def settings_without_effect(config: "Config") -> list[str]:
+    """Return one sentence per setting that differs from its default and changes nothing in this run."""
+    data, train, memory = config.data, config.train, config.memory
+    unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
+    emulated = memory.device.startswith("emulated")
+    idle = [
+        (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
+        (train, "train.head_chunk_tokens", train.loss == "model", "train.loss is model"),
+        (train, "train.resume", train.run_dir is None, "without train.run_dir every run is a new one"),
+        (
+            train,
+            "train.save_every",
+            train.save_every >= train.steps,
+            "the run ends before, and saves at its end",
+        ),
+        (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
+        (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
+        (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),
+        (memory, "memory.tile_elements", memory.home == "host", "memory.home is host"),
+    ]
+    return [
+        f"{key} has no effect: {why}" for section, key, idles, why in idle if idles and _is_set(section, key)
+    ]
+
+
+def _is_set(section: "BaseModel", key: str) -> bool:
+    name = key.rpartition(".")[2]
+    return bool(getattr(section, name) != type(section).model_fields[name].default)

@@ -1,0 +1,273 @@
+"""What can be configured: five sections, every key with its default, its unit and its meaning.
+
+The descriptions below are the documentation: `docs/configuration.md` and the help of the flags are made from
+them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that
+knows the machine.
+"""
+
+import os
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from outsize.config import rules
+from outsize.units import parse_bytes
+
+
+def _size(value: Any) -> Any:
+    """Accept ``"64MiB"`` and whole numbers of bytes; anything else fails as a size, in words."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("not a size; write a number and a unit, e.g. 64MiB, 20GiB or 24GB")
+    num_bytes = parse_bytes(value)
+    if num_bytes <= 0:
+        raise ValueError("a size must be above zero")
+    return num_bytes
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|emulated(:[1-9]\d*)?", value):
+        raise ValueError(f"not a device: {value!r}; write cpu, cuda, cuda:1, emulated:2 or auto")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
+Device = Annotated[str, AfterValidator(_device)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion from one type to another."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which model is trained, in which precision, and which of its parameters."""
+
+    path: PathText = Field(
+        description="Directory in Hugging Face layout (config.json, safetensors, tokenizer), or a hub id."
+    )
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="Compute dtype; master weights are exact fp32 in any case. "
+        "auto is fp32 on cpu and emulated devices, bf16 on cuda.",
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        default="auto",
+        description="Attention kernel; auto takes what the model offers, and the choice is logged.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Whether Python code that comes with the model directory may run."
+    )
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description='Patterns of parameter names that are not trained, e.g. `["*embed_tokens*"]`; '
+        "`*` matches any run of characters.",
+    )
+
+
+class DataConfig(Section):
+    """What it is trained on, and how text becomes sequences."""
+
+    path: PathText = Field(description="A file, or a directory that is read recursively in sorted order.")
+    format: Literal[
+        "auto", "text", "jsonl", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens", "parquet"
+    ] = Field(
+        default="auto",
+        description="Layout of the records; auto looks at them and prints what it took them for.",
+    )
+    seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
+    pack: bool = Field(
+        default=True,
+        description="Whether documents are laid end to end so that sequences hold no padding; "
+        "otherwise one document makes one sequence, padded.",
+    )
+    text_field: str = Field(
+        default="text", min_length=1, description="Key of the text in JSONL and Parquet records."
+    )
+    glob: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Which files of a directory are read, e.g. `"*.py"`; null takes every known kind.',
+    )
+
+
+class TrainConfig(Section):
+    """How long it is trained, in which portions, and where the run is kept."""
+
+    steps: int = Field(
+        default=100, ge=1, description="Optimizer steps in all, those before a resume included."
+    )
+    tokens_per_step: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens per optimizer step, a multiple of data.seq_len; "
+        "null is data.seq_len x microbatches.",
+    )
+    microbatches: int = Field(
+        default=1,
+        ge=1,
+        description="Slices of a step that pass through a unit one after the other; "
+        "more of them need less memory for activations and move no more weights.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Seed of data order, dropout and fresh weights; a whole number.",
+    )
+    run_dir: PathText | None = Field(
+        default=None, description="Directory of this run; null is runs/<date and time of the start>."
+    )
+    loss: Literal["auto", "model", "chunked"] = Field(
+        default="auto",
+        description="model: the loss that the model returns; chunked: head and cross-entropy on "
+        "head_chunk_tokens tokens at a time, which never holds all logits; "
+        "auto: chunked where the head allows it.",
+    )
+    head_chunk_tokens: int = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")
+    save_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between checkpoints in Hugging Face layout; 0 saves at the end only.",
+    )
+    resume: Literal["none", "auto"] = Field(
+        default="none",
+        description="auto continues from the last committed step in run_dir, "
+        "or starts afresh if there is none.",
+    )
+    on_nonfinite: Literal["raise", "skip"] = Field(
+        default="raise",
+        description="What a NaN or infinite loss or gradient norm does, before any weight has changed: "
+        "end the run, or skip the step and count it.",
+    )
+    deterministic: bool = Field(
+        default=True, description="Whether only kernels are used that give the same bits in every run."
+    )
+
+
+class OptimizerConfig(Section):
+    """How a parameter steps: AdamW with fp32 master weights and moments."""
+
+    lr: float = Field(default=2e-5, ge=0, description="Learning rate after warm-up.")
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.999), strict=False, description="Decay per step of the first and the second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(
+        default=0.01, ge=0, description="Decoupled weight decay, x lr; biases and norms take none."
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine",
+        description="Learning rate after warm-up; linear and cosine reach zero at the last step.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps over which the learning rate rises from zero."
+    )
+    warmup_ratio: Fraction = Field(
+        default=0.0, description="The same as a fraction of train.steps; give one of the two."
+    )
+
+
+class MemoryConfig(Section):
+    """Which device computes, how much memory each tier may use, and where the training state lives.
+
+    Budgets are promises: a run that cannot keep them says so before it starts. Sizes are numbers of bytes, or
+    texts such as 64MiB, 20GiB, 24GB.
+    """
+
+    device: Device = Field(
+        default="auto",
+        description="cpu, cuda, cuda:N (device number N), emulated:N (N devices on the CPU with capped "
+        "memory and link), or auto: cuda where there is one, otherwise cpu.",
+    )
+    device_memory: Size | None = Field(
+        default=None, description="Budget on the device, a size; null is what is free, less a margin."
+    )
+    host_memory: Size | None = Field(
+        default=None, description="Budget in host memory, a size; null is what is free, less a margin."
+    )
+    disk_memory: Size | None = Field(
+        default=None, description="Budget on disk, a size; null is what is free, less a margin."
+    )
+    home: Literal["auto", "host", "disk"] = Field(
+        default="auto",
+        description="Where weights and optimizer state rest between uses; "
+        "auto is host if they fit its budget.",
+    )
+    store_dir: PathText | None = Field(
+        default=None, description="Directory of the disk home, best on a local NVMe; null is run_dir/store."
+    )
+    slots: int | None = Field(
+        default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."
+    )
+    prefetch: int | None = Field(
+        default=None,
+        ge=0,
+        description="Units loaded ahead of the one that computes; null lets the planner choose.",
+    )
+    offload: bool | None = Field(
+        default=None,
+        description="Whether activations leave the device between passes; null: if they do not fit.",
+    )
+    tile_elements: int | None = Field(
+        default=None,
+        ge=2048,
+        multiple_of=2048,
+        description="Elements per tile of the optimizer step on disk, a multiple of 2048; "
+        "null lets the planner choose.",
+    )
+    link_gb_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Speed of the link of emulated devices, GB/s per direction (1 GB = 1e9 bytes); null: no "
+        "throttle.",
+    )
+
+
+class Config(Section):
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        contradictions = rules.contradictions(self)
+        if contradictions:
+            raise ValueError("\n".join(contradictions))
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per optimizer step, padding included."""
+        return self.train.tokens_per_step or self.data.seq_len * self.train.microbatches
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences per optimizer step, over all microbatches."""
+        return self.tokens_per_step // self.data.seq_len
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up, from whichever of the two keys was given."""
+        return self.optimizer.warmup_steps or round(self.optimizer.warmup_ratio * self.train.steps)
+
+    def notes(self) -> list[str]:
+        """Return one sentence for every setting that has no effect on this run."""
+        return rules.settings_without_effect(self)

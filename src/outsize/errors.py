@@ -1,0 +1,76 @@
+"""Every exception that outsize raises on purpose.
+
+The tree, and whose mistake each branch is::
+
+    OutsizeError
+    ├── ConfigError            yours: a key, a value or a combination of them
+    ├── DataError              yours: the data set is empty, unreadable or does not fit the model
+    ├── ModelError             yours: a model that cannot be split, or whose forward raised
+    │   └── CheckpointError    the files: missing, truncated, or of another shape than the config says
+    ├── InfeasiblePlanError    the machine: a budget is too small, and by how much
+    ├── StorageError           the machine: disk full, not writable, short read
+    │   └── BudgetExceededError   ours: a tier would hold more than was promised
+    ├── NonFiniteError         the numbers: loss or gradient norm is NaN or infinite
+    ├── ProgramError           ours: a program breaks a rule of `planner.validate`
+    └── ExecutionError         an op failed; the cause is chained, the op and its neighbours are shown
+
+Commands print the message of an `OutsizeError` and exit with status 2; anything else is a bug of outsize and keeps
+its traceback. In a library call, ``except outsize.OutsizeError`` catches what a user can act upon.
+"""
+
+from collections.abc import Mapping
+
+from outsize.units import format_bytes
+
+
+class OutsizeError(Exception):
+    """Root of all errors raised on purpose; the message says what to try."""
+
+
+class ConfigError(OutsizeError):
+    """The run configuration is wrong: unknown key, bad value, or a combination that cannot be."""
+
+
+class DataError(OutsizeError):
+    """The data set is empty, unreadable, or does not fit the model."""
+
+
+class ModelError(OutsizeError):
+    """The model cannot be split into units, or one of its units raised."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint is missing, truncated, or does not match its config."""
+
+
+class InfeasiblePlanError(OutsizeError):
+    """No plan fits the budgets.
+
+    Attributes:
+        short_by: bytes missing per tier, e.g. ``{"device": 12_582_912}``.
+    """
+
+    def __init__(self, message: str, short_by: Mapping[str, int]) -> None:
+        self.short_by = dict(short_by)
+        shortage = ", ".join(f"{tier} by {format_bytes(n)}" for tier, n in self.short_by.items())
+        super().__init__(f"{message} (short: {shortage})")
+
+
+class StorageError(OutsizeError):
+    """A tier could not hold, read or write its bytes."""
+
+
+class BudgetExceededError(StorageError):
+    """A reservation would push a tier over its budget."""
+
+
+class NonFiniteError(OutsizeError):
+    """Loss or gradient norm is NaN or infinite; no weight was changed by that step."""
+
+
+class ProgramError(OutsizeError):
+    """A program breaks one of the rules every program obeys."""
+
+
+class ExecutionError(OutsizeError):
+    """An op of a program failed; ``__cause__`` is the error of the lane that ran it."""

@@ -1,0 +1,197 @@
+"""A Hugging Face model without its weights: the config, and the module tree on the meta device.
+
+Every *parameter* of a skeleton lies on the meta device and holds no bytes; every *buffer* is real and right,
+because rotary frequencies, causal masks and the like are computed when a module is built and are stored
+nowhere else. So the module tree of a 70B model costs megabytes, and binding its parameters to memory is all
+that is left to do.
+"""
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from outsize.errors import CheckpointError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# A tensor from `torch.empty` of this many elements becomes a parameter (buffers have contents, or are small).
+# It is made on the meta device right away: the kernel refuses to promise a machine of 24 GiB the 30 GiB of
+# one layer's experts.
+_LARGE_ELEMENTS = 1 << 20
+
+
+def load_hf_config(
+    path_or_hub_id: str | os.PathLike[str], trust_remote_code: bool = False
+) -> "PretrainedConfig":
+    """Return the config of a model.
+
+    Args:
+        path_or_hub_id: a directory with a ``config.json``, the file itself, or the id of a model on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        CheckpointError: the directory has no ``config.json``, or it is not JSON.
+        ModelError: there is no such model, or transformers does not know its architecture.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    name = os.fspath(path_or_hub_id)
+    path = Path(name).expanduser()
+    if path.exists():
+        _require_json(path / "config.json" if path.is_dir() else path)
+        name = str(path)
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith(".json"):
+        raise ModelError(
+            f"{name}: no such file or directory; give a model directory, a config.json or a hub id"
+        )
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"cannot read the config of {name}: {first_line}; check the name, and that this version of "
+            "transformers knows the architecture"
+        ) from error
+    return cast("PretrainedConfig", config)
+
+
+def build_skeleton(
+    hf_config: "PretrainedConfig",
+    dtype: str = "fp32",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Return the model of ``hf_config`` in training mode: parameters on the meta device, buffers real.
+
+    Tied weights are one and the same parameter. The model has a config of its own, with the cache of keys and
+    values off; the attention that it will use is in ``model.config._attn_implementation``. Buffers that
+    transformers keeps in fp32 whatever the dtype (router corrections of DeepSeek-V3) are fp32. Buffers that a
+    checkpoint stores hold their initial values until `CheckpointReader.load_buffers`.
+
+    Args:
+        hf_config: what to build; decoders become causal, encoders masked language models.
+        dtype: dtype of the parameters, ``fp32``, ``bf16`` or ``fp16``.
+        attention: ``auto`` (sdpa where the architecture has it, else eager) or a name that transformers
+            knows.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        ModelError: not a language model outsize can train, or it cannot be built as asked.
+    """
+    config = copy.deepcopy(hf_config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            "the model is quantised, and quantised weights cannot be trained; use the full-precision "
+            "checkpoint, or dequantise it with transformers and save it"
+        )
+    for part in (config, config.get_text_config()):
+        part.use_cache = False
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if attention != "auto":
+        options["attn_implementation"] = attention
+    factory = _factory(config)
+    try:
+        with _parameters_on_meta():
+            model: nn.Module = factory(config, **options)
+    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"cannot build a {config.model_type} model with attention={attention!r}: {error}; "
+            "attention=eager works for every architecture"
+        ) from error
+    _finish(model, DTYPES[dtype])
+    logger.info("%s: attention %s", type(model).__name__, cast(Any, model).config._attn_implementation)
+    return model.train()
+
+
+def _require_json(path: Path) -> None:
+    """Raise unless ``path`` is a file that holds JSON."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}; download it again") from error
+
+
+def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
+    """Return what builds a language model of ``config``: causal, or masked for an encoder."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto import modeling_auto
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{config.model_type} is an encoder-decoder; outsize trains decoders and encoders")
+    remote = getattr(config, "auto_map", None) or {}
+    causal = (
+        config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        or "AutoModelForCausalLM" in remote
+    )
+    masked = (
+        config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        or "AutoModelForMaskedLM" in remote
+    )
+    if not causal and not masked:
+        raise ModelError(
+            f"{config.model_type} is not a language model that transformers can build as AutoModelForCausalLM"
+        )
+    # Encoders that can also decode (BERT, RoBERTa, …) are in both tables; their config says which they are.
+    as_encoder = masked and not (
+        causal and (getattr(config, "is_decoder", False) or _is_named_causal(config))
+    )
+    auto = AutoModelForMaskedLM if as_encoder else AutoModelForCausalLM
+    return cast(Callable[..., nn.Module], auto.from_config)
+
+
+def _is_named_causal(config: "PretrainedConfig") -> bool:
+    """Whether the config says that its weights were saved from a causal language model."""
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
+
+
+class _LargeEmptyOnMeta(TorchFunctionMode):
+    """Makes large tensors that have no contents yet on the meta device, so nothing is reserved for them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            empty = func(*args, **{**kwargs, "device": "meta"})
+            return empty if empty.numel() >= _LARGE_ELEMENTS else func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While it lasts, parameters are made on the meta device and buffers on the CPU."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False), _LargeEmptyOnMeta():
+        yield
+
+
+def _finish(model: nn.Module, dtype: torch.dtype) -> None:
+    """Tie what is tied (each registration made a parameter of its own); give buffers their final dtype."""
+    cast(Any, model).tie_weights()
+    keep_fp32 = tuple(cast(Any, model)._get_dtype_plan(dtype))
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            raise ModelError(
+                f"buffer {name} was not computed when the model was built; this model is not supported"
+            )
+        if buffer.is_floating_point() and any(part in name for part in keep_fp32):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.float()

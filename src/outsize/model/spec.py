@@ -1,0 +1,129 @@
+"""What a model is, in numbers: units, their tensors and their bytes. No torch.
+
+A unit is flat: all its parameters lie in one contiguous range of *elements*, each starting on a multiple of
+`ALIGN_ELEMENTS`. The same element offsets index every plane of the unit (weights in the compute dtype, fp32 master,
+fp32 moments, fp32 gradient), so a plane is ``unit.numel × itemsize`` bytes and moves in one copy.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from outsize.units import align_up
+
+UnitKind = Literal["embedding", "block", "head", "rest"]
+
+# 64 elements are 128 bytes in bf16: a cache-line pair, and a multiple of every SIMD width, so elementwise kernels see
+# the same vector/tail split for a parameter wherever it lies, and matmuls see aligned weights.
+ALIGN_ELEMENTS = 64
+# 2,048 elements are 4 KiB in bf16 and 8 KiB in fp32: every plane is a whole number of disk sectors.
+PLANE_ELEMENTS = 2048
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter inside its unit.
+
+    Attributes:
+        name: name in ``model.named_parameters()``.
+        shape: its shape.
+        offset: first element inside the unit's planes.
+        trainable: whether it receives a gradient and steps.
+        decay: whether weight decay applies to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    trainable: bool = True
+    decay: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """The smallest part of a model moved as a whole.
+
+    Attributes:
+        index: position in the order of the forward; the resident rest comes last.
+        name: module path, e.g. ``"model.layers.3"``; ``"rest"`` for what lies outside all units.
+        kind: embedding, block, head or rest.
+        tensors: its parameters, by offset; empty where they are tied and live in the rest.
+        numel: elements of each plane, padding included, a multiple of `PLANE_ELEMENTS`.
+    """
+
+    index: int
+    name: str
+    kind: UnitKind
+    tensors: tuple[TensorSpec, ...]
+    numel: int
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(tensor.trainable for tensor in self.tensors)
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the plane that crosses the link, in compute dtype ``dtype``."""
+        return self.numel * ITEMSIZE[dtype]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the fp32 gradient plane."""
+        return self.numel * 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as the planner sees it.
+
+    Attributes:
+        units: in the order of the forward; if there is a unit of kind ``rest`` it is the last one and never leaves
+            the device during a step.
+        dtype: compute dtype, ``fp32``, ``bf16`` or ``fp16``.
+    """
+
+    units: tuple[UnitSpec, ...]
+    dtype: str
+
+    @property
+    def num_streamed(self) -> int:
+        """Number of units that the forward visits (all but the rest)."""
+        return sum(unit.kind != "rest" for unit in self.units)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters without padding, each counted once."""
+        return sum(tensor.numel for unit in self.units for tensor in unit.tensors)
+
+    @property
+    def num_trainable(self) -> int:
+        """Trainable parameters."""
+        return sum(t.numel for unit in self.units for t in unit.tensors if t.trainable)
+
+    @property
+    def training_state_bytes(self) -> int:
+        """What resident fp32 training holds: weights, gradients and two moments, 16 bytes per trainable parameter."""
+        return 16 * self.num_trainable + 4 * (self.num_parameters - self.num_trainable)
+
+
+def pack_unit(
+    index: int, name: str, kind: UnitKind, parameters: Iterable[tuple[str, Sequence[int], bool, bool]]
+) -> UnitSpec:
+    """Lay parameters ``(name, shape, trainable, decay)`` out in one flat range, in the order given."""
+    tensors = []
+    end = 0
+    for tensor_name, shape, trainable, decay in parameters:
+        tensor = TensorSpec(name=tensor_name, shape=tuple(shape), offset=end, trainable=trainable, decay=decay)
+        tensors.append(tensor)
+        end = align_up(end + tensor.numel, ALIGN_ELEMENTS)
+    return UnitSpec(
+        index=index, name=name, kind=kind, tensors=tuple(tensors), numel=align_up(end, PLANE_ELEMENTS)
+    )

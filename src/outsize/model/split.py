@@ -1,0 +1,155 @@
+"""Find the units of a model: its embedding, its repeated blocks, its head, and the rest.
+
+No architecture is named here. The blocks are the largest `torch.nn.ModuleList` that is not inside another one; embedding
+and head are what the model itself calls so (``get_input_embeddings``, ``get_output_embeddings``). A parameter that
+more than one unit uses (tied embeddings) and every parameter outside all units belongs to the *rest*, which stays on
+the device. A unit whose parameters are all tied keeps its place in the order and has no bytes of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from torch import nn
+
+from outsize.errors import ModelError
+from outsize.model.spec import ModelSpec, UnitKind, UnitSpec, pack_unit
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A model and its units.
+
+    Attributes:
+        model: the module that was split; its parameters may be on meta.
+        modules: the module of each streamed unit, in the order of the forward.
+        spec: the same units in numbers, the rest last.
+        owners: for each parameter name, every ``(module, attribute)`` that holds it, tied ones included.
+    """
+
+    model: nn.Module
+    modules: tuple[nn.Module, ...]
+    spec: ModelSpec
+    owners: dict[str, tuple[tuple[nn.Module, str], ...]]
+
+
+def split(
+    model: nn.Module,
+    dtype: str = "fp32",
+    *,
+    decays: Callable[[str], bool] = lambda _: True,
+    freeze: tuple[str, ...] = (),
+) -> Split:
+    """Split ``model`` into units.
+
+    Args:
+        model: any module that holds a list of blocks; its parameters may be on meta.
+        dtype: compute dtype of the planes, ``fp32``, ``bf16`` or ``fp16``.
+        decays: whether weight decay applies to the parameter of that name.
+        freeze: glob patterns of parameter names that are not trained.
+
+    Raises:
+        ModelError: there is no list of blocks, or a freeze pattern matches nothing.
+    """
+    owners = _owners(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    _check_patterns(freeze, names.values())
+    modules = list(_unit_modules(model))
+    claims: dict[str, int] = {}
+    for _, _, module in modules:
+        for parameter in module.parameters():
+            name = names[id(parameter)]
+            claims[name] = claims.get(name, 0) + 1
+    parameters = dict(model.named_parameters())
+
+    def pack(index: int, name: str, kind: UnitKind, members: list[str]) -> UnitSpec:
+        rows = [
+            (
+                member,
+                tuple(parameters[member].shape),
+                parameters[member].requires_grad and not any(fnmatch(member, pattern) for pattern in freeze),
+                decays(member),
+            )
+            for member in members
+        ]
+        return pack_unit(index, name, kind, rows)
+
+    units = []
+    for index, (name, kind, module) in enumerate(modules):
+        own = [names[id(parameter)] for parameter in module.parameters()]
+        units.append(
+            pack(index, name, kind, [m for m in own if claims[m] == 1 and _inside(owners[m], module)])
+        )
+    taken = {tensor.name for unit in units for tensor in unit.tensors}
+    loose = [name for name in parameters if name not in taken]
+    if loose:
+        units.append(pack(len(units), "rest", "rest", loose))
+    spec = ModelSpec(units=tuple(units), dtype=dtype)
+    return Split(model=model, modules=tuple(module for *_, module in modules), spec=spec, owners=owners)
+
+
+def _unit_modules(model: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]:
+    path = {id(module): name for name, module in model.named_modules()}
+    prefix, blocks = _block_list(model)
+    inside = {id(module) for module in blocks.modules()}
+    embedding = _ask(model, "get_input_embeddings")
+    if embedding is not None and id(embedding) in path and id(embedding) not in inside:
+        yield path[id(embedding)], "embedding", embedding
+    for index, block in enumerate(blocks):
+        yield f"{prefix}.{index}", "block", block
+    head = _ask(model, "get_output_embeddings")
+    if head is not None and head is not embedding and id(head) in path and id(head) not in inside:
+        yield path[id(head)], "head", head
+
+
+def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The outermost ModuleList with the most parameters."""
+    best: tuple[int, str, nn.ModuleList] | None = None
+    nested: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or id(module) in nested:
+            continue
+        nested.update(id(child) for child in module.modules() if child is not module)
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if size and (best is None or size > best[0]):
+            best = (size, name, module)
+    if best is None:
+        raise ModelError(
+            f"{type(model).__name__} holds no list of blocks (torch.nn.ModuleList), so there is nothing to stream; "
+            "outsize trains models whose layers stand in such a list"
+        )
+    return best[1], best[2]
+
+
+def _ask(model: nn.Module, method: str) -> nn.Module | None:
+    getter = getattr(model, method, None)
+    if getter is None:
+        return None
+    try:
+        answer = getter()
+    except NotImplementedError:  # how transformers says that a model has none
+        return None
+    return answer if isinstance(answer, nn.Module) else None
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for module in model.modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[names[id(parameter)]].append((module, attribute))
+    return {name: tuple(places) for name, places in owners.items()}
+
+
+def _inside(places: tuple[tuple[nn.Module, str], ...], unit: nn.Module) -> bool:
+    members = {id(module) for module in unit.modules()}
+    return all(id(module) in members for module, _ in places)
+
+
+def _check_patterns(patterns: tuple[str, ...], names: object) -> None:
+    known = list(names)  # type: ignore[call-overload]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in known):
+            raise ModelError(
+                f"freeze pattern {pattern!r} matches no parameter; names look like {known[0]!r} and {known[-1]!r}"
+            )

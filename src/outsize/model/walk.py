@@ -1,0 +1,114 @@
+"""A model's own forward as a coroutine that pauses at every unit.
+
+`Walk` runs ``model(**inputs)``, unmodified, inside a greenlet. `Boundaries` has put a boundary in the place of each
+unit's forward; when the model's code calls a unit, the boundary hands the arguments out (`UnitCall`) and waits until
+somebody, who has run the unit in its own time on its own device, sends the outputs in. So units run in any order over
+microbatches, with no code per architecture: masks, rotary tables, caches and keyword arguments pass through as the
+model made them. Code between units ("glue": norms, scalings, the loss) runs inside the coroutine.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import greenlet
+from torch import nn
+
+from outsize.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCall:
+    """The model has called a unit and waits for its outputs."""
+
+    unit: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The forward has returned."""
+
+    output: Any
+
+
+class Boundaries:
+    """Replaces the forward of each unit by a boundary, until closed.
+
+    Outside a `Walk` a boundary calls the real forward, so the model still works as before.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.forwards: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self._modules = tuple(modules)
+        self._had_own = tuple("forward" in vars(module) for module in modules)
+        for index, module in enumerate(modules):
+            module.forward = self._boundary(index)
+
+    def _boundary(self, index: int) -> Callable[..., Any]:
+        real = self.forwards[index]
+
+        def boundary(*args: Any, **kwargs: Any) -> Any:
+            current = greenlet.getcurrent()
+            if isinstance(current, _Coroutine):
+                return current.parent.switch(UnitCall(index, args, kwargs))
+            return real(*args, **kwargs)
+
+        return boundary
+
+    def close(self) -> None:
+        """Give every unit its own forward back."""
+        for module, real, had_own in zip(self._modules, self.forwards, self._had_own, strict=True):
+            if had_own:
+                module.forward = real
+            elif "forward" in vars(module):
+                del module.forward
+
+    def __enter__(self) -> "Boundaries":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
+    """Marks the greenlets in which a boundary pauses."""
+
+
+class Walk:
+    """One forward of a model over one microbatch, paused at its units.
+
+    A walk lives in the thread that advances it first; greenlets cannot change threads.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        self._coroutine = _Coroutine(lambda: model(**inputs))
+        self._started = False
+
+    def advance(self, outputs: Any = None) -> UnitCall | Finished:
+        """Run until the next unit is called or the forward returns.
+
+        Args:
+            outputs: what the unit called last returned; ignored on the first call.
+
+        Raises:
+            ModelError: the forward has already returned.
+            Exception: whatever the model's own code raises.
+        """
+        if self._coroutine.dead:
+            raise ModelError("the forward of this microbatch has already returned")
+        # A greenlet returns to its parent: the greenlet that advances it now.
+        self._coroutine.parent = greenlet.getcurrent()
+        result = self._coroutine.switch(outputs) if self._started else self._coroutine.switch()
+        self._started = True
+        return result if isinstance(result, UnitCall) and not self._coroutine.dead else Finished(result)
+
+    def close(self) -> None:
+        """Unwind a forward that will not be continued; its frames let go of their tensors."""
+        if self._started and not self._coroutine.dead:
+            self._coroutine.parent = greenlet.getcurrent()
+            self._coroutine.throw(greenlet.GreenletExit)

@@ -1,0 +1,1 @@
+"""How a parameter steps: state layouts, AdamW on flat planes, clipping, learning rates."""

@@ -1,0 +1,177 @@
+"""AdamW on flat planes, in place: bit for bit ``torch.optim.AdamW(fused=True)`` on separate parameters.
+
+A unit is stepped whole or in tiles. Inside a tile every parameter is stepped through a view of its own,
+because torch's fused kernel rounds its scalar tail otherwise than its vector body: a piece that ends where
+its parameter ends has the same tail as the whole parameter has, and a piece cut at a multiple of 16 elements
+has none. Tiles start at multiples of 2048 elements and parameters at multiples of 64, so every cut is such a
+multiple.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from outsize.model.spec import PLANE_ELEMENTS, TensorSpec, UnitSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Settings of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the learning rate comes with each step.
+
+    Attributes:
+        betas: decay rates of the two moments, each at least 0 and below 1.
+        eps: added to the root of the second moment, at least 0.
+        weight_decay: decoupled weight decay per unit of learning rate, at least 0.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers of [0, 1), not {self.betas}")
+        for name, value in (("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not (isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The part of one parameter that lies in a range, in elements from the start of the range."""
+
+    tensor: TensorSpec
+    start: int
+    stop: int
+
+
+@torch.no_grad()
+def step_planes(
+    settings: AdamW,
+    unit: UnitSpec,
+    *,
+    start: int,
+    stop: int,
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    weights: Tensor | None = None,
+    step: int | Mapping[str, int],
+    lr: float,
+    clip_coefficient: Tensor | None = None,
+    skip: AbstractSet[str] = frozenset(),
+) -> None:
+    """Step elements ``start`` to ``stop`` of a unit, in place.
+
+    Parameters that are frozen or skipped, and the padding between parameters, keep their values and their
+    moments.
+
+    Args:
+        settings: betas, eps and weight decay.
+        unit: whose parameters they are.
+        start: first element, a multiple of 2048.
+        stop: end of the range, a multiple of 2048.
+        master: fp32, ``stop - start`` elements: the weights, or their fp32 masters.
+        exp_avg: first moment, fp32.
+        exp_avg_sq: second moment, fp32.
+        gradient: fp32; clipped in place, so its content is used up.
+        weights: bf16 or fp16 weights to be set to the rounded masters; None where the masters are the
+            weights.
+        step: how often each parameter has been stepped, this step included: one number, or one by parameter
+            name.
+        lr: learning rate.
+        clip_coefficient: factor of all gradients from `outsize.optim.clip.clip_coefficient`; None multiplies
+            nothing.
+        skip: names of parameters that got no gradient; as in torch they are left alone, moments and decay
+            too.
+
+    Raises:
+        ValueError: a range or a tensor that does not fit the unit, or a bad learning rate.
+    """
+    _check(unit, start, stop, lr, (master, exp_avg, exp_avg_sq, gradient, weights))
+    pieces = _pieces(unit, start, stop, skip)
+    if not pieces:
+        return
+    if clip_coefficient is not None and not _is_one(clip_coefficient):
+        gradient.mul_(clip_coefficient)
+    for decay in (True, False):
+        group = [piece for piece in pieces if piece.tensor.decay is decay]
+        if not group:
+            continue
+        torch._fused_adamw_(
+            _views(master, group),
+            _views(gradient, group),
+            _views(exp_avg, group),
+            _views(exp_avg_sq, group),
+            [],
+            _steps(group, step, master.device),
+            amsgrad=False,
+            lr=lr,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            weight_decay=settings.weight_decay if decay else 0.0,
+            eps=settings.eps,
+            maximize=False,
+        )
+    if weights is not None:
+        torch._foreach_copy_(_views(weights, pieces), _views(master, pieces))
+
+
+def _pieces(unit: UnitSpec, start: int, stop: int, skip: AbstractSet[str]) -> list[_Piece]:
+    """Cut the parameters that step to the range."""
+    pieces = []
+    for tensor in unit.tensors:
+        first = max(tensor.offset, start)
+        last = min(tensor.offset + tensor.numel, stop)
+        if first < last and tensor.trainable and tensor.name not in skip:
+            pieces.append(_Piece(tensor, first - start, last - start))
+    return pieces
+
+
+def _views(plane: Tensor, pieces: Sequence[_Piece]) -> list[Tensor]:
+    return [plane[piece.start : piece.stop] for piece in pieces]
+
+
+def _steps(pieces: Sequence[_Piece], step: int | Mapping[str, int], device: torch.device) -> list[Tensor]:
+    """Return the step count of each piece as the kernel wants it: fp32 scalars, equal ones shared."""
+    counts = [step if isinstance(step, int) else step[piece.tensor.name] for piece in pieces]
+    by_count = {count: torch.tensor(float(count), device=device) for count in set(counts)}
+    return [by_count[count] for count in counts]
+
+
+def _is_one(coefficient: Tensor) -> bool:
+    """Whether multiplying changes nothing; not asked of a GPU, which would have to be waited for."""
+    return coefficient.device.type == "cpu" and float(coefficient) == 1.0
+
+
+def _check(
+    unit: UnitSpec,
+    start: int,
+    stop: int,
+    lr: float,
+    planes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+) -> None:
+    if start % PLANE_ELEMENTS or stop % PLANE_ELEMENTS or not 0 <= start <= stop <= unit.numel:
+        raise ValueError(
+            f"elements {start}..{stop} of {unit.name}: need multiples of {PLANE_ELEMENTS}"
+            f" within 0..{unit.numel}"
+        )
+    if not (isfinite(lr) and lr >= 0.0):
+        raise ValueError(f"learning rate must be a finite number of at least 0, not {lr}")
+    *state, weights = planes
+    for plane in state:
+        assert plane is not None
+        if plane.dtype != torch.float32 or plane.shape != (stop - start,):
+            raise ValueError(
+                f"need fp32 planes of {stop - start} elements, not {plane.dtype} {tuple(plane.shape)}"
+            )
+    if weights is not None and weights.shape != (stop - start,):
+        raise ValueError(f"need {stop - start} weights, not {tuple(weights.shape)}")

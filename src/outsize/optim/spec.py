@@ -1,0 +1,52 @@
+"""What an optimizer keeps per parameter, in planes and bytes. No torch.
+
+A plane holds one number per element of a unit, padding included. Masters, moments and gradients are fp32
+whatever the compute dtype, so the optimizer's arithmetic is that of a plain fp32 run; with fp32 compute the
+weights are their own masters.
+"""
+
+WEIGHTS = "weights"
+MASTER = "master"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+GRADIENT = "gradient"
+
+_STATE = {EXP_AVG: 4, EXP_AVG_SQ: 4, GRADIENT: 4}
+_PLANES = {
+    "fp32": {WEIGHTS: 4, **_STATE},
+    "bf16": {WEIGHTS: 2, MASTER: 4, **_STATE},
+    "fp16": {WEIGHTS: 2, MASTER: 4, **_STATE},
+}
+
+
+def planes_for(dtype: str) -> dict[str, int]:
+    """Return the planes of a trained unit and their bytes per element, for compute dtype ``dtype``.
+
+    Units that are not trained have ``weights`` only.
+
+    Raises:
+        ValueError: unknown dtype.
+    """
+    if dtype not in _PLANES:
+        raise ValueError(f"no state layout for dtype {dtype!r}; there is {', '.join(_PLANES)}")
+    return dict(_PLANES[dtype])
+
+
+def master_plane(dtype: str) -> str:
+    """Return the plane that the optimizer steps: ``master`` where there is one, else ``weights``."""
+    return MASTER if MASTER in planes_for(dtype) else WEIGHTS
+
+
+def bytes_per_parameter(dtype: str) -> int:
+    """Return the bytes of all planes per trained element: 16 for fp32, 18 for bf16 and fp16."""
+    return sum(planes_for(dtype).values())
+
+
+def step_read_planes(dtype: str) -> tuple[str, ...]:
+    """Return the planes that a step reads."""
+    return (master_plane(dtype), EXP_AVG, EXP_AVG_SQ, GRADIENT)
+
+
+def step_write_planes(dtype: str) -> tuple[str, ...]:
+    """Return the planes that a step changes and that must be kept."""
+    return tuple(plane for plane in planes_for(dtype) if plane != GRADIENT)

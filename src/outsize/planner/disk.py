@@ -1,0 +1,75 @@
+"""Passes for a home on disk: optimizer tiles through a ring, whole units through host buffers.
+
+They come last. What they insert lies between the disk and host memory; the device's side of the program stays
+as it is.
+"""
+
+from dataclasses import replace
+
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+from outsize.planner.program import Program
+
+
+def insert_disk(program: Program, layout: StepLayout) -> Program:
+    """Stage units through host buffers where the layout says so, and cut the optimizer's steps into tiles."""
+    if layout.staged:
+        program = _stage(program, layout)
+    return _tile(program, layout)
+
+
+def _stage(program: Program, layout: StepLayout) -> Program:
+    """Put a READ before every LOAD and a WRITE after every GRAD, with a host buffer between them.
+
+    With two buffers or more, weights and gradients have buffers of their own, so that a READ ahead of its
+    time does not wait for a gradient.
+    """
+    num_gradients = layout.num_host_buffers // 2
+    num_weights = layout.num_host_buffers - num_gradients
+    gradients = range(num_weights, layout.num_host_buffers) or range(1)
+    loads = grads = 0
+    ops: list[Op] = []
+    for op in program:
+        if op.kind is Kind.LOAD:
+            buffer = loads % num_weights
+            loads += 1
+            ops += (Op(kind=Kind.READ, unit=op.unit, buffer=buffer), replace(op, buffer=buffer))
+        elif op.kind is Kind.GRAD:
+            buffer = gradients[grads % len(gradients)]
+            grads += 1
+            ops += (replace(op, buffer=buffer), Op(kind=Kind.WRITE, unit=op.unit, buffer=buffer))
+        else:
+            ops.append(op)
+    return Program(tuple(ops))
+
+
+def _tile(program: Program, layout: StepLayout) -> Program:
+    """Replace each run of STEPs of tiled units by their tiles, READs as far ahead as there are buffers."""
+    ops: list[Op] = []
+    pending: list[tuple[int, int]] = []
+    done = 0
+    for op in program:
+        if op.kind is Kind.STEP and op.unit is not None and layout.tiles[op.unit]:
+            pending += [(op.unit, tile) for tile in range(layout.tiles[op.unit])]
+            continue
+        ops += _pipeline(pending, done, layout.num_tile_buffers)
+        done += len(pending)
+        pending = []
+        ops.append(op)
+    ops += _pipeline(pending, done, layout.num_tile_buffers)
+    return Program(tuple(ops))
+
+
+def _pipeline(tiles: list[tuple[int, int]], done: int, num_buffers: int) -> list[Op]:
+    """Return READ, STEP and WRITE of ``tiles``, each READ right after the WRITE that frees its buffer."""
+
+    def on_tile(kind: Kind, index: int) -> Op:
+        unit, tile = tiles[index]
+        return Op(kind=kind, unit=unit, tile=tile, buffer=(done + index) % num_buffers)
+
+    ops = [on_tile(Kind.READ, index) for index in range(min(num_buffers, len(tiles)))]
+    for index in range(len(tiles)):
+        ops += (on_tile(Kind.STEP, index), on_tile(Kind.WRITE, index))
+        if index + num_buffers < len(tiles):
+            ops.append(on_tile(Kind.READ, index + num_buffers))
+    return ops

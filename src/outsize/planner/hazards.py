@@ -1,0 +1,195 @@
+"""Which earlier ops an op must wait for, over successive programs: the rules of data, in one table.
+
+An op waits for the last writer of what it reads, and for the last writer and the readers since of what it
+writes.
+
+==============  ===============================================  =============================================
+resource        read by                                          written by
+==============  ===============================================  =============================================
+home(u, tile)   LOAD u, READ u>h: all tiles; READ u#p: tile p    STEP u: all tiles; WRITE u#p: tile p
+slot(w, s)      F, FB, B of the unit in it; the rest's: all      LOAD, FREE
+host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
+act(u, m)       -                                                F, FB, B, SAVE, FETCH u.m; F (u-1).m
+dact(u, m)      B (u-1).m                                        B, FB u.m
+acc(w, a)       NORM u                                           ACC, GRAD, FB, B u; the rest's: all FB, B
+norm(u)         CLIP                                             NORM u
+coef            STEP                                             CLIP
+gradhome(u)     STEP u, READ u#p                                 GRAD u, WRITE u<h
+tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
+==============  ===============================================  =============================================
+
+The input of unit u exists only once F u.m ran, since the model's forward of microbatch m is a coroutine that
+F u.m resumes; so F writes the act of its unit and of the next one.
+
+Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
+an F waits for all SAVEs but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs and for the F, FB or B before
+it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from outsize.planner.ops import Kind, Op
+from outsize.planner.resources import Cell, Deps, Home
+
+# Inputs on their way out while the next one is made: two, as in a double buffer.
+SAVE_WINDOW = 2
+
+_Key = tuple[str, int | None, int | None]
+
+
+class Hazards:
+    """Finds the dependencies of ops submitted one after the other, across steps.
+
+    What it remembers is bounded by the number of resources, not by the number of ops.
+
+    Args:
+        num_streamed: units that the forward visits.
+        rest: index of the resident unit, None where there is none.
+    """
+
+    def __init__(self, num_streamed: int, rest: int | None) -> None:
+        self._seq = 0
+        self._rest = rest
+        units = range(num_streamed + (rest is not None))
+        self._homes: dict[int | None, Home] = {unit: Home() for unit in units}
+        self._gradient_homes: dict[int | None, Cell] = {unit: Cell() for unit in units}
+        self._norms: dict[int | None, Cell] = {unit: Cell() for unit in units}
+        self._coefficient = Cell()
+        self._cells: dict[_Key, Cell] = {}
+        self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
+        self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
+        self._saves: deque[int] = deque(maxlen=SAVE_WINDOW)
+        self._last_compute = -1
+        self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
+            Kind.LOAD: self._load,
+            Kind.FREE: self._free,
+            Kind.ACC: self._acc,
+            Kind.FORWARD: self._forward,
+            Kind.FORWARD_BACKWARD: self._forward_backward,
+            Kind.BACKWARD: self._backward,
+            Kind.SAVE: self._save,
+            Kind.FETCH: self._fetch,
+            Kind.NORM: self._norm,
+            Kind.GRAD: self._grad,
+            Kind.CLIP: self._clip,
+            Kind.READ: self._read,
+            Kind.STEP: self._step,
+            Kind.WRITE: self._write,
+        }
+
+    def dependencies(self, op: Op) -> tuple[int, ...]:
+        """Return the sequence numbers, ascending, of the ops that ``op`` must wait for; the first is 0."""
+        deps: Deps = set()
+        self._rules[op.kind](op, self._seq, deps)
+        self._seq += 1
+        deps.discard(-1)
+        return tuple(sorted(deps))
+
+    def _cell(self, name: str, major: int | None, minor: int | None) -> Cell:
+        key = (name, major, minor)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = Cell()
+        return cell
+
+    def _load(self, op: Op, seq: int, deps: Deps) -> None:
+        slot = self._cell("slot", op.worker, op.slot)
+        slot.write(seq, deps)
+        self._slot_of[op.worker, op.unit] = slot
+        if op.buffer is None:
+            self._homes[op.unit].read_all(seq, deps)
+        else:
+            self._cell("host", 0, op.buffer).read(seq, deps)
+
+    def _free(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cell("slot", op.worker, op.slot).write(seq, deps)
+        self._slot_of.pop((op.worker, op.unit), None)
+
+    def _acc(self, op: Op, seq: int, deps: Deps) -> None:
+        accumulator = self._cell("acc", op.worker, op.slot)
+        accumulator.write(seq, deps)
+        self._accumulator_of[op.worker, op.unit] = accumulator
+
+    def _compute(self, op: Op, seq: int, deps: Deps, accumulates: bool) -> None:
+        """Apply what F, FB and B have in common: weights of the unit and of the rest, gradients of both."""
+        worker, unit, rest = op.worker, op.unit, self._rest
+        for which in (unit,) if rest is None else (unit, rest):
+            slot = self._slot_of.get((worker, which))
+            if slot is not None:
+                slot.read(seq, deps)
+            accumulator = self._accumulator_of.get((worker, which)) if accumulates else None
+            if accumulator is not None:
+                accumulator.write(seq, deps)
+        self._cell("act", unit, op.microbatch).write(seq, deps)
+        self._last_compute = seq
+
+    def _forward(self, op: Op, seq: int, deps: Deps) -> None:
+        self._compute(op, seq, deps, accumulates=False)
+        self._cell("act", (op.unit or 0) + 1, op.microbatch).write(seq, deps)
+        if len(self._saves) == SAVE_WINDOW:
+            deps.add(self._saves[0])
+
+    def _forward_backward(self, op: Op, seq: int, deps: Deps) -> None:
+        self._compute(op, seq, deps, accumulates=True)
+        self._cell("dact", op.unit, op.microbatch).write(seq, deps)
+
+    def _backward(self, op: Op, seq: int, deps: Deps) -> None:
+        self._forward_backward(op, seq, deps)
+        self._cell("dact", (op.unit or 0) + 1, op.microbatch).read(seq, deps)
+
+    def _save(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cell("act", op.unit, op.microbatch).write(seq, deps)
+        self._saves.append(seq)
+
+    def _fetch(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cell("act", op.unit, op.microbatch).write(seq, deps)
+        deps.add(self._last_compute)
+        deps.update(self._saves)  # the lane is in order: those before them are done as well
+
+    def _norm(self, op: Op, seq: int, deps: Deps) -> None:
+        accumulator = self._accumulator_of.get((op.worker, op.unit))
+        if accumulator is not None:
+            accumulator.read(seq, deps)
+        self._norms[op.unit].write(seq, deps)
+
+    def _grad(self, op: Op, seq: int, deps: Deps) -> None:
+        accumulator = self._accumulator_of.pop((op.worker, op.unit), None)
+        if accumulator is not None:
+            accumulator.write(seq, deps)
+        if op.buffer is None:
+            self._gradient_homes[op.unit].write(seq, deps)
+        else:
+            self._cell("host", 0, op.buffer).write(seq, deps)
+
+    def _clip(self, op: Op, seq: int, deps: Deps) -> None:
+        for norm in self._norms.values():
+            norm.read(seq, deps)
+        self._coefficient.write(seq, deps)
+
+    def _read(self, op: Op, seq: int, deps: Deps) -> None:
+        home = self._homes[op.unit]
+        if op.tile is None:
+            home.read_all(seq, deps)
+            self._cell("host", 0, op.buffer).write(seq, deps)
+        else:
+            home.read_tile(op.tile, seq, deps)
+            self._gradient_homes[op.unit].read(seq, deps)
+            self._cell("tile", 0, op.buffer).write(seq, deps)
+
+    def _step(self, op: Op, seq: int, deps: Deps) -> None:
+        if self._coefficient.writer >= 0:
+            self._coefficient.read(seq, deps)
+        if op.tile is None:
+            self._gradient_homes[op.unit].read(seq, deps)
+            self._homes[op.unit].write_all(seq, deps)
+        else:
+            self._cell("tile", 0, op.buffer).write(seq, deps)
+
+    def _write(self, op: Op, seq: int, deps: Deps) -> None:
+        if op.tile is None:
+            self._cell("host", 0, op.buffer).read(seq, deps)
+            self._gradient_homes[op.unit].write(seq, deps)
+        else:
+            self._cell("tile", 0, op.buffer).read(seq, deps)
+            self._homes[op.unit].write_tile(op.tile, seq, deps)

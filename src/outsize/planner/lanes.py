@@ -1,0 +1,44 @@
+"""Which lane runs an op. A lane does one thing at a time, in program order.
+
+================  ====================================================================================
+lane              ops
+================  ====================================================================================
+``compute:w0``    F, FB, B, and what is instant beside them: FREE, ACC, NORM
+``up:w0``         LOAD, FETCH: towards the device
+``down:w0``       SAVE, GRAD: away from it
+``host``          CLIP, STEP
+``read``          READ of optimizer tiles
+``write``         WRITE of optimizer tiles
+``read:units``    READ of whole units into host buffers
+``write:units``   WRITE of gradients from host buffers
+================  ====================================================================================
+
+Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step
+still wait for their turn. Where the disk lies directly below the device there are no whole units to READ or
+WRITE, and the last two lanes do not exist.
+"""
+
+from outsize.planner.ops import Kind, Op
+
+_OF_WORKER = {
+    Kind.LOAD: "up",
+    Kind.FETCH: "up",
+    Kind.SAVE: "down",
+    Kind.GRAD: "down",
+    Kind.FREE: "compute",
+    Kind.ACC: "compute",
+    Kind.FORWARD: "compute",
+    Kind.FORWARD_BACKWARD: "compute",
+    Kind.BACKWARD: "compute",
+    Kind.NORM: "compute",
+}
+_OF_MACHINE = {Kind.CLIP: "host", Kind.STEP: "host", Kind.READ: "read", Kind.WRITE: "write"}
+
+
+def lane_of(op: Op) -> str:
+    """Return the name of the lane that runs ``op``, e.g. ``"up:w0"``."""
+    name = _OF_WORKER.get(op.kind)
+    if name is not None:
+        return f"{name}:w{op.worker}"
+    name = _OF_MACHINE[op.kind]
+    return f"{name}:units" if op.tile is None and name in ("read", "write") else name

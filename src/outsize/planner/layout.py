@@ -1,0 +1,118 @@
+"""What a schedule needs to know about a model and the memory set aside for it: counts and bytes."""
+
+from dataclasses import dataclass
+
+# One worker for now. Ops carry the worker's number, so that a schedule for several is another pass, not
+# another op.
+WORKER = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """One training step of one model on one worker, before it is put in order.
+
+    Per-unit tuples have one entry for each streamed unit, then one for the rest where there is one.
+
+    Attributes:
+        num_streamed: units that the forward visits.
+        rest: index of the resident unit, equal to ``num_streamed``; None where there is none.
+        num_microbatches: microbatches of a step, at least one.
+        trainable: whether a unit has gradients and steps.
+        weight_bytes: bytes of a unit's weights in compute dtype; 0 where they live in the rest.
+        gradient_bytes: bytes of a unit's fp32 gradient.
+        slot_bytes: sizes of the slots that units share; the rest has one more slot, of its own.
+        accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
+        prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
+        offload: units whose inputs leave the device between forward and backward.
+        clip: whether gradients are clipped by their global norm.
+        tiles: optimizer tiles of a unit; 0 where it steps whole, in place in host memory.
+        num_host_buffers: host buffers for whole units on their way between disk and device.
+        num_tile_buffers: buffers in the ring of the optimizer's tiles.
+        staged: whether units pass through host buffers, the home being two tiers below the device.
+    """
+
+    num_streamed: int
+    rest: int | None
+    num_microbatches: int
+    trainable: tuple[bool, ...]
+    weight_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    slot_bytes: tuple[int, ...]
+    accumulator_bytes: tuple[int, ...]
+    prefetch_depth: int = 1
+    offload: frozenset[int] = frozenset()
+    clip: bool = False
+    tiles: tuple[int, ...]
+    num_host_buffers: int = 0
+    num_tile_buffers: int = 0
+    staged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_streamed < 1 or self.num_microbatches < 1:
+            raise ValueError("a step has at least one unit and one microbatch")
+        if self.rest is not None and self.rest != self.num_streamed:
+            raise ValueError(f"the rest comes last: expected index {self.num_streamed}, not {self.rest}")
+        for name in ("trainable", "weight_bytes", "gradient_bytes", "tiles"):
+            if len(getattr(self, name)) != self.num_units:
+                raise ValueError(f"{name} needs one entry for each of {self.num_units} units")
+        if any(train and not size for train, size in zip(self.trainable, self.weight_bytes, strict=True)):
+            raise ValueError("a trainable unit has weights")
+        if max(self.weight_bytes[: self.num_streamed]) > max(self.slot_bytes, default=0):
+            raise ValueError("no slot holds the largest unit")
+        largest = max(self.gradient_bytes[u] * self.trainable[u] for u in range(self.num_streamed))
+        if largest > max(self.accumulator_bytes, default=0):
+            raise ValueError("no accumulator holds the largest gradient")
+        if not self.offload <= set(self.offloadable):
+            raise ValueError(f"offload may name units {self.offloadable}, not {sorted(self.offload)}")
+        if self.staged and self.num_host_buffers < 1:
+            raise ValueError("staged transfers need a host buffer")
+        if any(self.tiles) and self.num_tile_buffers < 1:
+            raise ValueError("tiles need a tile buffer")
+
+    @property
+    def num_units(self) -> int:
+        """Streamed units and the rest."""
+        return self.num_streamed + (self.rest is not None)
+
+    @property
+    def last(self) -> int:
+        """The last streamed unit, whose forward and backward are one op."""
+        return self.num_streamed - 1
+
+    @property
+    def resident_slot(self) -> int:
+        """Index of the slot that is the rest's own."""
+        return len(self.slot_bytes)
+
+    @property
+    def resident_accumulator(self) -> int:
+        """Index of the accumulator that is the rest's own."""
+        return len(self.accumulator_bytes)
+
+    @property
+    def rest_has_weights(self) -> bool:
+        """Whether a rest is loaded at all."""
+        return self.rest is not None and self.weight_bytes[self.rest] > 0
+
+    @property
+    def rest_trains(self) -> bool:
+        """Whether there is a rest with gradients, to which every unit's backward may add."""
+        return self.rest is not None and self.trainable[self.rest]
+
+    @property
+    def first_backward(self) -> int:
+        """The lowest unit that runs backward: below it nothing trains. The last unit always runs it."""
+        if self.rest_trains:
+            return 0
+        return next((u for u in range(self.num_streamed) if self.trainable[u]), self.last)
+
+    @property
+    def offloadable(self) -> tuple[int, ...]:
+        """Units whose inputs could leave: those a backward needs, but not the ids, nor the last unit's."""
+        return tuple(range(max(1, self.first_backward), self.last))
+
+    @property
+    def step_order(self) -> tuple[int, ...]:
+        """Trainable units in the order in which the next forward needs them: the rest, then 0, 1, …."""
+        order = range(self.num_streamed) if self.rest is None else (self.rest, *range(self.num_streamed))
+        return tuple(unit for unit in order if self.trainable[unit])

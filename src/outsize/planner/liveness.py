@@ -1,0 +1,84 @@
+"""How many bytes of activations are live at every op, however far the lanes run apart.
+
+What else lies on the device (slots, accumulators, tile buffers) is allocated once; only activations come and
+go:
+
+* F u.m makes the input of unit u+1; it lives until the backward of unit u+1, or the SAVE, has passed;
+* FB and B u.m make the gradient of the input of unit u, and consume that of unit u+1;
+* a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them;
+* a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs.
+
+Inputs of unit 0 (ids) are counted elsewhere, as shared bytes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outsize.planner.hazards import SAVE_WINDOW
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+from outsize.planner.program import Program
+
+
+class Live(NamedTuple):
+    """Activation bytes on the device and saved in the tier below it, at the worst moment of an op."""
+
+    device_bytes: int
+    below_bytes: int
+
+
+class ActivationMeter:
+    """Counts activation bytes op by op.
+
+    Args:
+        layout: the step.
+        boundary_bytes: bytes of the input of each streamed unit, for one microbatch.
+    """
+
+    def __init__(self, layout: StepLayout, boundary_bytes: Sequence[int]) -> None:
+        if len(boundary_bytes) != layout.num_streamed:
+            raise ValueError(f"boundary_bytes needs {layout.num_streamed} entries, not {len(boundary_bytes)}")
+        self._bytes = (0, *boundary_bytes[1:])
+        self._first_backward = layout.first_backward
+        self._leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
+        self._device = 0
+        self._below = 0
+
+    def add(self, op: Op) -> Live:
+        """Return the bytes that are live while ``op`` runs."""
+        unit = op.unit or 0
+        peak = Live(self._device, self._below)
+        if op.kind is Kind.FORWARD:
+            self._finish_saves(but=SAVE_WINDOW - 1)
+            self._device += self._bytes[unit + 1]
+            peak = Live(self._device, self._below)
+            if unit < self._first_backward:
+                self._device -= self._bytes[unit]
+        elif op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+            made = self._bytes[unit] if unit > self._first_backward else 0
+            peak = Live(self._device + made, self._below)
+            consumed = self._bytes[unit + 1] if op.kind is Kind.BACKWARD else 0
+            self._device += made - self._bytes[unit] - consumed
+        elif op.kind is Kind.SAVE:
+            self._below += self._bytes[unit]
+            self._leaving.append(self._bytes[unit])
+            peak = Live(self._device, self._below)
+        elif op.kind is Kind.FETCH:
+            self._finish_saves(but=0)
+            self._device += self._bytes[unit]
+            peak = Live(self._device, self._below)
+            self._below -= self._bytes[unit]
+        return peak
+
+    def _finish_saves(self, but: int) -> None:
+        """Count all SAVEs as done but the last few."""
+        while len(self._leaving) > but:
+            self._device -= self._leaving.popleft()
+
+
+def peak_activations(program: Program, layout: StepLayout, boundary_bytes: Sequence[int]) -> Live:
+    """Return the most bytes of activations that are ever live on the device, and saved below it."""
+    meter = ActivationMeter(layout, boundary_bytes)
+    live = [meter.add(op) for op in program]
+    return Live(max((x.device_bytes for x in live), default=0), max((x.below_bytes for x in live), default=0))

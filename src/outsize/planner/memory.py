@@ -1,0 +1,173 @@
+"""What a step holds in each tier, class by class, and what crosses the links in one step; all exact sums.
+
+Bytes per parameter at home, the gradient plane included:
+
+========  ===================================================================  =====
+compute   planes                                                               bytes
+========  ===================================================================  =====
+fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                          16
+bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4                18
+fp16      the same                                                                18
+frozen    weights only                                                        4 or 2
+========  ===================================================================  =====
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.planner.layout import StepLayout
+from outsize.planner.liveness import Live
+from outsize.planner.ops import Kind, Op
+from outsize.planner.program import Program
+
+Tier = Literal["host", "disk"]
+
+# exp_avg and exp_avg_sq, fp32.
+_MOMENTS_BYTES = 8
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What computing the model takes besides its weights, as measured or estimated for one step.
+
+    Attributes:
+        boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over
+        microbatches. forward_workspace_bytes: by unit kind, the most that its forward allocates.
+        backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
+        shared_bytes: ids, labels, masks and the like, for all microbatches. fixed_bytes: whatever else lies
+        on the device throughout.
+    """
+
+    boundary_bytes: tuple[int, ...]
+    forward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    backward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    shared_bytes: int = 0
+    fixed_bytes: int = 0
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that any unit allocates while it runs; units run one after the other."""
+        return max(
+            (*self.forward_workspace_bytes.values(), *self.backward_workspace_bytes.values()), default=0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that cross links in one step.
+
+    Attributes:
+        up: towards the device, from the tier below it.
+        down: away from the device.
+        disk_read: from disk, wherever to.
+        disk_written: to disk, wherever from.
+    """
+
+    up: int = 0
+    down: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
+
+
+def home_bytes(unit: UnitSpec, dtype: str) -> int:
+    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient."""
+    if not unit.trainable:
+        return unit.weight_bytes(dtype)
+    return unit.numel * tile_element_bytes(dtype)
+
+
+def tile_element_bytes(dtype: str) -> int:
+    """Return the bytes per element of a tile: master, moments, gradient, and weights unless they are fp32."""
+    return _FP32_BYTES + _MOMENTS_BYTES + _FP32_BYTES + (0 if dtype == "fp32" else ITEMSIZE[dtype])
+
+
+def _device_table(demand: Demand, layout: StepLayout, activations: Live) -> dict[str, int]:
+    """Return what the device holds besides optimizer tiles, in bytes by class."""
+    resident = 0
+    if layout.rest is not None:
+        resident = layout.weight_bytes[layout.rest]
+        resident += layout.gradient_bytes[layout.rest] * layout.rest_trains
+    return {
+        "weight slots": sum(layout.slot_bytes),
+        "gradient accumulators": sum(layout.accumulator_bytes),
+        "resident": resident,
+        "activations": activations.device_bytes,
+        "workspace": demand.workspace_bytes,
+        "shared": demand.shared_bytes,
+        "fixed": demand.fixed_bytes,
+    }
+
+
+def memory_table(
+    model: ModelSpec,
+    demand: Demand,
+    layout: StepLayout,
+    activations: Live,
+    *,
+    home: Tier,
+    below: Tier,
+    tile_elements: int,
+    host_buffer_bytes: int,
+) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and class; classes without bytes are left out.
+
+    Tile buffers lie where the optimizer runs: in host memory, which is the device's own where the disk is
+    below it.
+    """
+    table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
+    table["device"] = _device_table(demand, layout, activations)
+    ring = layout.num_tile_buffers * tile_elements * tile_element_bytes(model.dtype)
+    table["device" if below == "disk" else "host"]["optimizer tiles"] = ring
+    table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
+    table[below]["saved activations"] = activations.below_bytes
+    table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+
+def count_traffic(
+    program: Program,
+    model: ModelSpec,
+    layout: StepLayout,
+    boundary_bytes: tuple[int, ...],
+    *,
+    home: Tier,
+    below: Tier,
+    tile_elements: int,
+) -> Traffic:
+    """Return the bytes that ``program`` moves, counted op by op."""
+    moved: Counter[str] = Counter()
+    weights_bytes = 0 if model.dtype == "fp32" else ITEMSIZE[model.dtype]
+    state_bytes = _FP32_BYTES + _MOMENTS_BYTES
+
+    def elements(op: Op) -> int:
+        numel = model.units[op.unit or 0].numel
+        return min(tile_elements, numel - (op.tile or 0) * tile_elements)
+
+    for op in program:
+        unit = op.unit or 0
+        on_disk = below == "disk" and home == "disk"
+        if op.kind is Kind.LOAD:
+            moved["up"] += layout.weight_bytes[unit]
+            moved["disk_read"] += layout.weight_bytes[unit] * on_disk
+        elif op.kind is Kind.GRAD:
+            moved["down"] += layout.gradient_bytes[unit]
+            moved["disk_written"] += layout.gradient_bytes[unit] * on_disk
+        elif op.kind is Kind.SAVE:
+            moved["down"] += boundary_bytes[unit]
+            moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
+        elif op.kind is Kind.FETCH:
+            moved["up"] += boundary_bytes[unit]
+            moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
+        elif op.kind is Kind.READ and op.tile is None:
+            moved["disk_read"] += layout.weight_bytes[unit]
+        elif op.kind is Kind.READ:
+            moved["disk_read"] += elements(op) * (state_bytes + _FP32_BYTES)
+        elif op.kind is Kind.WRITE and op.tile is None:
+            moved["disk_written"] += layout.gradient_bytes[unit]
+        elif op.kind is Kind.WRITE:
+            moved["disk_written"] += elements(op) * (state_bytes + weights_bytes)
+    return Traffic(**moved)

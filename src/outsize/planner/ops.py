@@ -1,0 +1,77 @@
+"""The instructions of a program: what happens to which unit for which microbatch, never how.
+
+============================  ================================================================================
+text                          meaning
+============================  ================================================================================
+``LOAD 3@w0.1``               weights of unit 3 come up from the tier below worker 0 into its slot 1
+``LOAD 3@w0.1<h0``            the same, from host buffer 0, where a READ has put them
+``FREE 3@w0.1``               slot 1 no longer holds unit 3
+``ACC 3@w0.1``                accumulator 1 of worker 0 now sums the gradient of unit 3
+``F 3.0@w0``                  forward of unit 3 for microbatch 0, nothing kept but its input
+``FB 5.0@w0``                 forward, loss and backward of the last unit in one go
+``B 3.0@w0``                  recompute and backward of unit 3 for microbatch 0
+``SAVE 3.0@w0``               the input of unit 3 for microbatch 0 leaves the device
+``FETCH 3.0@w0``              it comes back
+``NORM 3@w0``                 norms of the gradients of unit 3, where they lie
+``GRAD 3@w0``                 the gradient of unit 3 leaves the device for its home; its accumulator is free
+``GRAD 3@w0>h1``              the same, into host buffer 1, from where a WRITE takes it to disk
+``CLIP``                      all norms become one clipping coefficient; refuses what is not finite
+``READ 3>h0``                 weights of unit 3, disk to host buffer 0
+``WRITE 3<h1``                gradient of unit 3, host buffer 1 to disk
+``READ 3#0>t2``               tile 0 of unit 3 (master weights, moments, gradient), disk to tile buffer 2
+``STEP 3#0@t2``               optimizer step on that tile
+``WRITE 3#0<t2``              what the step changed, back to disk
+``STEP 3``                    optimizer step of the whole unit, in place in host memory
+============================  ================================================================================
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """The verb of an op; the value is its text."""
+
+    LOAD = "LOAD"
+    FREE = "FREE"
+    ACC = "ACC"
+    FORWARD = "F"
+    FORWARD_BACKWARD = "FB"
+    BACKWARD = "B"
+    SAVE = "SAVE"
+    FETCH = "FETCH"
+    NORM = "NORM"
+    GRAD = "GRAD"
+    CLIP = "CLIP"
+    READ = "READ"
+    STEP = "STEP"
+    WRITE = "WRITE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One instruction.
+
+    Attributes:
+        kind: the verb.
+        unit: unit index; None only for CLIP.
+        microbatch: for F, FB, B, SAVE and FETCH.
+        worker: the device that it concerns; None for host and disk ops.
+        slot: slot (LOAD, FREE) or accumulator (ACC) of that worker.
+        tile: tile of the unit's optimizer state; None for whole-unit ops.
+        buffer: host buffer ``h`` (whole unit) or tile buffer ``t`` that the op fills or drains.
+    """
+
+    kind: Kind
+    unit: int | None = None
+    microbatch: int | None = None
+    worker: int | None = None
+    slot: int | None = None
+    tile: int | None = None
+    buffer: int | None = None
+
+    def __str__(self) -> str:
+        """Return the text form, e.g. ``LOAD 3@w0.1``."""
+        from outsize.planner.program import render_op
+
+        return render_op(self)

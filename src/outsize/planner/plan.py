@@ -1,0 +1,217 @@
+"""The plan of a run: what is set aside where, the program of a step, and what it moves.
+
+The search starts from the plan that needs the least memory. If that does not fit, no plan does. Otherwise
+memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far as it goes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from outsize.errors import InfeasiblePlanError
+from outsize.model.spec import ModelSpec
+from outsize.planner.layout import StepLayout
+from outsize.planner.liveness import Live, peak_activations
+from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table, tile_element_bytes
+from outsize.planner.passes import insert_saves, v_cycle
+from outsize.planner.program import Program, render
+from outsize.planner.schedule import build_step
+from outsize.planner.sizing import UPGRADES, Knobs, PlanOptions, Sizing
+from outsize.units import format_bytes
+
+__all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
+
+Table = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Most bytes that each tier may hold; None is no limit.
+
+    Attributes:
+        device: memory of the device.
+        host: host memory.
+        disk: disk space.
+    """
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run sets aside and does.
+
+    Attributes:
+        home: where weights and optimizer state rest.
+        below: the tier next to the device.
+        layout: the step before it is put in order; slots, accumulators, prefetch depth, offloaded units.
+        program: the ops of a step.
+        host_buffer_bytes: size of a host buffer for whole units; 0 where there are none.
+        tile_elements: elements per tile of the optimizer step; 0 where units step whole.
+        tile_buffer_bytes: size of a tile buffer.
+        memory: bytes by tier and class.
+        budgets: what they had to fit.
+        traffic: bytes that cross links in one step.
+    """
+
+    home: Tier
+    below: Tier
+    layout: StepLayout
+    program: Program
+    host_buffer_bytes: int
+    tile_elements: int
+    tile_buffer_bytes: int
+    memory: Table
+    budgets: Budgets
+    traffic: Traffic
+
+    @property
+    def resident_slot_bytes(self) -> tuple[int, ...]:
+        """Size of the rest's own slot; empty where there is no rest."""
+        rest = self.layout.rest
+        return () if rest is None else (self.layout.weight_bytes[rest],)
+
+    @property
+    def resident_accumulator_bytes(self) -> tuple[int, ...]:
+        """Size of the rest's own accumulator; empty where there is none or it does not train."""
+        rest = self.layout.rest
+        return (self.layout.gradient_bytes[rest],) if rest is not None and self.layout.rest_trains else ()
+
+    def total_bytes(self, tier: str) -> int:
+        """Return all bytes set aside in ``tier``: ``device``, ``host`` or ``disk``."""
+        return sum(self.memory[tier].values())
+
+    @property
+    def table(self) -> str:
+        """The memory and the traffic of a step as text."""
+        lines = []
+        for tier, classes in self.memory.items():
+            budget = getattr(self.budgets, tier)
+            limit = f" of {format_bytes(budget)}" if budget is not None else ""
+            lines.append(f"{tier:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
+            lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in classes.items()]
+        lines.append("per step")
+        lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan in what JSON knows; the program is a list of op texts."""
+        layout = self.layout
+        return {
+            "home": self.home,
+            "below": self.below,
+            "microbatches": layout.num_microbatches,
+            "clip": layout.clip,
+            "prefetch_depth": layout.prefetch_depth,
+            "slot_bytes": list(layout.slot_bytes),
+            "accumulator_bytes": list(layout.accumulator_bytes),
+            "resident_slot_bytes": list(self.resident_slot_bytes),
+            "resident_accumulator_bytes": list(self.resident_accumulator_bytes),
+            "num_host_buffers": layout.num_host_buffers,
+            "host_buffer_bytes": self.host_buffer_bytes,
+            "num_tile_buffers": layout.num_tile_buffers,
+            "tile_elements": self.tile_elements,
+            "tile_buffer_bytes": self.tile_buffer_bytes,
+            "offload": sorted(layout.offload),
+            "budget_bytes": asdict(self.budgets),
+            "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
+            "bytes_per_step": asdict(self.traffic),
+            "program": render(self.program).splitlines(),
+        }
+
+
+def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
+    """Return the plan that makes the most of ``budgets``.
+
+    Raises:
+        InfeasiblePlanError: not even the least plan fits; says by how much, and what to try first.
+    """
+    sizing = Sizing(model, options)
+
+    @cache
+    def activations(offload: frozenset[int], prefetch_depth: int) -> Live:
+        layout = replace(sizing.layout(sizing.least()), offload=offload, prefetch_depth=prefetch_depth)
+        return peak_activations(insert_saves(v_cycle(layout), layout), layout, demand.boundary_bytes)
+
+    def memory_of(knobs: Knobs) -> Table:
+        layout = sizing.layout(knobs)
+        return memory_table(
+            model,
+            demand,
+            layout,
+            activations(layout.offload, layout.prefetch_depth),
+            home=options.home,
+            below=options.below,
+            tile_elements=knobs.tile_elements,
+            host_buffer_bytes=sizing.host_buffer_bytes,
+        )
+
+    knobs = sizing.least()
+    short_by = _shortage(memory_of(knobs), budgets)
+    if short_by:
+        raise InfeasiblePlanError(_what_to_try(memory_of(knobs), short_by, options), short_by)
+    for upgrade in UPGRADES:
+        for better in upgrade(sizing, knobs):
+            if _shortage(memory_of(better), budgets):
+                break
+            knobs = better
+    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+
+
+def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
+    options, dtype = sizing.options, sizing.model.dtype
+    layout = sizing.layout(knobs)
+    program = build_step(layout)
+    traffic = count_traffic(
+        program,
+        sizing.model,
+        layout,
+        demand.boundary_bytes,
+        home=options.home,
+        below=options.below,
+        tile_elements=knobs.tile_elements,
+    )
+    return Plan(
+        home=options.home,
+        below=options.below,
+        layout=layout,
+        program=program,
+        host_buffer_bytes=sizing.host_buffer_bytes,
+        tile_elements=knobs.tile_elements,
+        tile_buffer_bytes=knobs.tile_elements * tile_element_bytes(dtype),
+        memory=memory,
+        budgets=budgets,
+        traffic=traffic,
+    )
+
+
+def _shortage(memory: Table, budgets: Budgets) -> dict[str, int]:
+    """Return the bytes missing in each tier that is too small."""
+    short_by = {}
+    for tier, classes in memory.items():
+        budget = getattr(budgets, tier)
+        needed = sum(classes.values())
+        if budget is not None and needed > budget:
+            short_by[tier] = needed - budget
+    return short_by
+
+
+def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOptions) -> str:
+    """Return the message for the first tier that is short: what takes the most there, what to try first."""
+    tier = next(iter(short_by))
+    needed = sum(memory[tier].values())
+    largest = max(memory[tier], key=lambda name: memory[tier][name])
+    size = format_bytes(memory[tier][largest])
+    if tier == "device" and largest in ("activations", "workspace", "shared"):
+        advice = f"more microbatches than {options.microbatches}, or shorter sequences"
+    elif tier == "host" and options.home == "host":
+        advice = "the home on disk"
+    else:
+        advice = f"a {tier} budget of {format_bytes(needed)}"
+    return (
+        f"the smallest plan needs {format_bytes(needed)} on the {tier}, {size} of it for {largest}; "
+        f"first try {advice}"
+    )

@@ -1,0 +1,140 @@
+"""Rules 5 and 6 of `planner.rules`: what happens to weights and gradients below the device."""
+
+from collections import Counter
+
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+
+
+class BrokenRuleError(Exception):
+    """What is wrong with an op; `validate` turns it into a `ProgramError` that shows where."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raise `BrokenRuleError` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise BrokenRuleError(message)
+
+
+class HomeRules:
+    """Buffers, norms, gradients at home and steps taken, as the ops go by."""
+
+    def __init__(self, layout: StepLayout) -> None:
+        self._layout = layout
+        self._normed: set[int] = set()
+        self._clipped = False
+        self._gradients: set[int] = set()  # units whose gradient has come home
+        self._started: set[tuple[int, int]] = set()  # tiles read
+        self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
+        self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
+        self._ring: dict[int | None, tuple[Kind, int, int]] = {}  # tile buffer -> READ or STEP, unit, tile
+
+    def check(self, op: Op, unit: int) -> None:
+        """Follow CLIP, READ, STEP or WRITE.
+
+        Raises:
+            BrokenRuleError: it may not come here.
+        """
+        if op.kind is Kind.CLIP:
+            self._clip()
+        elif op.tile is not None:
+            self._tile(op, unit, op.tile)
+        elif op.kind is Kind.READ:
+            self._fill(op, unit)
+            self._check_before_step(unit)
+        elif op.kind is Kind.WRITE:
+            self._drain(op, Kind.GRAD, unit)
+            self._gradients.add(unit)
+        else:
+            require(not self._layout.tiles[unit], f"unit {unit} steps by tiles")
+            self._check_ready(unit)
+            require(not self._stepped[unit], f"unit {unit} has stepped already")
+            self._stepped[unit] = 1
+
+    def load(self, op: Op, unit: int) -> None:
+        """Follow the part of a LOAD that takes weights from their home or from a host buffer."""
+        self._check_staged(op)
+        if op.buffer is not None:
+            self._drain(op, Kind.READ, unit)
+        self._check_before_step(unit)
+
+    def norm(self, unit: int) -> None:
+        """Follow a NORM."""
+        require(self._layout.clip, "norms are taken only where gradients are clipped")
+        require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
+        self._normed.add(unit)
+
+    def gradient(self, op: Op, unit: int) -> None:
+        """Follow the part of a GRAD that puts the gradient down."""
+        require(not self._layout.clip or unit in self._normed, f"the norm of unit {unit} has not been taken")
+        self._check_staged(op)
+        if op.buffer is not None:
+            self._fill(op, unit)
+        else:
+            self._gradients.add(unit)
+
+    def check_end(self) -> None:
+        """Check that nothing is left undone or left behind.
+
+        Raises:
+            BrokenRuleError: something is.
+        """
+        require(not self._host, f"host buffers {sorted(map(str, self._host))} are not empty")
+        require(not self._ring, f"tile buffers {sorted(map(str, self._ring))} are not empty")
+        for unit, trains in enumerate(self._layout.trainable):
+            due = max(1, self._layout.tiles[unit]) if trains else 0
+            require(self._stepped[unit] == due, f"unit {unit} has not stepped")
+
+    def _clip(self) -> None:
+        require(self._layout.clip, "gradients are not clipped")
+        require(not self._clipped, "gradients are clipped once")
+        missing = set(self._layout.step_order) - self._normed
+        require(not missing, f"the norms of units {sorted(missing)} have not been taken")
+        self._clipped = True
+
+    def _tile(self, op: Op, unit: int, tile: int) -> None:
+        num_buffers = self._layout.num_tile_buffers
+        require(op.buffer is not None and op.buffer < num_buffers, f"there are {num_buffers} tile buffers")
+        require(tile < self._layout.tiles[unit], f"unit {unit} has {self._layout.tiles[unit]} tiles")
+        held = self._ring.get(op.buffer)
+        if op.kind is Kind.READ:
+            require(held is None, f"tile buffer {op.buffer} is still in use")
+            require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+            require((unit, tile) not in self._started, "it has been read already")
+            self._started.add((unit, tile))
+            self._ring[op.buffer] = (Kind.READ, unit, tile)
+        elif op.kind is Kind.STEP:
+            require(
+                held == (Kind.READ, unit, tile), f"tile buffer {op.buffer} does not hold it, as it was read"
+            )
+            self._check_ready(unit)
+            self._stepped[unit] += 1
+            self._ring[op.buffer] = (Kind.STEP, unit, tile)
+        else:
+            require(held == (Kind.STEP, unit, tile), f"tile buffer {op.buffer} does not hold it, stepped")
+            del self._ring[op.buffer]
+
+    def _fill(self, op: Op, unit: int) -> None:
+        num_buffers = self._layout.num_host_buffers
+        require(op.buffer is not None and op.buffer < num_buffers, f"there are {num_buffers} host buffers")
+        require(op.buffer not in self._host, f"host buffer {op.buffer} is still in use")
+        self._host[op.buffer] = (op.kind, unit)
+
+    def _drain(self, op: Op, filled_by: Kind, unit: int) -> None:
+        held = self._host.pop(op.buffer, None)
+        require(
+            held == (filled_by, unit),
+            f"host buffer {op.buffer} holds nothing of unit {unit} from {filled_by}",
+        )
+
+    def _check_staged(self, op: Op) -> None:
+        staged = self._layout.staged
+        require((op.buffer is not None) == staged, f"units pass {'through' if staged else 'no'} host buffers")
+
+    def _check_before_step(self, unit: int) -> None:
+        require(not self._stepped[unit], f"unit {unit} has stepped already")
+
+    def _check_ready(self, unit: int) -> None:
+        require(self._layout.trainable[unit], f"unit {unit} does not train")
+        require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+        require(not self._layout.clip or self._clipped, "gradients have not been clipped")

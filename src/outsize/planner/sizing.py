@@ -1,0 +1,195 @@
+"""How much of each thing a plan sets aside, and in which order more is better.
+
+A plan is chosen by a handful of numbers, the `Knobs`. The least ones make the plan that needs the least
+memory; `UPGRADES` lists what memory to spare is spent on, the most useful first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from outsize.model.spec import ModelSpec
+from outsize.planner.layout import StepLayout
+from outsize.planner.memory import Tier
+
+# 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
+LEAST_TILE_ELEMENTS = 65_536
+# 1M elements are 4 MiB per plane: above that more bytes per request gain nothing.
+MOST_TILE_ELEMENTS = 1_048_576
+# One tile is read, one stepped, one written.
+NUM_TILE_BUFFERS = 3
+# One unit on its way up and one gradient on its way down; with four, disk and link work on different ones.
+LEAST_HOST_BUFFERS = 2
+MOST_HOST_BUFFERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user decides; None leaves it to the planner.
+
+    Attributes:
+        home: where weights and optimizer state rest, ``host`` or ``disk``.
+        below: the tier next to the device, ``host`` or ``disk``.
+        clip: whether gradients are clipped by their global norm.
+        microbatches: microbatches per step.
+        slots: units that the device holds at once.
+        prefetch: how many units ahead of their use LOADs start.
+        tile_elements: elements per tile of the optimizer step, a multiple of 2048.
+        offload: whether all inputs of units leave the device (True) or none (False).
+    """
+
+    home: Tier
+    below: Tier
+    clip: bool = True
+    microbatches: int = 1
+    slots: int | None = None
+    prefetch: int | None = None
+    tile_elements: int | None = None
+    offload: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.home == "host" and self.below == "disk":
+            raise ValueError("the disk cannot lie between the device and a home in host memory")
+
+    @property
+    def staged(self) -> bool:
+        """Whether units pass through host buffers on their way between disk and device."""
+        return self.home == "disk" and self.below == "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The numbers that make a plan.
+
+    Attributes:
+        num_slots: slots that units share.
+        num_accumulators: gradient accumulators that units share.
+        num_kept: offloadable units, counted from the last, whose inputs stay on the device.
+        tile_elements: elements per tile.
+        num_host_buffers: host buffers; 0 where units are not staged.
+    """
+
+    num_slots: int
+    num_accumulators: int
+    num_kept: int
+    tile_elements: int
+    num_host_buffers: int
+
+
+class Sizing:
+    """Turns knobs into layouts for one model and one set of options."""
+
+    def __init__(self, model: ModelSpec, options: PlanOptions) -> None:
+        self.model = model
+        self.options = options
+        streamed = model.units[: model.num_streamed]
+        weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.tensors]
+        gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
+        self._slot_sizes = _sizes(weights)
+        self._accumulator_sizes = _sizes(gradients)
+        self.largest_trainable = max((unit.numel for unit in model.units if unit.trainable), default=0)
+        self.num_offloadable = len(self.layout(self.least()).offloadable)
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        """Size of a host buffer: any unit's weights, or its gradient."""
+        if not self.options.staged:
+            return 0
+        units = self.model.units
+        weights = max(unit.weight_bytes(self.model.dtype) for unit in units)
+        return max(weights, *(unit.gradient_bytes * unit.trainable for unit in units))
+
+    def least(self) -> Knobs:
+        """Return the knobs of the plan that needs the least device memory."""
+        tile_elements = self.options.tile_elements or min(LEAST_TILE_ELEMENTS, self.largest_trainable)
+        return Knobs(
+            num_slots=self._at_most_slots(self.options.slots or 1),
+            num_accumulators=min(1, len(self._accumulator_sizes)),
+            num_kept=0,
+            tile_elements=tile_elements if self.options.home == "disk" else 0,
+            num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged else 0,
+        )
+
+    def layout(self, knobs: Knobs) -> StepLayout:
+        """Return the layout that ``knobs`` make."""
+        model, options = self.model, self.options
+        has_rest = len(model.units) > model.num_streamed
+        tiles = tuple(
+            -(-unit.numel // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
+            for unit in model.units
+        )
+        layout = StepLayout(
+            num_streamed=model.num_streamed,
+            rest=model.num_streamed if has_rest else None,
+            num_microbatches=options.microbatches,
+            trainable=tuple(unit.trainable for unit in model.units),
+            weight_bytes=tuple(unit.weight_bytes(model.dtype) for unit in model.units),
+            gradient_bytes=tuple(unit.gradient_bytes * unit.trainable for unit in model.units),
+            slot_bytes=self._slot_sizes[: knobs.num_slots],
+            accumulator_bytes=self._accumulator_sizes[: knobs.num_accumulators],
+            prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
+            clip=options.clip,
+            tiles=tiles,
+            num_host_buffers=knobs.num_host_buffers,
+            num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
+            staged=options.staged,
+        )
+        if options.offload is False:
+            return layout
+        offload = layout.offloadable[: len(layout.offloadable) - knobs.num_kept]
+        return replace(layout, offload=frozenset(offload))
+
+    def more_slots(self, knobs: Knobs, upto: int) -> Iterator[Knobs]:
+        """Yield knobs with more slots, unless their number is given."""
+        if self.options.slots is None:
+            for num_slots in range(knobs.num_slots + 1, self._at_most_slots(upto) + 1):
+                yield replace(knobs, num_slots=num_slots)
+
+    def more_accumulators(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with a second accumulator, so that a gradient leaves while the next one is summed."""
+        if knobs.num_accumulators < min(2, len(self._accumulator_sizes)):
+            yield replace(knobs, num_accumulators=knobs.num_accumulators + 1)
+
+    def larger_tiles(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with tiles of twice the size, and twice that, while a unit fills one."""
+        if self.options.tile_elements is None and knobs.tile_elements:
+            sizes = (knobs.tile_elements << shift for shift in range(1, 5))
+            enough = min(MOST_TILE_ELEMENTS, self.largest_trainable)
+            for size in takewhile(lambda size: size <= enough, sizes):
+                yield replace(knobs, tile_elements=size)
+
+    def more_kept(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with the inputs of more units kept on the device, those needed soonest first."""
+        if self.options.offload is None:
+            for num_kept in range(knobs.num_kept + 1, self.num_offloadable + 1):
+                yield replace(knobs, num_kept=num_kept)
+
+    def more_host_buffers(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with more host buffers, where units are staged."""
+        if self.options.staged:
+            for num_host_buffers in range(knobs.num_host_buffers + 1, MOST_HOST_BUFFERS + 1):
+                yield replace(knobs, num_host_buffers=num_host_buffers)
+
+    def _at_most_slots(self, num_slots: int) -> int:
+        return min(num_slots, len(self._slot_sizes))
+
+
+# Each upgrade goes as far as the budgets let it, then the next one has its turn.
+UPGRADES: tuple[Callable[[Sizing, Knobs], Iterator[Knobs]], ...] = (
+    lambda sizing, knobs: sizing.more_slots(knobs, upto=2),
+    Sizing.more_accumulators,
+    lambda sizing, knobs: sizing.more_slots(knobs, upto=3),
+    Sizing.more_host_buffers,
+    Sizing.larger_tiles,
+    Sizing.more_kept,
+    lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
+)
+
+
+def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """Return a size for each of ``units`` (kind, bytes): the first fits the largest, the others any block."""
+    if not units:
+        return ()
+    largest = max(size for _, size in units)
+    block = max((size for kind, size in units if kind == "block"), default=largest)
+    return (largest, *[block] * (len(units) - 1))

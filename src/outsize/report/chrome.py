@@ -1,0 +1,45 @@
+"""A timeline as Chrome trace JSON: opens in Perfetto and in ``chrome://tracing``, one row per lane."""
+
+from typing import Any
+
+from outsize.planner.timeline import Timeline
+
+_ORDER = ("compute", "up", "down", "host", "read", "write")
+
+
+def to_chrome(timeline: Timeline) -> dict[str, Any]:
+    """Return ``timeline`` in the Chrome trace event format; times in microseconds from the first event.
+
+    Each op is a complete event named by its text; ``args`` tells how long its lane waited for other ops
+    before it, and for which.
+    """
+    rows = {lane: row for row, lane in enumerate(sorted(timeline.lanes, key=_rank))}
+    trace: list[dict[str, Any]] = []
+    for lane, row in rows.items():
+        trace.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}})
+        trace.append(
+            {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+        )
+    for event in timeline.events:
+        args: dict[str, Any] = {"waited_us": event.waited_s * 1e6}
+        if event.waited_for:
+            args["waited_for"] = event.waited_for
+        trace.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": rows[event.lane],
+                "name": event.op,
+                "cat": event.op.split(" ", 1)[0],
+                "ts": (event.start_s - timeline.start_s) * 1e6,
+                "dur": (event.end_s - event.start_s) * 1e6,
+                "args": args,
+            }
+        )
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _rank(lane: str) -> tuple[int, str]:
+    """Order rows as work flows: compute first, then the links, the host and the disk; unknown lanes last."""
+    kind = lane.split(":", 1)[0]
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER)), lane

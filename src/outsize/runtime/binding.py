@@ -1,0 +1,110 @@
+"""Parameters of a unit as views of a slot, and their gradients as additions to an accumulator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outsize.model.spec import UnitSpec
+from outsize.model.split import Split
+
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def tensor_views(unit: UnitSpec, plane: Tensor) -> list[Tensor]:
+    """Views of ``plane`` [unit.numel], one per tensor of ``unit``, in its shape."""
+    return [plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors]
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    views: list[Tensor]
+    touched: set[int]
+
+
+class GradientSums:
+    """fp32 sums of gradients over microbatches, per unit, added as soon as autograd has one.
+
+    The first gradient of a parameter is copied and later ones are added, so no plane is ever zeroed, and a parameter
+    that gets none in a step is known by name.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Accumulator] = {}
+
+    def open(self, unit: UnitSpec, plane: Tensor) -> None:
+        """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on."""
+        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set())
+
+    def close(self, unit: int) -> frozenset[int]:
+        """Stop, and return the positions of the tensors that received a gradient."""
+        return frozenset(self._of.pop(unit).touched)
+
+    def touched(self, unit: int) -> frozenset[int]:
+        """Positions of the tensors that have received a gradient so far."""
+        return frozenset(self._of[unit].touched)
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """The hook that moves one parameter's fresh gradient into its sum."""
+
+        def add(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            parameter.grad = None
+            held = self._of[unit]
+            if position in held.touched:
+                held.views[position].add_(gradient)
+            else:
+                held.views[position].copy_(gradient)
+                held.touched.add(position)
+
+        return add
+
+
+class Binder:
+    """Puts parameters that live in slots into the modules of a model, and takes them out again."""
+
+    def __init__(self, split: Split, sums: GradientSums) -> None:
+        self._split = split
+        self._sums = sums
+        self._made: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self._former = {
+            (id(module), name): parameter
+            for places in split.owners.values()
+            for module, name in places
+            for parameter in (module._parameters[name],)
+        }
+
+    def bind(self, unit: UnitSpec, plane: Tensor) -> None:
+        """Make the parameters of ``unit`` views of ``plane``, in the compute dtype, [unit.numel]."""
+        key = (unit.index, plane.data_ptr())
+        if key not in self._made:
+            self._made[key] = self._parameters(unit, plane)
+        for tensor, parameter in zip(unit.tensors, self._made[key], strict=True):
+            for module, name in self._split.owners[tensor.name]:
+                module._parameters[name] = parameter
+
+    def unbind(self, unit: UnitSpec) -> None:
+        """Give the modules of ``unit`` back the parameters that they had before."""
+        for tensor in unit.tensors:
+            for module, name in self._split.owners[tensor.name]:
+                module._parameters[name] = self._former[id(module), name]
+
+    def close(self) -> None:
+        """Unbind every unit and forget the views."""
+        for unit in self._split.spec.units:
+            self.unbind(unit)
+        self._made.clear()
+
+    def _parameters(self, unit: UnitSpec, plane: Tensor) -> list[nn.Parameter]:
+        parameters = []
+        for position, (tensor, view) in enumerate(
+            zip(unit.tensors, tensor_views(unit, plane), strict=True)
+        ):
+            parameter = nn.Parameter(view, requires_grad=tensor.trainable)
+            if tensor.trainable:
+                parameter.register_post_accumulate_grad_hook(self._sums.hook(unit.index, position))
+            parameters.append(parameter)
+        return parameters

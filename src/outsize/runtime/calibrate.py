@@ -1,0 +1,254 @@
+"""What a microbatch needs in device memory: measured on one unit of each kind, at a short length, and scaled.
+
+Weights do not matter to sizes, so every unit is bound to one plane of small random numbers, as large as the largest
+unit. Blocks of the same class and shapes are run once; the others pass on tensors of the same form. Bytes as a
+function of sequence length are a polynomial of second degree (attention without a fused kernel is quadratic), so three
+lengths determine it exactly; sequences of one microbatch add up.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError
+from outsize.model.split import Split
+from outsize.model.walk import Finished, UnitCall, Walk
+from outsize.runtime.binding import TORCH_DTYPE, Binder
+from outsize.runtime.boundary import hand_out, is_differentiable
+from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.live_bytes import LiveBytes
+from outsize.runtime.microbatch import loss_of
+
+SHORT_LENGTHS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Bytes that one microbatch needs on the device.
+
+    Attributes:
+        boundary_bytes: per unit, what it receives and what must be kept for its backward.
+        forward_bytes: per unit, the most alive during its forward, beyond its input.
+        backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
+        held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
+        inputs_shared: whether an activation is an input of more than one unit, so that it must stay on the device.
+        plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
+    """
+
+    boundary_bytes: tuple[int, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    held_bytes: int
+    inputs_shared: bool
+    plain_head: bool
+
+
+class _Discard:
+    """A gradient sink that keeps nothing."""
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        def discard(parameter: Tensor) -> None:
+            parameter.grad = None
+
+        return discard
+
+
+def calibrate(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    make_inputs: Callable[[int, int], Mapping[str, Any]],
+    *,
+    num_sequences: int,
+    seq_len: int,
+    chunk_tokens: int | None,
+) -> Measured:
+    """Measure what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
+
+    Args:
+        split: the model; its boundaries must be in place.
+        forwards: the units' own forwards.
+        make_inputs: ``(num_sequences, seq_len) → inputs`` with labels, as training will see them.
+        num_sequences: sequences per microbatch.
+        seq_len: tokens per sequence.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+    """
+    lengths = (seq_len,) if seq_len <= SHORT_LENGTHS[-1] else SHORT_LENGTHS
+    plane = torch.empty(max(unit.numel for unit in split.spec.units), dtype=TORCH_DTYPE[split.spec.dtype])
+    plane.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+    binder = Binder(split, _Discard())
+    try:
+        for unit in split.spec.units:
+            binder.bind(unit, plane[: unit.numel])
+        state = torch.get_rng_state()
+        rows = [_Pass(split, forwards, make_inputs(1, length), chunk_tokens).run() for length in lengths]
+        torch.set_rng_state(state)
+    finally:
+        binder.close()
+    return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
+
+
+@dataclass(slots=True)
+class _Row:
+    boundary: list[int]
+    forward: list[int]
+    backward: list[int]
+    held: int
+    shared: bool
+    plain: bool
+
+
+class _Pass:
+    """One forward over the units at one length, each distinct unit measured forward and backward."""
+
+    def __init__(
+        self,
+        split: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        inputs: Mapping[str, Any],
+        chunk_tokens: int | None,
+    ) -> None:
+        self._split = split
+        self._forwards = forwards
+        self._inputs = dict(inputs)
+        self._chunk_tokens = chunk_tokens
+        self._known: dict[Any, tuple[int, int, Any]] = {}
+        self._row = _Row([], [], [], 0, False, False)
+
+    def run(self) -> _Row:
+        live = LiveBytes()
+        walk = Walk(self._split.model, self._inputs)
+        last = len(self._forwards) - 1
+        storages: list[Tensor] = []
+        outputs: Any = None
+        try:
+            with live, torch.enable_grad():
+                for unit in range(last + 1):
+                    if unit == last:
+                        handed = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(outputs))
+                        self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
+                    call = walk.advance(outputs)
+                    if not isinstance(call, UnitCall) or call.unit != unit:
+                        raise ModelError(
+                            f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
+                            "streams models that call each of their units once per forward, in order"
+                        )
+                    storages += self._receive(call)
+                    if unit == last:
+                        self._last(unit, call, walk, live)
+                    else:
+                        outputs = self._unit(unit, call, live)
+        finally:
+            walk.close()
+            live.forget()
+        pointers = [tensor.untyped_storage().data_ptr() for tensor in storages]
+        self._row.shared = len(set(pointers)) < len(pointers)
+        return self._row
+
+    def _receive(self, call: UnitCall) -> list[Tensor]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        tensors = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad]
+        unique = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        self._row.boundary.append(sum(tensor.untyped_storage().nbytes() for tensor in unique.values()))
+        return list(unique.values())
+
+    def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
+        spec = self._split.spec.units[unit]
+        key = (type(self._split.modules[unit]), tuple(tensor.shape for tensor in spec.tensors))
+        if key in self._known:
+            forward, backward, outputs = self._known[key]
+        else:
+            before = live.restart()
+            with torch.no_grad():
+                outputs = self._forwards[unit](*call.args, **call.kwargs)
+            forward = live.peak - before
+            before = live.restart()
+            self._backward(unit, call)
+            backward = live.peak - before
+            outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
+            self._known[key] = forward, backward, outputs
+        self._row.forward.append(forward)
+        self._row.backward.append(backward)
+        fresh = pytree.tree_map_only(Tensor, _like, outputs)
+        return hand_out(fresh, tracked=True)[0]
+
+    def _backward(self, unit: int, call: UnitCall) -> None:
+        args, kwargs = pytree.tree_map_only(
+            Tensor,
+            lambda t: t.detach().requires_grad_() if t.requires_grad else t,
+            (call.args, call.kwargs),
+        )
+        leaves = [t for t in pytree.tree_leaves(self._forwards[unit](*args, **kwargs)) if is_differentiable(t)]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
+
+    def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
+        before, glue = live.now, live.peak - live.now
+        forward = self._forwards[unit]
+        with torch.no_grad():
+            outputs = pytree.tree_map_only(Tensor, _like, forward(*call.args, **call.kwargs))
+            ending = walk.advance(outputs)
+        self._row.plain = isinstance(ending, Finished) and self._is_plain(outputs, ending.output)
+        del outputs
+        live.restart()
+        if self._chunk_tokens is not None and self._row.plain:
+            hidden = next(t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t))
+            chunked_head_loss(
+                forward, hidden.detach(), shift_labels(self._inputs["labels"]), 1.0, self._chunk_tokens
+            )
+        elif isinstance(ending, Finished):
+            self._backward(unit, call)
+            # What the loss adds: logits in fp32, their softmax and their gradient.
+            logits = getattr(ending.output, "logits", None)
+            live.peak += 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
+        self._row.forward.append(0)
+        self._row.backward.append(live.peak - before + max(glue, 0))
+
+    def _is_plain(self, head_output: Any, output: Any) -> bool:
+        """Whether nothing but a shifted mean cross-entropy follows the head, judged on made-up logits."""
+        logits = getattr(output, "logits", None)
+        if not isinstance(head_output, Tensor) or not isinstance(logits, Tensor) or "labels" not in self._inputs:
+            return False
+        if logits.shape != head_output.shape or not torch.equal(logits, head_output):
+            return False
+        flat = logits.float().reshape(-1, logits.shape[-1])
+        ours = torch.nn.functional.cross_entropy(flat, shift_labels(self._inputs["labels"]))
+        return bool(torch.isclose(ours, loss_of(output).float(), rtol=1e-4, atol=1e-5))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return made.normal_(0.0, 0.5) if made.is_floating_point() else made
+
+
+def _scale(
+    rows: list[_Row], lengths: tuple[int, ...], num_sequences: int, seq_len: int, chunk_tokens: int | None
+) -> Measured:
+    def at(values: list[int], length: int = seq_len, sequences: int = num_sequences) -> int:
+        if len(lengths) == 1:
+            return max(values[0], 0) * sequences
+        fitted = float(np.polyval(np.polyfit(lengths, values, 2), length))
+        linear = values[-1] / lengths[-1] * length
+        # A negative curvature is noise of padding and rounding; a straight line through the longest point bounds it.
+        return int(max(fitted, linear if values[-1] > 0 else 0.0)) * sequences
+
+    units = range(len(rows[0].boundary))
+    backward = [at([row.backward[unit] for row in rows]) for unit in units]
+    if chunk_tokens is not None and rows[-1].plain:
+        tokens = num_sequences * seq_len
+        per_token = rows[-1].backward[-1] / lengths[-1]
+        hidden = at([row.boundary[-1] for row in rows])
+        backward[-1] = int(per_token * min(tokens, chunk_tokens)) + 3 * hidden
+    return Measured(
+        boundary_bytes=tuple(at([row.boundary[unit] for row in rows]) for unit in units),
+        forward_bytes=tuple(at([row.forward[unit] for row in rows]) for unit in units),
+        backward_bytes=tuple(backward),
+        held_bytes=at([row.held for row in rows]),
+        inputs_shared=rows[0].shared,
+        plain_head=rows[0].plain,
+    )

@@ -1,0 +1,191 @@
+"""F, FB and B: a unit runs on one microbatch, with its weights in a slot."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError, OutsizeError
+from outsize.model.split import Split
+from outsize.planner.ops import Op
+from outsize.planner.program import Program
+from outsize.runtime.binding import Binder
+from outsize.runtime.context import Microbatch, StepContext, slots_used
+from outsize.runtime.device import Device
+from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.weights import WeightOps
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """How the loss is taken.
+
+    Attributes:
+        chunk_tokens: tokens per chunk of head and cross-entropy; None for the model's own loss.
+    """
+
+    chunk_tokens: int | None
+
+
+def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int:
+    """Seed of the random numbers that one piece of code draws: a hash, so that no schedule can change it."""
+    text = f"{seed}/{step}/{unit}/{microbatch}/{int(glue)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+class ComputeOps:
+    """Runs units on microbatches. All its methods are called by one thread, the compute lane's.
+
+    Args:
+        split: the model and its units.
+        forwards: the units' own forwards.
+        binder: puts planes into modules.
+        device: where tensors live.
+        loss: how the loss is taken.
+        seed: of the run.
+        program: tells which slot each op finds its unit in.
+        first_backward: the lowest unit that runs backward; below it nothing trains.
+        weights: owner of the slots.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        binder: Binder,
+        device: Device,
+        loss: LossSettings,
+        seed: int,
+        program: Program,
+        first_backward: int,
+        weights: WeightOps,
+    ) -> None:
+        self._slots_used = slots_used(program)
+        self._first_backward = first_backward
+        self._weights = weights
+        self._bound: dict[int, int] = {}
+        self._split = split
+        self._forwards = forwards
+        self._binder = binder
+        self._device = device
+        self._loss = loss
+        self._seed = seed
+        units = split.spec.units
+        self._rest_trains = units[-1].kind == "rest" and units[-1].trainable
+        first = min((unit.index for unit in units[: len(forwards)] if unit.trainable), default=len(units))
+        self._tracked = tuple(self._rest_trains or index >= first for index in range(len(forwards)))
+        self._runs: set[MicrobatchRun] = set()
+
+    def forward(self, op: Op, context: StepContext) -> None:
+        """F: the unit's outputs wait for the next unit."""
+        unit, run = self._find(op, context)
+        with self._naming(op):
+            run.forward(unit, self._forwards[unit])
+        if unit < self._first_backward:
+            run.drop(unit)
+
+    def forward_backward(self, op: Op, context: StepContext) -> None:
+        """FB: the last unit, the loss, and the backward of both."""
+        unit, run = self._find(op, context)
+        assert op.microbatch is not None
+        microbatch = context.microbatches[op.microbatch]
+        with self._naming(op):
+            if self._loss.chunk_tokens is None:
+                divisor = microbatch.divisor / context.loss_scale
+                loss = run.forward_backward(unit, self._forwards[unit], divisor)
+            else:
+                loss = self._chunked(run, unit, microbatch, context)
+        context.losses[op.microbatch] = loss / context.loss_scale
+        if unit == self._first_backward:
+            self._end(op.microbatch, context)
+
+    def backward(self, op: Op, context: StepContext) -> None:
+        """B: recompute and backward; the passage ends with the lowest unit that runs one."""
+        unit, run = self._find(op, context)
+        assert op.microbatch is not None
+        with self._naming(op):
+            run.backward(unit, self._forwards[unit])
+        if unit == self._first_backward:
+            self._end(op.microbatch, context)
+
+    def close(self) -> None:
+        """Unwind every forward that is under way; called by the compute lane's thread when it ends."""
+        for run in self._runs:
+            run.close()
+        self._runs.clear()
+
+    def _find(self, op: Op, context: StepContext) -> tuple[int, MicrobatchRun]:
+        assert op.unit is not None
+        assert op.microbatch is not None
+        self._bind(op)
+        if op.microbatch not in context.runs:
+            context.runs[op.microbatch] = self._begin(op.microbatch, context)
+        return op.unit, context.runs[op.microbatch]
+
+    def _bind(self, op: Op) -> None:
+        """Show the modules of the op's unit, and of the rest, the slots that the program has put them into."""
+        slots = self._slots_used[op]
+        for unit in (op.unit, len(self._forwards)):
+            slot = slots.get(unit) if unit is not None else None
+            if unit is not None and slot is not None and self._bound.get(unit) != slot:
+                self._binder.bind(self._split.spec.units[unit], self._weights.plane(unit, slot))
+                self._bound[unit] = slot
+
+    def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
+        def reseed(unit: int, glue: bool) -> None:
+            torch.default_generator.manual_seed(seed_of(self._seed, context.number, unit, microbatch, glue))
+            if self._device.torch_device.type == "cuda":
+                torch.cuda.manual_seed(seed_of(self._seed, context.number, unit, microbatch, glue))
+
+        inputs = pytree.tree_map_only(
+            Tensor,
+            lambda tensor: tensor.to(self._device.torch_device),
+            dict(context.microbatches[microbatch].inputs),
+        )
+        if self._loss.chunk_tokens is not None:
+            inputs.pop("labels", None)
+        run = MicrobatchRun(self._split.model, inputs, self._tracked, reseed)
+        self._runs.add(run)
+        return run
+
+    def _end(self, microbatch: int, context: StepContext) -> None:
+        run = context.runs.pop(microbatch)
+        run.close()
+        self._runs.discard(run)
+
+    def _chunked(self, run: MicrobatchRun, unit: int, microbatch: Microbatch, context: StepContext) -> Tensor:
+        hidden = run.head_input(unit)
+        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device)
+        assert self._loss.chunk_tokens is not None
+        loss, gradient = chunked_head_loss(
+            self._forwards[unit],
+            hidden,
+            targets,
+            microbatch.targets / context.loss_scale,
+            self._loss.chunk_tokens,
+        )
+        run.backward_from_head_input(unit, gradient)
+        return loss
+
+    def _naming(self, op: Op) -> "_Naming":
+        assert op.unit is not None
+        return _Naming(f"{op}, unit {self._split.spec.units[op.unit].name}")
+
+
+class _Naming:
+    """Says in which op and unit the model's own code raised."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OutsizeError):
+            raise ModelError(f"the model raised in {self._where}: {type(error).__name__}: {error}") from error

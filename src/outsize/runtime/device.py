@@ -1,0 +1,188 @@
+"""Devices behind one contract: where slots lie, how bytes get there, and what it means that an op is done.
+
+* ``cpu``: the device's memory is RAM. An op is done when its function returns.
+* ``emulated:N``: N workers on the CPU whose link is throttled, for tests and dry runs.
+* ``cuda:i``: each lane has a stream. An op is done on the host when it is enqueued and on the device when the event
+  recorded after it has passed; a lane with a stream waits for the event on its stream, a host lane on its thread.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.errors import ConfigError
+from outsize.storage.arena import Arena
+from outsize.storage.ledger import Ledger, Reservation
+
+
+class Device(ABC):
+    """What the executor and the ops need of a device.
+
+    Attributes:
+        name: as in the configuration.
+        torch_device: where its tensors lie.
+    """
+
+    name: str
+    torch_device: torch.device
+
+    @abstractmethod
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """Return ``num_bytes`` of its memory as uint8, aligned to 4 KiB, held until `close`."""
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy between this device and the tier below, in order with the lane that calls."""
+        into.copy_(source, non_blocking=True)
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        """Context in which the thread of lane ``name`` runs its ops."""
+        return nullcontext()
+
+    def record(self, lane: str) -> Any:
+        """Return a mark of all work enqueued on ``lane``; None where work is done when it returns."""
+        return None
+
+    def wait(self, lane: str, mark: Any) -> None:
+        """Make ``lane`` wait for a mark of another lane."""
+
+    def hold(self, tensor: Tensor, lane: str) -> None:
+        """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
+
+    def close(self) -> None:
+        """Finish all work and give memory back; idempotent."""
+
+
+class CpuDevice(Device):
+    """The machine's own cores and RAM."""
+
+    def __init__(self, name: str = "cpu", ledger: Ledger | None = None) -> None:
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self._arena = Arena(ledger=ledger, tier="device")
+
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """See `Device.allocate`."""
+        return self._arena.take(num_bytes, what)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        self._arena.close()
+
+
+class EmulatedDevice(CpuDevice):
+    """A worker on the CPU behind a link of a given rate, one copy per direction at a time.
+
+    Args:
+        name: ``emulated:N``.
+        ledger: where its memory is reserved.
+        link_bytes_per_s: rate of the link in each direction; None for an unthrottled one.
+    """
+
+    def __init__(
+        self, name: str, ledger: Ledger | None = None, link_bytes_per_s: float | None = None
+    ) -> None:
+        super().__init__(name, ledger)
+        self._rate = link_bytes_per_s
+        self._never = threading.Event()
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy, and take as long as the emulated link would."""
+        started = time.perf_counter()
+        into.copy_(source)
+        if self._rate is not None:
+            remaining = into.nbytes / self._rate - (time.perf_counter() - started)
+            if remaining > 0:
+                self._never.wait(remaining)
+
+
+class CudaDevice(Device):
+    """One CUDA device; a stream for each lane that touches it."""
+
+    def __init__(self, index: int, ledger: Ledger | None = None) -> None:
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"memory.device is cuda:{index}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+                "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES"
+            )
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._held: list[Tensor] = []
+        self._ledger = ledger
+        self._reservations: list[Reservation] = []
+
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """See `Device.allocate`; torch's CUDA allocator aligns to 512 bytes, which is enough for DMA."""
+        if self._ledger is not None:
+            self._reservations.append(self._ledger.reserve("device", what, num_bytes))
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        self._held.append(tensor)
+        return tensor
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        """See `Device.lane`."""
+        if not name.startswith(("compute", "up", "down")):
+            return nullcontext()
+        torch.cuda.set_device(self.torch_device)
+        stream = self._streams[name] = torch.cuda.Stream(self.torch_device)
+        return torch.cuda.stream(stream)
+
+    def record(self, lane: str) -> torch.cuda.Event | None:
+        """See `Device.record`."""
+        stream = self._streams.get(lane)
+        if stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, lane: str, mark: torch.cuda.Event) -> None:
+        """See `Device.wait`."""
+        stream = self._streams.get(lane)
+        if stream is None:
+            mark.synchronize()
+        else:
+            stream.wait_event(mark)
+
+    def hold(self, tensor: Tensor, lane: str) -> None:
+        """See `Device.hold`."""
+        if lane in self._streams:
+            tensor.record_stream(self._streams[lane])
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._held or self._streams:
+            torch.cuda.synchronize(self.torch_device)
+        self._held.clear()
+        self._streams.clear()
+        while self._reservations:
+            self._reservations.pop().release()
+
+
+def open_device(name: str, ledger: Ledger | None = None, link_bytes_per_s: float | None = None) -> Device:
+    """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N``, ``cuda`` or ``cuda:i``.
+
+    Args:
+        name: of the device.
+        ledger: where the device's memory is reserved, in tier ``device``.
+        link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    kind, _, index = name.partition(":")
+    if index and not index.isdigit():
+        raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
+    match kind:
+        case "cpu" if not index:
+            return CpuDevice(ledger=ledger)
+        case "emulated":
+            return EmulatedDevice(name, ledger, link_bytes_per_s)
+        case "cuda":
+            return CudaDevice(int(index or 0), ledger)
+    raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")

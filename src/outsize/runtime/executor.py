@@ -1,0 +1,204 @@
+"""Walks programs: one thread per lane, each taking its ops in program order and waiting for what they depend on.
+
+The story of one op, in the order in which it happens:
+
+1. `submit` (the caller's thread) asks `Hazards` which earlier ops this one must wait for, wraps it in a task whose
+   gate is shut, and puts it into its lane's queue.
+2. The lane's thread takes it, passes the gates of the tasks it depends on, and orders itself behind their marks
+   (CUDA events; nothing on the CPU).
+3. It runs the op's handler, records a mark, notes the event for the timeline, and opens the gate.
+
+A lane is in order and every dependency is earlier in program order, so the earliest unfinished op can always run:
+there is no deadlock. When a handler raises, its error is kept, every later op is skipped, and `wait` raises it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from outsize.errors import ExecutionError, OutsizeError
+from outsize.planner.hazards import Hazards
+from outsize.planner.ops import Op
+from outsize.planner.timeline import Event
+from outsize.runtime.device import Device
+
+
+class Task:
+    """An op on its way: its gate is a lock that the lane's thread releases when the op is done."""
+
+    __slots__ = ("context", "dependencies", "gate", "lane", "mark", "op")
+
+    def __init__(self, op: Op, lane: str, context: Any, dependencies: tuple["Task", ...]) -> None:
+        self.op, self.lane, self.context, self.dependencies = op, lane, context, dependencies
+        self.mark: Any = None
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+    def passed(self) -> bool:
+        return not self.gate.locked()
+
+    def wait(self) -> None:
+        self.gate.acquire()
+        self.gate.release()
+
+
+class Handler(Protocol):
+    """Does what an op says."""
+
+    def __call__(self, op: Op, context: Any) -> None:
+        """Run ``op`` for the step that ``context`` describes."""
+
+
+class Executor:
+    """Runs the ops of successive programs on lanes.
+
+    Args:
+        device: gives lanes their streams and ops their marks.
+        lane_of: the lane of an op.
+        handler: does what an op says.
+        hazards: finds what an op must wait for, over successive programs.
+        around: a context manager factory entered by each lane's thread, given the lane's name.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        lane_of: Callable[[Op], str],
+        handler: Handler,
+        hazards: Hazards,
+        around: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._device = device
+        self._lane_of = lane_of
+        self._handler = handler
+        self._hazards = hazards
+        self._around = around
+        self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._recent: dict[int, Task] = {}
+        self._submitted = 0
+        self._failure: tuple[BaseException, Task] | None = None
+        self.events: list[Event] = []
+
+    def submit(self, ops: Iterable[Op], context: Any) -> list["Task"]:
+        """Queue the ops of one program; returns their tasks, in order."""
+        tasks = []
+        for op in ops:
+            numbers = self._hazards.dependencies(op)
+            earlier = tuple(
+                task for n in numbers if (task := self._recent.get(n)) is not None and not _settled(task)
+            )
+            task = Task(op, self._lane_of(op), context, earlier)
+            self._recent[self._submitted] = task
+            self._submitted += 1
+            tasks.append(task)
+            self._queue(task.lane).put(task)
+        self._forget()
+        return tasks
+
+    def wait(self, tasks: Iterable["Task"]) -> None:
+        """Return when all ``tasks`` are done.
+
+        Raises:
+            OutsizeError: an op raised one; it is raised as it came.
+            ExecutionError: an op raised anything else, which is chained.
+        """
+        for task in tasks:
+            task.wait()
+            if task.mark is not None:
+                self._device.wait("", task.mark)
+        if self._failure is not None:
+            error, failed = self._failure
+            if isinstance(error, OutsizeError) or not isinstance(error, Exception):
+                raise error
+            raise ExecutionError(
+                f"{failed.op} failed on lane {failed.lane}: {type(error).__name__}: {error}"
+            ) from error
+
+    @property
+    def failed(self) -> bool:
+        """Whether an op has raised; later ops are skipped."""
+        return self._failure is not None
+
+    def close(self) -> None:
+        """Let the lanes finish what is queued and end their threads; idempotent."""
+        for lane_queue in self._queues.values():
+            lane_queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+        self._recent.clear()
+        self._failure = None
+
+    def waiting(self) -> dict[str, str]:
+        """For each lane with unfinished work: its first unfinished op and what that waits for."""
+        found: dict[str, str] = {}
+        for task in list(self._recent.values()):
+            if task.lane not in found and not task.passed():
+                reasons = ", ".join(str(d.op) for d in task.dependencies if not d.passed())
+                found[task.lane] = f"{task.op}" + (f" waits for {reasons}" if reasons else " is running")
+        return found
+
+    def _queue(self, lane: str) -> "queue.SimpleQueue[Task | None]":
+        if lane not in self._queues:
+            self._queues[lane] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._run_lane, args=(lane, self._queues[lane]), name=lane)
+            thread.start()
+            self._threads.append(thread)
+        return self._queues[lane]
+
+    def _run_lane(self, lane: str, tasks: "queue.SimpleQueue[Task | None]") -> None:
+        around = self._around(lane) if self._around is not None else self._device.lane("")
+        with around, self._device.lane(lane):
+            while (task := tasks.get()) is not None:
+                self._run(task, lane)
+                task.dependencies = ()
+                task.gate.release()
+                del task
+
+    def _run(self, task: Task, lane: str) -> None:
+        ready = time.perf_counter()
+        last = ""
+        for dependency in task.dependencies:
+            if not dependency.passed():
+                dependency.wait()
+                last = str(dependency.op)
+        if self._failure is not None:
+            task.context = None
+            return
+        try:
+            for dependency in task.dependencies:
+                if dependency.mark is not None and dependency.lane != lane:
+                    self._device.wait(lane, dependency.mark)
+            start = time.perf_counter()
+            self._handler(task.op, task.context)
+            task.mark = self._device.record(lane)
+        except BaseException as error:  # kept for the thread that waits: a lane never dies and never prints
+            if self._failure is None:
+                self._failure = (error, task)
+        else:
+            end = time.perf_counter()
+            self.events.append(
+                Event(
+                    lane=lane,
+                    op=str(task.op),
+                    start_s=start,
+                    end_s=end,
+                    waited_s=start - ready,
+                    waited_for=last,
+                )
+            )
+        task.context = None
+
+    def _forget(self) -> None:
+        """Drop tasks that are done on the host and, having no mark, on the device too."""
+        done = [number for number, task in self._recent.items() if _settled(task)]
+        for number in done:
+            del self._recent[number]
+
+
+def _settled(task: Task) -> bool:
+    return task.passed() and (task.mark is None or task.mark.query())

@@ -1,0 +1,140 @@
+"""ACC, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from outsize.errors import NonFiniteError
+from outsize.model.spec import ModelSpec
+from outsize.optim.clip import clip_coefficient, gradient_norms
+from outsize.planner.ops import Op
+from outsize.runtime.binding import GradientSums
+from outsize.runtime.context import StepContext
+from outsize.runtime.device import Device
+from outsize.runtime.weights import typed_plane
+from outsize.storage.home import DiskHome, HostHome
+
+GradientObserver = Callable[[int, frozenset[int], Tensor], None]
+
+
+class GradientOps:
+    """Sums gradients on the device, takes their norms, and brings them home.
+
+    Args:
+        spec: the model.
+        device: owner of the accumulators.
+        home: where gradients rest until the optimizer takes them.
+        sums: the running sums.
+        accumulators: one byte buffer per accumulator, the rest's last where there is a rest.
+        host_buffers: byte buffers for units between device and disk.
+        parameter_order: position of each parameter in ``model.parameters()``, for the order of the norms.
+        max_grad_norm: global norm to clip to; infinity only takes the norm.
+        clips: whether the program has a CLIP; without one a step is judged by its loss alone.
+        skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
+        observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        home: HostHome | DiskHome,
+        sums: GradientSums,
+        accumulators: list[Tensor],
+        host_buffers: list[Tensor],
+        *,
+        parameter_order: dict[str, int],
+        max_grad_norm: float,
+        clips: bool,
+        skip_nonfinite: bool,
+        observe: GradientObserver | None = None,
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._home = home
+        self._sums = sums
+        self._accumulators = accumulators
+        self._host_buffers = host_buffers
+        self._order = parameter_order
+        self._max_grad_norm = max_grad_norm
+        self._clips = clips
+        self._skip_nonfinite = skip_nonfinite
+        self._observe = observe
+        self._plane_of: dict[int, Tensor] = {}
+        self.bytes_down = 0
+
+    def accumulate(self, op: Op, context: StepContext) -> None:
+        """ACC: from now on this accumulator sums the gradient of the unit."""
+        assert op.unit is not None
+        assert op.slot is not None
+        unit = self._spec.units[op.unit]
+        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
+        self._plane_of[op.unit] = plane
+        self._sums.open(unit, plane)
+
+    def norm(self, op: Op, context: StepContext) -> None:
+        """NORM: one norm for each tensor of the unit, where the gradient lies."""
+        assert op.unit is not None
+        context.touched[op.unit] = self._sums.touched(op.unit)
+        context.norms[op.unit] = gradient_norms(self._spec.units[op.unit], self._plane_of[op.unit])
+
+    def bring_home(self, op: Op, context: StepContext) -> None:
+        """GRAD: accumulator → home or host buffer."""
+        assert op.unit is not None
+        plane = self._plane_of.pop(op.unit)
+        context.touched[op.unit] = self._sums.close(op.unit)
+        if not self._clips and not context.skipped:
+            self._check(context)
+        if self._observe is not None:
+            self._observe(op.unit, context.touched[op.unit], plane)
+        self.bytes_down += plane.nbytes
+        if op.buffer is not None:
+            self._device.copy(self._staged(op.unit, op.buffer), plane)
+        elif isinstance(self._home, HostHome):
+            self._device.copy(self._home.view(op.unit, "gradient"), plane)
+        else:
+            self._home.write(op.unit, "gradient", 0, plane)
+
+    def write(self, op: Op, context: StepContext) -> None:
+        """WRITE of a whole unit: host buffer → disk."""
+        assert op.unit is not None
+        assert op.buffer is not None
+        self._home.write(op.unit, "gradient", 0, self._staged(op.unit, op.buffer))
+
+    def clip(self, op: Op, context: StepContext) -> None:
+        """CLIP: norms become one coefficient; what is not finite goes no further.
+
+        Raises:
+            NonFiniteError: the loss or the norm is NaN or infinite, and steps are not to be skipped.
+        """
+        norms = [
+            (self._order[tensor.name], norm)
+            for unit, values in context.norms.items()
+            for position, (tensor, norm) in enumerate(
+                zip(self._spec.units[unit].tensors, values.cpu().unbind(), strict=True)
+            )
+            if position in context.touched[unit]
+        ]
+        ordered = [norm / context.loss_scale for _, norm in sorted(norms, key=lambda pair: pair[0])]
+        total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
+        context.gradient_norm = total.item()
+        context.coefficient = coefficient / context.loss_scale
+        self._check(context)
+
+    def _check(self, context: StepContext) -> None:
+        norm = context.gradient_norm
+        if math.isfinite(context.loss()) and (norm is None or math.isfinite(norm)):
+            return
+        context.skipped = True
+        if self._skip_nonfinite:
+            return
+        detail = "" if norm is None else f", gradient norm {norm:g}"
+        raise NonFiniteError(
+            f"step {context.number + 1}: loss {context.loss():g}{detail}; no weight was changed. Try a lower "
+            "optimizer.lr, fp32 or bf16 instead of fp16, or train.on_nonfinite=skip to go on"
+        )
+
+    def _staged(self, unit: int, buffer: int) -> Tensor:
+        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], "fp32")
+

@@ -1,0 +1,58 @@
+"""Count the bytes of tensors that are alive, op by op, and their peak."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, every storage that an op creates counts until it is freed.
+
+    What a kernel allocates inside itself is not seen.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most since `restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._seen: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def restart(self) -> int:
+        """Measure the peak from here on; returns the bytes alive now."""
+        self.peak = self.now
+        return self.now
+
+    def forget(self) -> None:
+        """Stop following what is still alive."""
+        for finalizer in list(self._seen.values()):
+            finalizer.detach()
+        self._seen.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf.untyped_storage())
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        num_bytes = storage.nbytes()
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        self._seen[key] = weakref.finalize(storage, self._gone, key, num_bytes)
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self.now -= num_bytes
+        del self._seen[key]

@@ -1,0 +1,228 @@
+"""One microbatch on its way through the units: forward, recompute, backward, and what waits in between.
+
+The story of unit ``u`` for one microbatch:
+
+1. ``forward(u)`` resumes the model's own code (`Walk`) with what unit ``u-1`` returned. That code may do something of
+   its own ("glue": a norm, a scaling) and then calls unit ``u``. Its arguments are kept: they are all that the
+   backward needs. The unit runs without a graph; its outputs wait for ``forward(u+1)``.
+2. The last unit runs forward with a graph, its loss is taken, and the backward goes down at once.
+3. ``backward(u)`` runs the unit again, now with a graph, from the arguments kept, pulls the gradients of its outputs
+   back to its parameters and arguments, and from there through the glue to the outputs of the units before it.
+
+The next unit's arguments come into being only when it is about to run, so glue of one microbatch at a time is alive.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError
+from outsize.model.walk import Finished, UnitCall, Walk
+from outsize.runtime.boundary import Gradients, hand_out, is_differentiable
+
+Forward = Callable[..., Any]
+Reseed = Callable[[int, bool], None]
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A unit called by the model: its arguments, and the gradients of what it returned.
+
+    Attributes:
+        leaves: the flattened arguments; differentiable ones cut from their history.
+        structure: how to unflatten them into ``(args, kwargs)``.
+        sources: position in ``leaves`` → the same tensor with its history, where it has one.
+        box: gradients of the outputs, filled as later units and glue run backward.
+    """
+
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    sources: dict[int, Tensor]
+    box: Gradients
+
+    def call(self, forward: Forward) -> Any:
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
+        return forward(*args, **kwargs)
+
+    def track_inputs(self) -> None:
+        for position in self.sources:
+            self.leaves[position] = self.leaves[position].detach().requires_grad_()
+
+
+class MicrobatchRun:
+    """The passage of one microbatch through the units of a model.
+
+    Args:
+        model: the model whose units are replaced by boundaries.
+        inputs: keyword arguments of its forward.
+        tracked: for each unit, whether its outputs can carry a gradient (something trainable at or before it).
+        reseed: called as ``reseed(unit, is_glue)`` before each piece of code that may draw random numbers.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], tracked: tuple[bool, ...], reseed: Reseed
+    ) -> None:
+        self.inputs = inputs
+        self._walk = Walk(model, inputs)
+        self._visits: dict[int, _Visit] = {}
+        self._tracked = tracked
+        self._reseed = reseed
+        self._waiting: Any = None
+
+    def forward(self, unit: int, forward: Forward) -> None:
+        """Run ``unit`` without a graph; its outputs wait for the next one.
+
+        Raises:
+            ModelError: the model does not call its units once each, in order, or a unit changes its input in place.
+        """
+        visit = self._arrive(unit)
+        before = [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]
+        with torch.no_grad():
+            self._reseed(unit, False)
+            outputs = visit.call(forward)
+        if before != [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]:
+            raise ModelError(
+                f"unit {unit} changes its input in place, so its forward cannot be repeated from that input; "
+                "write `x = x + y` instead of `x += y` on what the unit receives"
+            )
+        self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+
+    def head_input(self, unit: int) -> Tensor:
+        """Bring the model to its last unit and return the tensor that it is called with, cut from its history."""
+        visit = self._arrive(unit)
+        tensors = [leaf for leaf in visit.leaves if is_differentiable(leaf)]
+        if len(tensors) != 1:
+            raise ModelError(f"the head is called with {len(tensors)} tensors; set train.loss=model")
+        return tensors[0]
+
+    def backward_from_head_input(self, unit: int, gradient: Tensor) -> None:
+        """Go on backward from the gradient of `head_input`; the model's own code after the head never runs."""
+        self._walk.close()
+        visit = self._visits.pop(unit)
+        _pull(visit.sources.values(), [gradient] * len(visit.sources))
+
+    def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
+        """Run the last unit with a graph, finish the model's forward, and go backward from its loss.
+
+        Returns:
+            The model's loss divided by ``divisor``, a scalar without history; zero where ``divisor`` is infinite.
+
+        Raises:
+            ModelError: the model's output holds no loss.
+        """
+        visit = self._arrive(unit)
+        visit.track_inputs()
+        with torch.enable_grad():
+            self._reseed(unit, False)
+            outputs = visit.call(forward)
+            handed, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+            self._reseed(unit + 1, True)
+            ending = self._walk.advance(handed)
+            if not isinstance(ending, Finished):
+                raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
+            loss = loss_of(ending.output) / divisor
+        if math.isinf(divisor):  # no target: the mean over nothing is NaN, and weighs nothing
+            return torch.zeros_like(loss)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._descend(unit, outputs)
+        return loss.detach()
+
+    def backward(self, unit: int, forward: Forward) -> None:
+        """Recompute ``unit`` with a graph and pull the gradients of its outputs back through it."""
+        visit = self._visits[unit]
+        if all(gradient is None for gradient in visit.box.values):
+            del self._visits[unit]
+            return
+        visit.track_inputs()
+        with torch.enable_grad():
+            self._reseed(unit, False)
+            outputs = visit.call(forward)
+        self._descend(unit, outputs)
+
+    def stored(self, unit: int) -> list[torch.UntypedStorage]:
+        """Storages of the differentiable inputs of ``unit``, each once: what SAVE and FETCH move."""
+        visit = self._visits[unit]
+        found = {
+            visit.leaves[position].untyped_storage()._cdata: visit.leaves[position].untyped_storage()
+            for position in visit.sources
+        }
+        return list(found.values())
+
+    def drop(self, unit: int) -> None:
+        """Forget the arguments of a unit whose backward will not run (a frozen prefix)."""
+        self._visits.pop(unit, None)
+
+    def close(self) -> None:
+        """Let go of everything; idempotent."""
+        self._walk.close()
+        self._visits.clear()
+        self._waiting = None
+
+    def _arrive(self, unit: int) -> _Visit:
+        waiting, self._waiting = self._waiting, None
+        with torch.enable_grad():
+            self._reseed(unit, True)
+            call = self._walk.advance(waiting)
+        if not isinstance(call, UnitCall) or call.unit != unit:
+            came = f"unit {call.unit}" if isinstance(call, UnitCall) else "the end of its forward"
+            raise ModelError(
+                f"the model came to {came} where unit {unit} was next; outsize streams models that call each of "
+                "their units once per forward, in order"
+            )
+        visit = self._visits[unit] = _visit(call)
+        return visit
+
+    def _descend(self, unit: int, outputs: Any) -> None:
+        """From the gradients of a unit's outputs to its parameters, its inputs, and through the glue before it."""
+        visit = self._visits.pop(unit)
+        leaves = pytree.tree_leaves(outputs)
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(leaves, visit.box.values, strict=True)
+            if gradient is not None and leaf.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+        del outputs, leaves, pairs
+        sources = [(s, visit.leaves[p].grad) for p, s in visit.sources.items()]
+        arrived = [(source, gradient) for source, gradient in sources if gradient is not None]
+        visit.leaves.clear()
+        _pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss of a model's output: its ``loss``, or its first element.
+
+    Raises:
+        ModelError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError("the model returned no scalar loss; give it labels, or set train.loss=chunked")
+    return loss
+
+
+def _visit(call: UnitCall) -> _Visit:
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    sources: dict[int, Tensor] = {}
+    for position, leaf in enumerate(leaves):
+        if is_differentiable(leaf):
+            if leaf.requires_grad:
+                sources[position] = leaf
+            leaves[position] = leaf.detach()
+    return _Visit(leaves, structure, sources, Gradients(0))
+
+
+def _pull(tensors: Any, gradients: list[Tensor]) -> None:
+    """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
+    tensors = list(tensors)
+    if tensors:
+        torch.autograd.backward(tensors, gradients, retain_graph=True)

@@ -1,0 +1,134 @@
+"""STEP, and READ and WRITE of tiles: the optimizer, in place in host memory or through a ring of tile buffers.
+
+Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
+"""
+
+from collections.abc import Set as AbstractSet
+
+from torch import Tensor
+
+from outsize.model.spec import ModelSpec, UnitSpec
+from outsize.optim.adamw import AdamW, step_planes
+from outsize.optim.spec import master_plane, planes_for, step_read_planes, step_write_planes
+from outsize.planner.ops import Op
+from outsize.runtime.context import StepContext
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.layout import Layout
+
+
+class OptimizerOps:
+    """Steps units whole, in their host home, or tile by tile from a disk home.
+
+    Args:
+        spec: the model.
+        home: where weights, state and gradients rest.
+        settings: of the optimizer.
+        tile_buffers: byte buffers, each with room for all planes of one tile.
+        tile_elements: elements per tile.
+
+    Attributes:
+        updates: how often each trainable parameter has been stepped; one that got no gradient in a step is left alone
+            in that step, as torch's optimizers do.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        home: HostHome | DiskHome,
+        settings: AdamW,
+        tile_buffers: list[Tensor],
+        tile_elements: int,
+    ) -> None:
+        self._spec = spec
+        self._home = home
+        self._settings = settings
+        self._tile_elements = tile_elements
+        self._layout = Layout(spec, planes_for(spec.dtype))
+        self._master = master_plane(spec.dtype)
+        self._buffers = [self._cut(buffer) for buffer in tile_buffers]
+        self.updates = {t.name: 0 for unit in spec.units for t in unit.tensors if t.trainable}
+
+    def read(self, op: Op, context: StepContext) -> None:
+        """READ of a tile: disk → tile buffer."""
+        if context.skipped:
+            return
+        unit, start, stop, planes = self._tile(op)
+        self._home.read_planes(
+            unit.index, start, {name: planes[name][: stop - start] for name in step_read_planes(self._spec.dtype)}
+        )
+
+    def step(self, op: Op, context: StepContext) -> None:
+        """STEP of a tile, or of a whole unit in place."""
+        if context.skipped:
+            return
+        if op.tile is None:
+            assert op.unit is not None
+            assert isinstance(self._home, HostHome)
+            unit = self._spec.units[op.unit]
+            planes = {name: self._home.view(op.unit, name) for name in planes_for(self._spec.dtype)}
+            self._apply(unit, 0, unit.numel, planes, context)
+        else:
+            unit, start, stop, planes = self._tile(op)
+            self._apply(unit, start, stop, planes, context)
+
+    def write(self, op: Op, context: StepContext) -> None:
+        """WRITE of a tile: tile buffer → disk."""
+        if context.skipped:
+            return
+        unit, start, stop, planes = self._tile(op)
+        self._home.write_planes(
+            unit.index, start, {name: planes[name][: stop - start] for name in step_write_planes(self._spec.dtype)}
+        )
+
+    def _apply(
+        self, unit: UnitSpec, start: int, stop: int, planes: dict[str, Tensor], context: StepContext
+    ) -> None:
+        length = stop - start
+        if start == 0:
+            self._count(unit, context)
+        step_planes(
+            self._settings,
+            unit,
+            start=start,
+            stop=stop,
+            master=planes[self._master][:length],
+            exp_avg=planes["exp_avg"][:length],
+            exp_avg_sq=planes["exp_avg_sq"][:length],
+            gradient=planes["gradient"][:length],
+            weights=planes["weights"][:length] if self._master != "weights" else None,
+            step=self.updates,
+            lr=context.learning_rate,
+            clip_coefficient=context.coefficient,
+            skip=_untouched(unit, context),
+        )
+
+    def _count(self, unit: UnitSpec, context: StepContext) -> None:
+        """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""
+        skipped = _untouched(unit, context)
+        for tensor in unit.tensors:
+            if tensor.trainable and tensor.name not in skipped:
+                self.updates[tensor.name] += 1
+
+    def _tile(self, op: Op) -> tuple[UnitSpec, int, int, dict[str, Tensor]]:
+        assert op.unit is not None
+        assert op.tile is not None
+        assert op.buffer is not None
+        unit = self._spec.units[op.unit]
+        start = op.tile * self._tile_elements
+        return unit, start, min(start + self._tile_elements, unit.numel), self._buffers[op.buffer]
+
+    def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
+        planes = {}
+        offset = 0
+        for name, itemsize in planes_for(self._spec.dtype).items():
+            num_bytes = self._tile_elements * itemsize
+            dtype = next(e.dtype for (_, plane), e in self._layout.extents.items() if plane == name)
+            planes[name] = buffer[offset : offset + num_bytes].view(dtype)
+            offset += num_bytes
+        return planes
+
+
+def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:
+    touched = context.touched[unit.index]
+    return {tensor.name for position, tensor in enumerate(unit.tensors) if position not in touched}

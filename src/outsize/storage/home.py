@@ -1,0 +1,240 @@
+"""Where weights and optimizer state live between uses, addressed by unit, plane and element.
+
+A home holds the planes of a model's units: ``weights`` for every unit, and for units that are trained the
+planes of the optimizer (see `outsize.optim.spec.planes_for`). `HostHome` holds them in memory, `DiskHome` in
+a file. Both pass the same contract (`outsize.testing`):
+
+- what is read is what was last written, bit for bit; a plane that was never written reads as zeros;
+- ranges start at a multiple of 2048 elements and are multiples of 2048 elements long, and have the plane's
+  dtype;
+- ranges that do not overlap may be read and written at the same time from any threads.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from outsize.model.spec import ModelSpec
+from outsize.storage.arena import Arena
+from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile
+from outsize.storage.layout import Layout
+from outsize.storage.ledger import Ledger
+from outsize.storage.pool import IOPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeStatistics:
+    """What a home has moved; work done in place on views of a `HostHome` is not seen.
+
+    Attributes:
+        num_bytes: size of all planes.
+        bytes_read: bytes handed out.
+        bytes_written: bytes taken in.
+        read_s: seconds that callers waited for reads, summed over callers.
+        write_s: the same for writes.
+    """
+
+    num_bytes: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
+class Home(Protocol):
+    """What the runtime needs of a home."""
+
+    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
+        """Fill ``into`` with the elements of a plane from ``start`` on.
+
+        Raises:
+            StorageError: the medium failed.
+            ValueError: no such plane or range, or a tensor of another dtype or alignment.
+        """
+
+    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
+        """Replace the elements of a plane from ``start`` on by ``source``; errors as in `read`."""
+
+    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        """Read the same range of several planes together: plane name to tensor; errors as in `read`."""
+
+    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        """Write the same range of several planes together: plane name to tensor; errors as in `read`."""
+
+    def statistics(self) -> HomeStatistics:
+        """Return what was moved so far."""
+
+    def close(self) -> None:
+        """Give the medium back; a second call does nothing."""
+
+
+class HostHome:
+    """A home in host memory; `view` lends planes out for work in place.
+
+    Args:
+        model: the units.
+        planes: bytes per element of each plane.
+        arena: where the memory comes from. It stays the owner: close it after the home.
+
+    Raises:
+        BudgetExceededError: the arena's tier has too little left.
+    """
+
+    def __init__(self, model: ModelSpec, planes: Mapping[str, int], arena: Arena) -> None:
+        self._layout = Layout(model, planes)
+        self._planes: dict[tuple[int, str], Tensor] = {}
+        for (unit, plane), extent in self._layout.extents.items():
+            memory = arena.take(extent.num_bytes, f"home: {plane}")
+            self._planes[unit, plane] = memory.view(extent.dtype)
+        self._statistics = HomeStatistics(num_bytes=self._layout.num_bytes)
+        self._lock = threading.Lock()
+
+    def view(self, unit: int, plane: str) -> Tensor:
+        """Return the plane itself, all elements, flat.
+
+        Raises:
+            ValueError: there is no such plane.
+        """
+        self._layout.extent(unit, plane)
+        return self._planes[unit, plane]
+
+    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
+        """See `Home.read`; ``into`` may lie on any device."""
+        self._layout.locate(unit, plane, start, into)
+        started = time.perf_counter()
+        into.detach().copy_(self._planes[unit, plane][start : start + into.numel()])
+        elapsed = time.perf_counter() - started
+        with self._lock:
+            former = self._statistics
+            self._statistics = replace(
+                former, bytes_read=former.bytes_read + into.nbytes, read_s=former.read_s + elapsed
+            )
+
+    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
+        """See `Home.write`; ``source`` may lie on any device."""
+        self._layout.locate(unit, plane, start, source)
+        started = time.perf_counter()
+        self._planes[unit, plane][start : start + source.numel()].copy_(source.detach())
+        elapsed = time.perf_counter() - started
+        with self._lock:
+            former = self._statistics
+            self._statistics = replace(
+                former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed
+            )
+
+    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        """See `Home.read_planes`."""
+        for plane, tensor in into.items():
+            self.read(unit, plane, start, tensor)
+
+    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        """See `Home.write_planes`."""
+        for plane, tensor in sources.items():
+            self.write(unit, plane, start, tensor)
+
+    def statistics(self) -> HomeStatistics:
+        """Return what was moved so far by `read` and `write`."""
+        return self._statistics
+
+    def close(self) -> None:
+        """Let go of the planes; the arena gives the memory back."""
+        self._planes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class DiskHome:
+    """A home in one preallocated file of aligned extents.
+
+    Tensors must lie at addresses that are multiples of 4096, as those of `outsize.storage.arena` do.
+
+    Args:
+        model: the units.
+        planes: bytes per element of each plane.
+        path: the file; it is made here and stays after `close`, unless ``temporary``.
+        pool: threads that move the bytes; shared, and closed by whoever made it.
+        request_bytes: largest single disk request.
+        temporary: the file has no name and is gone when the process ends.
+        ledger: where the file's bytes are reserved, in tier ``disk``.
+
+    Raises:
+        StorageError: see `DirectFile`.
+        BudgetExceededError: the ledger has too little left.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        planes: Mapping[str, int],
+        path: str | Path,
+        pool: IOPool,
+        *,
+        request_bytes: int = DEFAULT_REQUEST_BYTES,
+        temporary: bool = False,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._layout = Layout(model, planes)
+        self.file = DirectFile(
+            path,
+            self._layout.num_bytes,
+            pool=pool,
+            request_bytes=request_bytes,
+            temporary=temporary,
+            ledger=ledger,
+        )
+
+    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
+        """See `Home.read`."""
+        self.file.read_spans([self._span(unit, plane, start, into)])
+
+    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
+        """See `Home.write`."""
+        self.file.write_spans([self._span(unit, plane, start, source)])
+
+    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        """See `Home.read_planes`; all requests are in flight together."""
+        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
+
+    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        """See `Home.write_planes`; all requests are in flight together."""
+        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
+
+    def statistics(self) -> HomeStatistics:
+        """Return what was moved so far."""
+        moved = self.file.statistics()
+        return HomeStatistics(
+            num_bytes=self._layout.num_bytes,
+            bytes_read=moved.bytes_read,
+            bytes_written=moved.bytes_written,
+            read_s=moved.read_s,
+            write_s=moved.write_s,
+        )
+
+    def close(self) -> None:
+        """Close the file, after the transfers under way; a second call does nothing."""
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> tuple[Tensor, int]:
+        extent = self._layout.locate(unit, plane, start, tensor)
+        return tensor.detach().view(torch.uint8), extent.offset + start * extent.dtype.itemsize

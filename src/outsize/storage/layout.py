@@ -1,0 +1,84 @@
+"""Which plane of which unit lies where in a home, and which ranges of it may be asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Where one plane lies: first byte, number of elements and their dtype."""
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the plane, a multiple of 4096."""
+        return self.numel * self.dtype.itemsize
+
+
+class Layout:
+    """Which plane of which unit lies where, one behind the other in unit order.
+
+    Args:
+        model: the units.
+        planes: bytes per element of each plane; units that are not trained have ``weights`` only.
+
+    Raises:
+        ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
+    """
+
+    def __init__(self, model: ModelSpec, planes: Mapping[str, int]) -> None:
+        if "weights" not in planes:
+            raise ValueError(f"planes {sorted(planes)} lack 'weights'")
+        dtypes = {plane: _dtype_of(model.dtype, plane, itemsize) for plane, itemsize in planes.items()}
+        self.extents: dict[tuple[int, str], Extent] = {}
+        self.num_bytes = 0
+        for unit in model.units:
+            for plane, dtype in dtypes.items():
+                if unit.numel and (plane == "weights" or unit.trainable):
+                    extent = Extent(offset=self.num_bytes, numel=unit.numel, dtype=dtype)
+                    self.extents[unit.index, plane] = extent
+                    self.num_bytes += extent.num_bytes
+
+    def extent(self, unit: int, plane: str) -> Extent:
+        """Return where a plane lies.
+
+        Raises:
+            ValueError: there is no such plane.
+        """
+        extent = self.extents.get((unit, plane))
+        if extent is None:
+            known = ", ".join(name for index, name in self.extents if index == unit)
+            raise ValueError(f"unit {unit} has no plane {plane!r}; it has {known or 'none'}")
+        return extent
+
+    def locate(self, unit: int, plane: str, start: int, tensor: Tensor) -> Extent:
+        """Return the plane's extent after checking that ``tensor`` is a range of it from ``start`` on."""
+        extent = self.extent(unit, plane)
+        stop = start + tensor.numel()
+        if tensor.dtype != extent.dtype:
+            raise ValueError(f"plane {plane!r} of unit {unit} is {extent.dtype}, the tensor {tensor.dtype}")
+        if start % PLANE_ELEMENTS or stop % PLANE_ELEMENTS or not 0 <= start <= stop <= extent.numel:
+            raise ValueError(
+                f"elements {start}..{stop} of plane {plane!r} of unit {unit}:"
+                f" need multiples of {PLANE_ELEMENTS} within 0..{extent.numel}"
+            )
+        return extent
+
+
+def _dtype_of(compute: str, plane: str, itemsize: int) -> torch.dtype:
+    dtype = COMPUTE_DTYPE[compute] if plane == "weights" else torch.float32
+    if dtype.itemsize != itemsize:
+        raise ValueError(
+            f"plane {plane!r} of a {compute} model has {dtype.itemsize} bytes per element, not {itemsize}"
+        )
+    return dtype

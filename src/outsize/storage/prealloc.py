@@ -1,0 +1,107 @@
+"""Making a file of fixed size, or none: creation, lock, allocation, direct I/O, and errors that help."""
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from outsize.errors import StorageError
+from outsize.units import format_bytes
+
+_SPACE = "free some space or choose another directory"
+_RIGHTS = "choose a directory that you may write to"
+_REMEDY = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: "raise the file size limit (ulimit -f) or choose another file system",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENOENT: "create the directory first",
+    errno.ENOTDIR: "choose a directory",
+    errno.EISDIR: "choose a path that is not a directory",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EIO: "the device reports a fault; look at the kernel log (dmesg) and use another disk",
+}
+
+
+def explain(error: OSError, action: str) -> StorageError:
+    """Return the `StorageError` for ``error``; ``action`` is what failed, e.g. ``"create x"``."""
+    remedy = _REMEDY.get(error.errno or 0)
+    return StorageError(f"cannot {action}: {error.strerror or error}" + (f"; {remedy}" if remedy else ""))
+
+
+def preallocate(path: Path, num_bytes: int) -> int:
+    """Create ``path`` with ``num_bytes`` zero bytes, allocated and locked; return its descriptor.
+
+    A file that is there already is emptied, unless another process holds it. After an error no file is left.
+
+    Raises:
+        StorageError: disk full, not writable, or in use.
+    """
+    _check_free_space(path, num_bytes)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise explain(error, f"create {path}") from error
+    try:
+        _lock(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    try:
+        os.ftruncate(descriptor, 0)
+        # Before direct I/O is switched on: where the file system cannot allocate, libc writes single bytes.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except BaseException as error:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise explain(error, f"allocate {format_bytes(num_bytes)} for {path}") from error
+        raise
+    return descriptor
+
+
+def _check_free_space(path: Path, num_bytes: int) -> None:
+    """Refuse what cannot fit before any of it is taken from others on that disk."""
+    try:
+        free = shutil.disk_usage(path.parent)
+    except OSError:
+        return  # creating the file will say what is wrong
+    held = path.stat().st_blocks * 512 if path.is_file() else 0
+    if free.total and free.free + held < num_bytes:
+        raise StorageError(
+            f"cannot allocate {format_bytes(num_bytes)} for {path}:"
+            f" {format_bytes(free.free)} are free; {_SPACE}"
+        )
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StorageError(f"{path} is in use by another run; give this one another directory") from error
+    except OSError:
+        return  # a file system without locks: nothing to check
+
+
+def enable_direct(descriptor: int, sector_bytes: int) -> OSError | None:
+    """Switch direct I/O on; return why not where the file system refuses, and leave the file buffered.
+
+    Some file systems accept the flag and refuse the first request, so one sector is read to be sure.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    page = mmap.mmap(-1, sector_bytes)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.preadv(descriptor, [page], 0)
+    except OSError as error:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return error
+    finally:
+        page.close()
+    return None

@@ -1,0 +1,63 @@
+"""The batch: what one optimizer step trains on, and how it is cut into microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from outsize.errors import ConfigError
+
+IGNORED = -100  # the label that torch's cross-entropy skips, and Hugging Face's convention for "not trained"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one step, equally long, on the CPU.
+
+    Attributes:
+        input_ids: int64 ``[num_sequences, seq_len]``.
+        labels: int64 ``[num_sequences, seq_len]``, `IGNORED` where a token is not trained. Not shifted: label
+            ``t`` is token ``t``, and a Hugging Face model shifts inside.
+        attention_mask: int64 ``[num_sequences, seq_len]``, 1 for tokens and 0 for padding; ``None`` where
+            nothing is padded.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences."""
+        return self.input_ids.shape[0]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Number of tokens that are not padding."""
+        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+
+    @cached_property
+    def num_target_tokens(self) -> int:
+        """Number of tokens the loss is a mean over; the model's shift drops the first label of each row."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    def split(self, num_microbatches: int) -> list["Batch"]:
+        """Cut into microbatches along the sequences, as even as possible, the larger ones first.
+
+        Microbatches are views, not copies. Some may hold no target token; weight them by `num_target_tokens`.
+
+        Raises:
+            ConfigError: fewer sequences than microbatches.
+        """
+        if not 1 <= num_microbatches <= self.num_sequences:
+            raise ConfigError(
+                f"cannot cut {self.num_sequences} sequences into {num_microbatches} microbatches; "
+                "lower the number of microbatches, or raise the tokens per step"
+            )
+        masks: Sequence[torch.Tensor | None] = [None] * num_microbatches
+        if self.attention_mask is not None:
+            masks = self.attention_mask.tensor_split(num_microbatches)
+        ids = self.input_ids.tensor_split(num_microbatches)
+        labels = self.labels.tensor_split(num_microbatches)
+        return [Batch(*parts) for parts in zip(ids, labels, masks, strict=True)]

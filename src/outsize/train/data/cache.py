@@ -1,0 +1,141 @@
+"""Tokenised data on disk, written once and found again by what it was made from.
+
+An entry is a directory named by its fingerprint::
+
+    <cache_dir>/<fingerprint>/
+    ├── tokens.bin      int32, little endian, all documents one after the other
+    ├── trained.bin     one byte per token, 1 where it is a target; absent where all are
+    ├── documents.bin   int64, where each document ends
+    └── index.json      what was detected; written last
+
+It is written in a temporary directory beside it and renamed when complete, so an entry is whole or absent. A
+run that is killed leaves its temporary directory; the next one on the same host removes it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.errors import StorageError
+from outsize.train.data.detected import Detected
+from outsize.train.data.files import Sources
+from outsize.train.data.tokens import ArrayFile, ArrayReader
+
+_LAYOUT = 1  # raised whenever the files or the way to tokenise change
+_TEMPORARY = ".writing"
+
+
+def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> str:
+    """Return the name of an entry: a hash of the files' names, sizes and times, tokenizer and options."""
+    files = [(str(f.path.absolute()), f.size_bytes, f.mtime_ns) for f in sources.files]
+    described = json.dumps([_LAYOUT, files, encoder, options], sort_keys=True)
+    return hashlib.blake2b(described.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+
+
+class CachedTokens:
+    """An entry of the cache, open for reading; a `TokenStore`."""
+
+    def __init__(self, entry: Path) -> None:
+        self.detected = Detected.from_json(json.loads((entry / "index.json").read_text(encoding="utf-8")))
+        num_tokens, num_documents = self.num_tokens, self.num_documents
+        self._tokens = ArrayReader([ArrayFile(entry / "tokens.bin", np.dtype("<i4"), num_tokens)])
+        self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
+        self._trained: ArrayReader | None = None
+        if (entry / "trained.bin").exists():
+            self._trained = ArrayReader([ArrayFile(entry / "trained.bin", np.dtype("u1"), num_tokens)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return self.detected.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return self.detected.num_documents or 0
+
+    def read(self, start: int, count: int) -> NDArray[np.int32]:
+        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
+        return self._tokens.read(start, count).astype(np.int32, copy=False)
+
+    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
+        """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
+        return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
+
+    def document_range(self, index: int) -> tuple[int, int]:
+        """Return the first token of a document and the token after its last."""
+        if index == 0:
+            return 0, int(self._ends.read(0, 1)[0])
+        start, end = self._ends.read(index - 1, 2)
+        return int(start), int(end)
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for reader in (self._tokens, self._ends, self._trained):
+            if reader is not None:
+                reader.close()
+
+
+@contextmanager
+def new_entry(entry: Path) -> Iterator[Path]:
+    """Give a temporary directory that becomes ``entry`` if the body succeeds, and vanishes if it does not.
+
+    Raises:
+        StorageError: the cache directory cannot be written.
+    """
+    temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{os.getpid()}-{entry.name}"
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(entry.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        _rename(temporary, entry)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write tokenised data to {entry.parent}: {error}; choose another cache_dir"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_index(directory: Path, detected: Detected) -> None:
+    """Write ``index.json``, the last file of an entry."""
+    with (directory / "index.json").open("w", encoding="utf-8") as file:
+        json.dump(detected.to_json(), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename(temporary: Path, entry: Path) -> None:
+    try:
+        temporary.rename(entry)
+    except OSError:
+        if not (entry / "index.json").exists():  # else another process was first, with the same bytes
+            raise
+
+
+def _remove_abandoned(cache_dir: Path) -> None:
+    mine = f"{_TEMPORARY}-{socket.gethostname()}-"
+    for path in cache_dir.glob(f"{mine}*"):
+        pid = path.name.removeprefix(mine).split("-")[0]
+        if pid.isdigit() and not _is_alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

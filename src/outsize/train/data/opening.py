@@ -1,0 +1,216 @@
+"""Opening a data set: find, detect, tokenise or reuse, lay out."""
+
+import ctypes
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from outsize.errors import ConfigError, DataError
+from outsize.train.data.cache import CachedTokens, fingerprint, new_entry, write_index
+from outsize.train.data.detected import EXAMPLE_TOKENS, Detected, render_example
+from outsize.train.data.documents import DocumentReader
+from outsize.train.data.encode import Encoder, batches
+from outsize.train.data.files import Sources, find_sources
+from outsize.train.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
+from outsize.train.data.packed import Layout, OnePerDocument, Packed, PackedDataset
+from outsize.train.data.pretokenized import PretokenizedTokens
+from outsize.train.data.tokens import TokenStore
+from outsize.train.data.writer import TokenWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Progress = Callable[[int, int], None]
+logger = logging.getLogger(__name__)
+
+
+def open_data(
+    path: str | Path,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seq_len: int,
+    cache_dir: str | Path,
+    seed: int = 0,
+    format: str = "auto",
+    pack: bool = True,
+    text_field: str = DEFAULT_TEXT_FIELD,
+    glob: str | None = None,
+    eos: bool = True,
+    max_positions: int | None = None,
+    vocab_size: int | None = None,
+    progress: Progress | None = None,
+) -> PackedDataset:
+    """Open a data set for causal language model training, tokenising it first unless that was done before.
+
+    Args:
+        path: a file or a directory: text, JSON lines, a JSON array, Parquet, ``.npy`` or ``.bin`` tokens; all
+            but the last three plain, ``.gz`` or ``.zst``.
+        tokenizer: the model's tokenizer.
+        seq_len: tokens per sequence.
+        cache_dir: where tokenised data is kept, one directory per data set, tokenizer and options.
+        seed: of the order of sequences.
+        format: one of `FORMATS`; ``auto`` looks at the first record.
+        pack: fill sequences with consecutive documents; else one document per sequence, cut or padded.
+        text_field: field of a record that holds its text.
+        glob: which files of a directory, e.g. ``"**/*.py"``.
+        eos: end documents with the EOS token.
+        max_positions: longest sequence the model takes.
+        vocab_size: rows of the model's embedding.
+        progress: called with (bytes of the files read, bytes in all) while tokenising.
+
+    Raises:
+        ConfigError: a value that cannot be, e.g. ``seq_len`` above ``max_positions``.
+        DataError: data that is empty, malformed, or does not fit the model; with file and line where there is
+            one.
+        StorageError: the cache cannot be written.
+    """
+    _check_limits(tokenizer, format, seq_len, max_positions, vocab_size)
+    sources = find_sources(Path(path), glob)
+    forced = None if format == "auto" else cast(FormatName, format)
+    store: TokenStore
+    if forced == "tokens" or (forced is None and sources.container == "tokens"):
+        tokens = PretokenizedTokens(sources, vocab_size or len(tokenizer))
+        store, detected = tokens, _detect_tokens(tokens, sources, tokenizer, forced=forced is not None)
+    elif sources.container == "tokens":
+        raise ConfigError(f"{path}: {sources.files[0].path.name} holds tokens, not format {format!r}")
+    else:
+        reader = DocumentReader(sources, forced, text_field)
+        store = _open_cached(reader, tokenizer, Path(cache_dir), requested=format, eos=eos, progress=progress)
+        detected = store.detected
+    if vocab_size is not None and detected.max_token_id >= vocab_size:
+        raise DataError(
+            f"token id {detected.max_token_id} is outside the {vocab_size} rows of the model's embedding"
+        )
+    layout: Layout = Packed(store, seq_len) if pack else OnePerDocument(store, seq_len, _pad_id(tokenizer))
+    return PackedDataset(store, layout, detected, seq_len=seq_len, seed=seed)
+
+
+def _check_limits(
+    tokenizer: "PreTrainedTokenizerBase",
+    format: str,
+    seq_len: int,
+    max_positions: int | None,
+    vocab_size: int | None,
+) -> None:
+    if format not in FORMATS:
+        raise ConfigError(f"unknown data format {format!r}; known are {', '.join(FORMATS)}")
+    if seq_len < 2:
+        raise ConfigError(
+            f"seq_len must be at least 2 (the first token of a sequence is no target), got {seq_len}"
+        )
+    if max_positions is not None and seq_len > max_positions:
+        raise ConfigError(
+            f"seq_len {seq_len} is longer than the {max_positions} positions of the model; lower seq_len"
+        )
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise DataError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {vocab_size} rows; "
+            "use the tokenizer of the model, or a model with a larger embedding"
+        )
+
+
+def _open_cached(
+    reader: DocumentReader,
+    tokenizer: "PreTrainedTokenizerBase",
+    cache_dir: Path,
+    *,
+    requested: str,
+    eos: bool,
+    progress: Progress | None,
+) -> CachedTokens:
+    masked = reader.detect() != "text"
+    encoder = Encoder(tokenizer, eos=eos, masked=masked)
+    options: dict[str, object] = {"format": requested, "text_field": reader.text_field, "eos": eos}
+    entry = cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
+    if (entry / "index.json").exists():
+        logger.info("reusing tokenised data in %s", entry)
+        return CachedTokens(entry)
+    with new_entry(entry) as directory, ExitStack() as files:
+        writer = TokenWriter(directory, masked=masked, files=files)
+        for batch in batches(reader.documents()):
+            for encoded in encoder.encode(batch):
+                writer.append(encoded)
+            if progress is not None:
+                progress(reader.bytes_read, reader.sources.num_bytes)
+        writer.sync()
+        write_index(directory, _detect(reader, writer, encoder, tokenizer, forced=requested != "auto"))
+    _release_free_memory()
+    return CachedTokens(entry)
+
+
+def _detect(
+    reader: DocumentReader,
+    writer: TokenWriter,
+    encoder: Encoder,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    forced: bool,
+) -> Detected:
+    where = reader.sources.files[0].path
+    if not writer.num_tokens:
+        raise DataError(f"{where}: the data set is empty ({len(reader.sources.files)} files, no text)")
+    if not writer.num_trained:
+        raise DataError(f"{where}: no token is trained: no completion or assistant message holds text")
+    is_chat = reader.format in ("messages", "sharegpt")
+    if is_chat and encoder.chat.mask_source == "fallback template":
+        logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
+    ids, trained = writer.first_document()
+    return Detected(
+        format=reader.detect(),
+        forced=forced,
+        fields=reader.fields,
+        mask_source="all tokens"
+        if trained is None
+        else encoder.chat.mask_source
+        if is_chat
+        else "after the prompt",
+        num_files=reader.num_files,
+        num_skipped_files=reader.num_skipped_files,
+        num_documents=writer.num_documents,
+        num_empty=reader.num_empty,
+        num_tokens=writer.num_tokens,
+        num_trained_tokens=writer.num_trained,
+        max_token_id=writer.max_token_id,
+        example=render_example(tokenizer, ids.tolist(), None if trained is None else trained.tolist()),
+    )
+
+
+def _detect_tokens(
+    tokens: PretokenizedTokens, sources: Sources, tokenizer: "PreTrainedTokenizerBase", *, forced: bool
+) -> Detected:
+    first = tokens.read(0, min(EXAMPLE_TOKENS, tokens.num_tokens)).tolist()
+    return Detected(
+        format="tokens",
+        forced=forced,
+        fields=(tokens.dtype.name,),
+        mask_source="all tokens",
+        num_files=len(sources.files),
+        num_skipped_files=sources.num_skipped,
+        num_documents=None,
+        num_empty=0,
+        num_tokens=tokens.num_tokens,
+        num_trained_tokens=tokens.num_tokens,
+        max_token_id=tokens.max_token_id,
+        example=render_example(tokenizer, first, None),
+    )
+
+
+def _release_free_memory() -> None:
+    """Hand what tokenising freed back to the system, so that it does not count against the memory of the run.
+
+    glibc keeps freed memory in one arena per thread, and the tokenizer has a thread per core: 10 to 20 MiB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the id that fills padded rows; any will do, it is masked and no target."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0

@@ -1,0 +1,33 @@
+"""Copy the newest checkpoint of a run out as a plain Hugging Face model."""
+
+import shutil
+from pathlib import Path
+
+from outsize.errors import CheckpointError, StorageError
+from outsize.train.checkpoint import OPTIMIZER, STATE, latest
+
+
+def export(run_dir: str | Path, out_dir: str | Path) -> Path:
+    """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
+
+    Raises:
+        CheckpointError: the run has no checkpoint.
+        StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
+    """
+    source = latest(Path(run_dir))
+    if source is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?")
+    target = Path(out_dir)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise StorageError(f"{target} exists already; choose another directory or remove it")
+    partial = target.with_name(target.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(OPTIMIZER, STATE))
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
+    return target

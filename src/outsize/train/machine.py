@@ -1,0 +1,99 @@
+"""What the machine has to give: which device computes, and how many bytes each tier may hold."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from outsize.config.schema import MemoryConfig
+from outsize.planner.memory import Tier
+
+# Shares of what is free that a budget takes where the user names none: the rest is for the process itself, for what
+# kernels allocate inside themselves, and for other programs.
+DEVICE_SHARE = 0.9
+HOST_SHARE = 0.8
+DISK_SHARE = 0.9
+# Where the device's memory is RAM it shares it with the host tier.
+CPU_DEVICE_SHARE = 0.4
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The device and the budgets of one run.
+
+    Attributes:
+        device: ``cpu``, ``emulated:N`` or ``cuda:i``.
+        home: ``host`` or ``disk``.
+        below: the tier next to the device, ``host`` or ``disk``.
+        device_bytes: budget of the device.
+        host_bytes: budget of host memory.
+        disk_bytes: budget of the disk.
+    """
+
+    device: str
+    home: Tier
+    below: Tier
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+def choose_device(name: str) -> str:
+    """Resolve ``auto``, ``cuda`` and ``emulated`` to one device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"cuda": "cuda:0", "emulated": "emulated:1"}.get(name, name)
+
+
+def choose_dtype(name: str, device: str) -> str:
+    """Resolve ``auto``: bf16 on CUDA, fp32 elsewhere."""
+    return name if name != "auto" else "bf16" if device.startswith("cuda") else "fp32"
+
+
+def available_ram_bytes() -> int:
+    """RAM that the process may still take: what is available, within the limit of its control group."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit, usage = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USAGE.read_text().strip()
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, max(int(limit) - int(usage), 0))
+
+
+def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) -> Machine:
+    """Return the machine of a run whose home holds ``state_bytes``.
+
+    Args:
+        memory: what the user asked for; null and ``auto`` are resolved here.
+        state_bytes: weights, masters, moments and gradients at rest.
+        store_dir: where the disk home would be.
+    """
+    device = choose_device(memory.device)
+    available = available_ram_bytes()
+    host = memory.host_memory or int(available * HOST_SHARE)
+    home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
+    below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
+    return Machine(
+        device=device,
+        home=home,
+        below=below,
+        device_bytes=memory.device_memory or _default_device_bytes(device, available),
+        host_bytes=host,
+        disk_bytes=memory.disk_memory or int(_free_disk_bytes(store_dir) * DISK_SHARE),
+    )
+
+
+def _default_device_bytes(device: str, available: int) -> int:
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(int(device.partition(":")[2]))
+        return int(free * DEVICE_SHARE)
+    return int(available * CPU_DEVICE_SHARE)
+
+
+def _free_disk_bytes(path: Path) -> int:
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free

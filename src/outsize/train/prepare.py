@@ -1,0 +1,186 @@
+"""Everything that must be known before the first step: the model's units, their sizes, the plan that fits them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.config import Config
+from outsize.errors import ModelError
+from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.checkpoint import CheckpointReader, WeightSource
+from outsize.model.checkpoint_files import locate_checkpoint
+from outsize.model.split import Split, split
+from outsize.model.walk import Boundaries
+from outsize.optim.groups import decay_parameter_names
+from outsize.optim.spec import bytes_per_parameter
+from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.runtime.calibrate import Measured, calibrate
+from outsize.train.data.batch import Batch
+from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine
+from outsize.units import format_bytes, format_count
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is known to fit.
+
+    Attributes:
+        config: as the user gave it.
+        machine: device and budgets.
+        directory: of the model, local.
+        hf_config: the model's own configuration.
+        split: its units; parameters on meta.
+        source: where its weights are read from.
+        measured: what a microbatch needs on the device.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        plan: memory sizes and the program of a step.
+    """
+
+    config: Config
+    machine: Machine
+    directory: Path
+    hf_config: Any
+    split: Split
+    source: WeightSource
+    measured: Measured
+    chunk_tokens: int | None
+    plan: Plan
+
+
+def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
+    """Read the model's config, split it, measure it, and plan a step.
+
+    Raises:
+        OutsizeError: anything that a run could not be started with; nothing has been written yet.
+    """
+    device = choose_device(config.memory.device)
+    dtype = choose_dtype(config.model.dtype, device)
+    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+    model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
+    directory = locate_checkpoint(config.model.path)
+    source = CheckpointReader(directory, model)
+    source.load_buffers(model)
+    parts = split_model(model, dtype, config)
+    spec = parts.spec
+    state_bytes = sum(unit.numel * bytes_per_parameter(dtype) for unit in spec.units)
+    store_dir = Path(config.memory.store_dir or run_dir / "store")
+    machine = describe_machine(config.memory, state_bytes, store_dir)
+    announce(
+        f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
+        f"{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
+    )
+    with Boundaries(parts.modules) as boundaries:
+        measured, chunk_tokens = _measure(config, parts, boundaries, announce)
+    plan = make_plan(config, parts, machine, measured)
+    announce(
+        f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
+        f"{format_bytes(machine.device_bytes)} on {machine.device}"
+    )
+    return Prepared(
+        config=config,
+        machine=machine,
+        directory=directory,
+        hf_config=hf_config,
+        split=parts,
+        source=source,
+        measured=measured,
+        chunk_tokens=chunk_tokens,
+        plan=plan,
+    )
+
+
+def split_model(model: nn.Module, dtype: str, config: Config) -> Split:
+    """Split a model with the weight-decay groups and frozen parameters of ``config``.
+
+    Raises:
+        ModelError: nothing is left to train.
+    """
+    decaying = decay_parameter_names(model)
+    parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
+    if not parts.spec.num_trainable:
+        raise ModelError("model.freeze leaves no parameter to train")
+    return parts
+
+
+def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
+    """The keyword arguments of a model's forward for ``batch``."""
+    inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = batch.attention_mask
+    return inputs
+
+
+def make_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> Plan:
+    """Plan a step of ``config`` within the machine's budgets.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    memory = config.memory
+    demand = Demand(
+        boundary_bytes=measured.boundary_bytes,
+        forward_workspace_bytes=_by_kind(parts, measured.forward_bytes),
+        backward_workspace_bytes=_by_kind(parts, measured.backward_bytes),
+        shared_bytes=measured.held_bytes * config.train.microbatches,
+        fixed_bytes=0,
+    )
+    options = PlanOptions(
+        home=machine.home,
+        below=machine.below,
+        clip=config.optimizer.max_grad_norm > 0 or parts.spec.dtype == "fp16",
+        microbatches=config.train.microbatches,
+        slots=memory.slots,
+        prefetch=memory.prefetch,
+        tile_elements=memory.tile_elements,
+        offload=False if measured.inputs_shared else memory.offload,
+    )
+    budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
+    return plan_step(parts.spec, demand, budgets, options)
+
+
+def _by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
+    """The most of any unit of each kind."""
+    most: dict[str, int] = {}
+    for unit, size in zip(parts.spec.units, num_bytes, strict=False):
+        most[unit.kind] = max(most.get(unit.kind, 0), size)
+    return most
+
+
+def _measure(
+    config: Config, parts: Split, boundaries: Boundaries, announce: Announce
+) -> tuple[Measured, int | None]:
+    sequences = -(-config.sequences_per_step // config.train.microbatches)
+    vocabulary = getattr(parts.model.config, "vocab_size", None) or parts.model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+    generator = torch.Generator().manual_seed(0)
+
+    def make_inputs(num_sequences: int, seq_len: int) -> Mapping[str, Tensor]:
+        ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
+        inputs = {"input_ids": ids, "labels": ids}
+        if not config.data.pack:
+            inputs["attention_mask"] = torch.ones_like(ids)
+        return inputs
+
+    wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
+    measured = calibrate(
+        parts,
+        boundaries.forwards,
+        make_inputs,
+        num_sequences=sequences,
+        seq_len=config.data.seq_len,
+        chunk_tokens=wanted,
+    )
+    if wanted is not None and not measured.plain_head:
+        if config.train.loss == "chunked":
+            raise ModelError(
+                "train.loss=chunked needs a model whose loss is the shifted cross-entropy of its head's output; this one "
+                "does something else after the head, so use train.loss=model"
+            )
+        announce("loss: the model's own, with all logits of a microbatch, since more than cross-entropy follows its head")
+        wanted = None
+    return measured, wanted

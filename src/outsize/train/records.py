@@ -1,0 +1,127 @@
+"""What a run reports: a record per step, and one result at its end. Plain data; no torch.
+
+Rates are over wall-clock time. Trained tokens are those that carry loss: neither padding nor masked prompts.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What happened in one optimizer step.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean loss per trained token, in nats; NaN where the step was skipped for it.
+        lr: learning rate of the step.
+        grad_norm: global 2-norm of the gradient before clipping.
+        tokens: trained tokens.
+        seconds: wall-clock time of the step.
+        bytes_up: bytes from the tier below to the device.
+        bytes_down: bytes from the device to the tier below.
+        bytes_read: bytes read from disk.
+        bytes_written: bytes written to disk.
+        stall_share: share of the step, 0 to 1, in which the device had work to do but waited for bytes.
+        stall_owner: lane that most of that waiting was for, e.g. ``"read"``; None where nothing waited.
+        skipped: whether the update was left out because loss or gradient were not finite.
+        peak_rss_bytes: largest resident memory of the process so far.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    bytes_up: int = 0
+    bytes_down: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    stall_share: float = 0.0
+    stall_owner: str | None = None
+    skipped: bool = False
+    peak_rss_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def up_bytes_per_s(self) -> float:
+        """Mean rate to the device over the whole step."""
+        return self.bytes_up / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        """Mean rate from the device over the whole step."""
+        return self.bytes_down / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes and ``tokens_per_s``, ready for JSON."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        steps: optimizer steps done in all, those before a resume included.
+        loss: loss of the last step, in nats per trained token.
+        tokens_per_s: trained tokens per second over all steps of this run.
+        peak_rss_bytes: largest resident memory of the process.
+        budget_bytes: memory that the run was allowed on its device.
+        stall_share: share of the run, 0 to 1, in which the device waited for bytes.
+        bytes_read: bytes read from disk in all steps.
+        bytes_written: bytes written to disk in all steps.
+        run_dir: directory of the run.
+        skipped_steps: steps whose update was left out because something was not finite.
+        stall_owner: lane that most of the waiting was for.
+        export_dir: directory of the trained model in Hugging Face layout, where one was written.
+    """
+
+    steps: int
+    loss: float
+    tokens_per_s: float
+    peak_rss_bytes: int
+    budget_bytes: int
+    stall_share: float
+    bytes_read: int
+    bytes_written: int
+    run_dir: str
+    skipped_steps: int = 0
+    stall_owner: str | None = None
+    export_dir: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What the comparison of a streamed with a resident run came to.
+
+    Attributes:
+        equal: whether every loss and every weight has the same bits in both.
+        steps: optimizer steps that were compared.
+        loss_streamed: loss per step of the streamed run.
+        loss_resident: loss per step of the run that holds everything in memory.
+        max_weight_difference: largest absolute difference of two weights.
+        num_weights: weights that were compared.
+        differing: names of the parameters that differ, the largest difference first.
+    """
+
+    equal: bool
+    steps: int
+    loss_streamed: list[float]
+    loss_resident: list[float]
+    max_weight_difference: float
+    num_weights: int = 0
+    differing: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)

@@ -1,0 +1,148 @@
+"""The reference: plain PyTorch training of the same model on the same batches, everything in memory.
+
+Short on purpose, so that a reader sees that it is ordinary: a model, `torch.optim.AdamW`, `clip_grad_norm_`, and a loop
+over microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16
+and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from outsize.config import Config
+from outsize.model.split import Split
+from outsize.runtime.compute import seed_of
+from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.microbatch import loss_of
+from outsize.train.data.batch import Batch
+from outsize.train.loss_scale import LossScale
+from outsize.train.prepare import model_inputs
+from outsize.train.stream import schedule_of
+
+
+class ResidentTrainer:
+    """Trains ``split.model``, whose parameters hold real weights, in the ordinary way.
+
+    Args:
+        config: of the run.
+        split: the model and its units; decides weight-decay groups, and where random numbers are seeded anew.
+        masters: fp32 masters by parameter name; changed in place. With fp32 compute they are the parameters.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own.
+    """
+
+    def __init__(
+        self, config: Config, split: Split, masters: dict[str, Tensor], chunk_tokens: int | None
+    ) -> None:
+        self._config = config
+        self._split = split
+        self._chunk_tokens = chunk_tokens
+        self._model = split.model
+        self._parameters = dict(self._model.named_parameters())
+        self.masters = masters
+        decay = {t.name: t.decay for unit in split.spec.units for t in unit.tensors if t.trainable}
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(name in decay)
+        self._sums: dict[str, Tensor] = {}
+        groups = [
+            {"params": [masters[n] for n, d in decay.items() if d], "weight_decay": config.optimizer.weight_decay},
+            {"params": [masters[n] for n, d in decay.items() if not d], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            fused=True,
+        )
+        self._scale = LossScale(enabled=split.spec.dtype == "fp16")
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
+        """Train on ``batches``; yields the loss of each step after its update."""
+        schedule = schedule_of(self._config)
+        for number, batch in enumerate(batches):
+            loss = 0.0
+            for index, part in enumerate(batch.split(self._config.train.microbatches)):
+                loss += self._forward_backward(number, index, part, batch.num_target_tokens)
+            self._update(schedule.learning_rate(number))
+            yield loss
+
+    def _forward_backward(self, number: int, index: int, part: Batch, targets: int) -> float:
+        scale = self._scale.value
+        with _seeding(self._split, self._config.train.seed, number, index):
+            if self._chunk_tokens is None:
+                loss = loss_of(self._model(**model_inputs(part))) / (targets / part.num_target_tokens / scale)
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                inputs = {name: value for name, value in model_inputs(part).items() if name != "labels"}
+                head = self._split.modules[-1]
+                hidden = _head_input(self._model, head, inputs)
+                loss, gradient = chunked_head_loss(
+                    head, hidden.detach(), shift_labels(part.labels), targets / scale, self._chunk_tokens
+                )
+                hidden.backward(gradient)  # type: ignore[no-untyped-call]
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                held = self._sums.get(name)
+                self._sums[name] = parameter.grad.float() if held is None else held.add_(parameter.grad)
+                parameter.grad = None
+        return float(loss.detach() / scale)
+
+    def _update(self, lr: float) -> None:
+        names = [name for name in self._parameters if name in self._sums]
+        for name in names:
+            self.masters[name].grad = self._sums.pop(name).div_(self._scale.value)
+        limit = self._config.optimizer.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_([self.masters[name] for name in names], limit)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            with torch.no_grad():
+                for name in names:
+                    if self.masters[name] is not self._parameters[name]:
+                        self._parameters[name].copy_(self.masters[name])
+        self._optimizer.zero_grad()
+        self._scale.update(not finite)
+
+
+class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward at the head
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def _head_input(model: nn.Module, head: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Run the model up to its head and return what the head is called with, with its history."""
+
+    def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        raise _Reached(args[0])
+
+    handle = head.register_forward_pre_hook(stop)
+    try:
+        model(**inputs)
+    except _Reached as reached:
+        return reached.hidden
+    finally:
+        handle.remove()
+    raise AssertionError("the model never called its head")
+
+
+@contextlib.contextmanager
+def _seeding(split: Split, seed: int, step: int, microbatch: int) -> Iterator[None]:
+    """Seed random numbers before the model, before each unit, and after each unit, as the engine does."""
+
+    def reseed(unit: int, glue: bool) -> None:
+        torch.default_generator.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+
+    handles = []
+    for index, module in enumerate(split.modules):
+        handles.append(module.register_forward_pre_hook(lambda *_, unit=index: reseed(unit, False)))
+        handles.append(module.register_forward_hook(lambda *_, unit=index: reseed(unit + 1, True)))
+    try:
+        reseed(0, True)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,234 @@
+"""A training run from its configuration to its result."""
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from outsize.config import Config, dump_config
+from outsize.errors import NonFiniteError, StorageError
+from outsize.planner.plan import Plan
+from outsize.report.chrome import to_chrome
+from outsize.train import checkpoint
+from outsize.train.checkpoint import Position
+from outsize.train.data.batch import Batch
+from outsize.train.data.packed import PackedDataset
+from outsize.train.data.prefetch import Prefetcher
+from outsize.train.heartbeat import Heartbeat, write_json
+from outsize.train.interrupt import Interrupt
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.records import StepRecord, TrainResult
+from outsize.train.sources import open_dataset
+from outsize.train.stream import StepOutcome, StreamedTrainer
+
+Announce = Callable[[str], None]
+Progress = Callable[[StepRecord], None]
+# The step whose timeline is kept: by then kernels and caches are warm.
+TIMELINE_STEP = 2
+
+
+def plan(config: Config) -> Plan:
+    """Return the plan of a run without starting it: nothing is written, no data is read.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    return prepare(config, _run_dir(config), lambda _: None).plan
+
+
+def train(
+    config: Config, *, progress: Progress | None = None, announce: Announce = lambda _: None
+) -> TrainResult:
+    """Train as ``config`` says.
+
+    Args:
+        config: the run.
+        progress: called after each step.
+        announce: called with lines for people: what was found, chosen, and fallen back to.
+
+    Raises:
+        OutsizeError: the run cannot start, or a step failed. What was saved before stays.
+    """
+    for note in config.notes():
+        announce(f"note: {note}")
+    run_dir = _run_dir(config)
+    _make_run_dir(run_dir)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    resumed = checkpoint.latest(run_dir) if config.train.resume == "auto" else None
+    started = config if resumed is None else _from_checkpoint(config, resumed)
+    prepared = prepare(started, run_dir, announce)
+    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    write_json(run_dir / "plan.json", prepared.plan.to_dict())
+    store = Path(config.memory.store_dir or run_dir / "store")
+    with contextlib.ExitStack() as stack:
+        dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+        heartbeat = stack.enter_context(Heartbeat(run_dir))
+        trainer = stack.enter_context(StreamedTrainer(prepared, store))
+        trainer.fill()
+        position = checkpoint.restore(trainer, resumed) if resumed else Position(0, 0, 0)
+        if resumed:
+            announce(f"resumed from {resumed.name}")
+        run = _Run(config, prepared, run_dir, trainer, heartbeat, progress, announce, position)
+        return run.go(dataset)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The loop over steps, and what it keeps count of."""
+
+    config: Config
+    prepared: Prepared
+    run_dir: Path
+    trainer: StreamedTrainer
+    heartbeat: Heartbeat
+    progress: Progress | None
+    announce: Announce
+    position: Position
+    saved_step: int = -1
+    loss: float = float("nan")
+    tokens: int = 0
+    seconds: float = 0.0
+    stalled_s: float = 0.0
+    owners_s: dict[str, float] = field(default_factory=dict)
+    disk: tuple[int, int] = (0, 0)
+    link: tuple[int, int] = (0, 0)
+    moved: tuple[int, int] = (0, 0)
+
+    def go(self, dataset: PackedDataset) -> TrainResult:
+        """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
+        config = self.config
+        self.disk, self.link = self.trainer.disk_bytes(), self._link()
+        with Interrupt() as interrupt, _batches(dataset, config, self.position.step) as batches:
+            for outcome in self.trainer.steps(batches, self.position.step):
+                self._note(outcome)
+                due = config.train.save_every and self.position.step % config.train.save_every == 0
+                if interrupt.requested:
+                    self.announce(f"interrupted after step {self.position.step}; saving")
+                    break
+                if due:
+                    self._save()
+            self.trainer.settle()
+            self._account_end()
+            self._save()
+        owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
+        return TrainResult(
+            steps=self.position.step,
+            loss=self.loss,
+            tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
+            peak_rss_bytes=peak_rss_bytes(),
+            budget_bytes=self.prepared.machine.device_bytes,
+            stall_share=self.stalled_s / self.seconds if self.seconds else 0.0,
+            bytes_read=self.moved[0],
+            bytes_written=self.moved[1],
+            run_dir=str(self.run_dir),
+            skipped_steps=self.position.skipped,
+            stall_owner=owner,
+            export_dir=str(checkpoint.latest(self.run_dir)),
+        )
+
+    def _note(self, outcome: StepOutcome) -> None:
+        """Keep count of one step, and tell the heartbeat and whoever watches."""
+        self.loss = outcome.loss
+        former = self.position
+        self.position = Position(
+            former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped
+        )
+        self.tokens += outcome.tokens
+        self.seconds += outcome.seconds
+        record = self._record(outcome)
+        self.heartbeat.beat(record)
+        if self.progress is not None:
+            self.progress(record)
+        if outcome.skipped and self.config.train.on_nonfinite == "raise" and outcome.loss != outcome.loss:
+            raise NonFiniteError(f"step {record.step}: the loss is not finite; no weight was changed")
+
+    def _record(self, outcome: StepOutcome) -> StepRecord:
+        timeline = self.trainer.take_timeline()
+        if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
+            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+        stalls = timeline.stall_s_by_owner()
+        for lane, seconds in stalls.items():
+            self.owners_s[lane] = self.owners_s.get(lane, 0.0) + seconds
+        stalled = sum(stalls.values())
+        self.stalled_s += stalled
+        disk, link = self.trainer.disk_bytes(), self._link()
+        read, written = disk[0] - self.disk[0], disk[1] - self.disk[1]
+        up, down = link[0] - self.link[0], link[1] - self.link[1]
+        self.disk, self.link = disk, link
+        self.moved = (self.moved[0] + read, self.moved[1] + written)
+        return StepRecord(
+            step=outcome.number + 1,
+            loss=outcome.loss,
+            lr=outcome.learning_rate,
+            grad_norm=outcome.gradient_norm,
+            tokens=outcome.tokens,
+            seconds=outcome.seconds,
+            bytes_up=up,
+            bytes_down=down,
+            bytes_read=read,
+            bytes_written=written,
+            stall_share=min(stalled / outcome.seconds, 1.0),
+            stall_owner=next(iter(stalls), None),
+            skipped=outcome.skipped,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+    def _account_end(self) -> None:
+        """Count what the optimizer of the last step moved after that step was reported."""
+        disk = self.trainer.disk_bytes()
+        self.moved = (self.moved[0] + disk[0] - self.disk[0], self.moved[1] + disk[1] - self.disk[1])
+        self.disk = disk
+
+    def _save(self) -> None:
+        if self.saved_step == self.position.step:
+            return
+        self.trainer.settle()
+        self._account_end()
+        path = checkpoint.save(self.trainer, self.run_dir, self.position)
+        self.disk = self.trainer.disk_bytes()
+        self.saved_step = self.position.step
+        self.announce(f"saved {path}")
+
+    def _link(self) -> tuple[int, int]:
+        engine = self.trainer.engine
+        return (
+            engine.weights.bytes_up + engine.activations.bytes_up,
+            engine.gradients.bytes_down + engine.activations.bytes_down,
+        )
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
+    with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
+        yield (prefetcher.next() for _ in range(first, config.train.steps))
+
+
+def _run_dir(config: Config) -> Path:
+    return Path(config.train.run_dir or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S"))
+
+
+def _make_run_dir(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / ".writable").touch()
+        (run_dir / ".writable").unlink()
+    except OSError as error:
+        raise StorageError(
+            f"cannot write in {run_dir}: {error.strerror}; choose another train.run_dir"
+        ) from error
+
+
+def _from_checkpoint(config: Config, directory: Path) -> Config:
+    """The same run, with its weights read from one of its checkpoints."""
+    model = config.model.model_copy(update={"path": str(directory)})
+    return config.model_copy(update={"model": model})

@@ -1,0 +1,110 @@
+"""The oracle for users: the same steps streamed and resident, compared bit for bit."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outsize.config import Config
+from outsize.runtime.binding import TORCH_DTYPE, Binder, GradientSums
+from outsize.train.data.batch import Batch
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.records import VerifyResult
+from outsize.train.resident import ResidentTrainer
+from outsize.train.sources import open_dataset
+from outsize.train.stream import StreamedTrainer
+
+
+def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) -> VerifyResult:
+    """Train ``config.train.steps`` steps streamed and as many resident from the same weights, and compare.
+
+    Memory for the whole training state is needed, beside the budget of the streamed run.
+
+    Raises:
+        OutsizeError: as `outsize.train.run.train`.
+    """
+    with contextlib.ExitStack() as stack:
+        run_dir = config.train.run_dir
+        directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
+        directory.mkdir(parents=True, exist_ok=True)
+        prepared = prepare(config, directory, announce)
+        dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
+        batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
+        store = Path(config.memory.store_dir or directory / "store")
+        streamed_losses: list[float] = []
+        streamed: dict[str, Tensor] = {}
+        announce("streamed run")
+        with StreamedTrainer(prepared, store) as trainer:
+            trainer.fill()
+            for outcome in trainer.steps(batches):
+                streamed_losses.append(outcome.loss)
+            trainer.settle()
+            for unit in trainer.spec.units:
+                streamed.update({n: t.clone() for n, t in trainer.read_unit(unit).items()} if unit.tensors else {})
+        announce("resident run")
+        resident_losses, resident = run_resident(prepared, batches)
+    return _compare(streamed_losses, resident_losses, streamed, resident)
+
+
+def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train ``batches`` with everything in memory; returns losses and final weights by name."""
+    binder = Binder(prepared.split, GradientSums())
+    weights, masters = _materialise(prepared)
+    model = prepared.split.model
+    try:
+        for name, places in prepared.split.owners.items():
+            for module, attribute in places:
+                module._parameters[attribute] = weights[name]
+        model.train()
+        trainer = ResidentTrainer(prepared.config, prepared.split, masters, prepared.chunk_tokens)
+        losses = list(trainer.steps(batches))
+    finally:
+        binder.close()
+    return losses, {name: parameter.detach() for name, parameter in weights.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    name: str
+    largest: float
+
+
+def _materialise(prepared: Prepared) -> tuple[dict[str, torch.nn.Parameter], dict[str, Tensor]]:
+    """Real parameters in the compute dtype, and their fp32 masters: the same tensors where that is fp32."""
+    dtype = TORCH_DTYPE[prepared.split.spec.dtype]
+    weights: dict[str, torch.nn.Parameter] = {}
+    masters: dict[str, Tensor] = {}
+    for unit in prepared.split.spec.units:
+        for tensor in unit.tensors:
+            master = torch.empty(tensor.shape, dtype=torch.float32)
+            prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
+            weights[tensor.name] = torch.nn.Parameter(master if dtype == torch.float32 else master.to(dtype))
+            masters[tensor.name] = weights[tensor.name] if dtype == torch.float32 else master
+    return weights, masters
+
+
+def _compare(
+    streamed_losses: list[float],
+    resident_losses: list[float],
+    streamed: dict[str, Tensor],
+    resident: dict[str, Tensor],
+) -> VerifyResult:
+    differences = [
+        _Difference(name, float((streamed[name].double() - tensor.double()).abs().max()))
+        for name, tensor in resident.items()
+        if not torch.equal(streamed[name], tensor)
+    ]
+    differences.sort(key=lambda difference: -difference.largest)
+    return VerifyResult(
+        equal=not differences and streamed_losses == resident_losses,
+        steps=len(resident_losses),
+        loss_streamed=streamed_losses,
+        loss_resident=resident_losses,
+        max_weight_difference=differences[0].largest if differences else 0.0,
+        num_weights=sum(tensor.numel() for tensor in resident.values()),
+        differing=[difference.name for difference in differences],
+    )

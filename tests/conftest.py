@@ -1,0 +1,65 @@
+"""What every test is held to: it leaves no thread and no open file behind."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# A loaded machine must not fail a test that ends its threads; a leaked thread never ends.
+JOIN_TIMEOUT_S = 5.0
+# Opened on first use by libraries, kept for the life of the process: shared objects, random bytes, devices.
+LIBRARY_FILES = (".so", "/dev/urandom", "/dev/null", "/dev/nvidia")
+
+
+def open_files() -> dict[str, str]:
+    """Return the open file descriptors of this process that tests answer for, with what they point to."""
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:  # the descriptor that lists the directory
+            continue
+        if not any(part in target for part in LIBRARY_FILES):
+            found[descriptor.name] = target
+    return found
+
+
+def live_threads() -> set[threading.Thread]:
+    """Return the Python threads of this process that tests answer for."""
+    # A native thread that has run Python (autograd of a CUDA device) shows as a dummy; tqdm keeps a monitor.
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread) and not type(thread).__module__.startswith("tqdm")
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a Python thread running or a file open."""
+    threads_before, files_before = live_threads(), open_files()
+    yield
+    leaked_threads = live_threads() - threads_before
+    for thread in leaked_threads:
+        thread.join(JOIN_TIMEOUT_S)
+    running = sorted(thread.name for thread in leaked_threads if thread.is_alive())
+    assert not running, f"threads left running: {running}"
+    if leaked_files(files_before):
+        gc.collect()  # a reference cycle is not a leak
+    assert not leaked_files(files_before), f"files left open: {leaked_files(files_before)}"
+
+
+def leaked_files(before: dict[str, str]) -> list[str]:
+    """Return what is open now and was not open ``before``."""
+    return sorted(target for descriptor, target in open_files().items() if before.get(descriptor) != target)
+
+
+@pytest.fixture(autouse=True)
+def no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the environment variables of whoever runs the tests."""
+    for name in os.environ:
+        if name.startswith("OUTSIZE_"):
+            monkeypatch.delenv(name)
