@@ -1,13 +1,11 @@
-"""What every runner shares: the arguments, the loop that is measured, and the JSON object it ends with.
+"""What every runner shares: the arguments, the measurement, and the JSON object it ends with.
 
-A runner is a script that imports its peer, then calls ``run(name, build)``. ``build`` makes the model ready and
-returns a function that trains one step on the given microbatches and returns the mean loss. The order matters for
-the memory figures: what is imported before ``run`` counts as the libraries' own weight, what ``build`` does counts
-as training.
+A runner is a script that imports its peer first and then starts a ``Recorder``. The order matters for the
+memory figures: what is imported before the recorder starts counts as the libraries' own weight, what comes
+after counts as training.
 """
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +32,8 @@ class Job:
 
     model: Path
     """A Hugging Face model directory with fp32 weights."""
-    batches: Path
-    """An .npz with ``input_ids`` of shape [step, microbatch, sequence, position]."""
+    data: Path
+    """The directory of ``prepare.py``, with ``tokens.npy`` and ``batches.npz``."""
     steps: int
     warmup: int
     """Leading steps that are run and reported but do not count."""
@@ -43,80 +41,105 @@ class Job:
     """An empty directory for whatever the peer writes."""
     threads: int
     option: str
-    """The variant of the runner, e.g. ``tight``."""
+    """The variant of the runner, e.g. ``no-checkpointing``."""
+    device_memory: str
+    """Budget of the streamed runners, e.g. ``128MiB``; the others have no such setting."""
 
     @classmethod
     def from_arguments(cls) -> "Job":
         parser = argparse.ArgumentParser()
         parser.add_argument("--model", type=Path, required=True)
-        parser.add_argument("--batches", type=Path, required=True)
+        parser.add_argument("--data", type=Path, required=True)
         parser.add_argument("--steps", type=int, default=6)
         parser.add_argument("--warmup", type=int, default=2)
         parser.add_argument("--run-dir", type=Path, required=True)
         parser.add_argument("--threads", type=int, default=2)
         parser.add_argument("--option", default="")
-        return cls(**vars(parser.parse_args()))
+        parser.add_argument("--device-memory", default="256MiB")
+        job = cls(**vars(parser.parse_args()))
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        return job
 
     def input_ids(self) -> torch.Tensor:
-        """Return the token ids of the whole job, shape [step, microbatch, sequence, position]."""
-        with np.load(self.batches) as arrays:
+        """Return the token ids of all steps, shape [step, microbatch, sequence, position]."""
+        with np.load(self.data / "batches.npz") as arrays:
             return torch.from_numpy(arrays["input_ids"].astype(np.int64))
 
-    @property
-    def num_microbatches(self) -> int:
-        return int(self.input_ids().shape[1])
+
+class Recorder:
+    """Notes what each step took. Starting one fixes the memory baseline."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        torch.set_num_threads(job.threads)
+        torch.manual_seed(0)
+        self._imported_bytes = rss_bytes()
+        self._started_s = time.perf_counter()
+        self._mark = Usage.now()
+        self._setup: dict[str, Any] = {}
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._usages: list[dict[str, Any]] = []
+        self._peak_before_bytes = 0
+        self._peak_was_reset = False
+
+    def ready(self) -> None:
+        """The model stands; what was used so far was preparation."""
+        self._setup = {"seconds": time.perf_counter() - self._started_s, **self._since_mark()}
+
+    def step(self, loss: float, seconds: float) -> None:
+        """A step is done; its peer says how long it took."""
+        self._losses.append(loss)
+        self._seconds.append(seconds)
+        self._usages.append(self._since_mark())
+        if len(self._losses) == self._job.warmup:
+            # The kernel keeps one high-water mark; from here on it is that of the steady state.
+            self._peak_before_bytes, self._peak_was_reset = peak_rss_bytes(), reset_peak_rss()
+
+    def finish(self, **facts: Any) -> None:
+        """Print the measurement; ``facts`` are added to it."""
+        steady_bytes = peak_rss_bytes()
+        finish(
+            {
+                "losses": self._losses,
+                "seconds": self._seconds,
+                "usage": self._usages,
+                "setup": self._setup,
+                "warmup": self._job.warmup,
+                "imported_rss_bytes": self._imported_bytes,
+                "peak_rss_bytes": max(self._peak_before_bytes, steady_bytes),
+                "steady_peak_rss_bytes": steady_bytes if self._peak_was_reset else None,
+                "versions": {name: version_of(name) for name in ("torch", "transformers", "deepspeed")},
+                **facts,
+            }
+        )
+
+    def _since_mark(self) -> dict[str, Any]:
+        former, self._mark = self._mark, Usage.now()
+        return (self._mark - former).as_dict()
 
 
-def run(name: str, build: Callable[[Job], Step], **facts: Any) -> None:
-    """Build, train and print the measurement of one runner; ``facts`` are added to the printed object."""
+def run(build: Callable[[Job], Step], **facts: Any) -> None:
+    """Measure a runner whose ``build`` returns a function that trains one step and returns its mean loss."""
     job = Job.from_arguments()
-    torch.set_num_threads(job.threads)
-    torch.manual_seed(0)
-    random.seed(0)
-    job.run_dir.mkdir(parents=True, exist_ok=True)
-    input_ids = job.input_ids()
-    baseline_bytes = rss_bytes()
-
-    started, before = time.perf_counter(), Usage.now()
+    input_ids = job.input_ids()[: job.steps]
+    recorder = Recorder(job)
     step = build(job)
-    setup_s, setup = time.perf_counter() - started, Usage.now() - before
-
-    seconds, losses, usages = [], [], [Usage.now()]
-    peak_before_bytes, resettable = 0, False
-    for index in range(job.steps):
-        if index == job.warmup:
-            peak_before_bytes, resettable = peak_rss_bytes(), reset_peak_rss()
+    recorder.ready()
+    for microbatches in input_ids:
         started = time.perf_counter()
-        losses.append(step(list(input_ids[index])))
-        seconds.append(time.perf_counter() - started)
-        usages.append(Usage.now())
-    peak_steady_bytes = peak_rss_bytes()
-    finish(
-        {
-            "name": name,
-            "steps": job.steps,
-            "warmup": job.warmup,
-            "losses": losses,
-            "seconds": seconds,
-            "usage": [(later - sooner).as_dict() for sooner, later in zip(usages, usages[1:], strict=False)],
-            "setup": {"seconds": setup_s, **setup.as_dict()},
-            "imported_rss_bytes": baseline_bytes,
-            "peak_rss_bytes": max(peak_before_bytes, peak_steady_bytes),
-            "steady_peak_rss_bytes": peak_steady_bytes if resettable else None,
-            "tokens_per_step": int(input_ids[0].numel()),
-            "versions": {package: version_of(package) for package in ("torch", "transformers", "deepspeed")},
-            **facts,
-        }
-    )
+        loss = step(list(microbatches))
+        recorder.step(loss, time.perf_counter() - started)
+    recorder.finish(**facts)
 
 
-def load_model(job: Job, *, checkpointing: bool = True) -> Any:
+def load_model(job: Job, *, checkpointing: bool = True, reentrant: bool = False) -> Any:
     """Return the job's model in fp32, ready to train, with activation checkpointing per block where asked."""
     model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     model.config.use_cache = False
     model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
     return model
 
 

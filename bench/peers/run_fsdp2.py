@@ -1,4 +1,4 @@
-"""FSDP2 with its CPU offload policy, one process on gloo: parameters, gradients and optimizer state offloaded."""
+"""FSDP2 with its CPU offload policy, one process on gloo."""
 
 import torch
 import torch.distributed as dist
@@ -21,4 +21,4 @@ def build(job: Job) -> Step:
 
 
 if __name__ == "__main__":
-    run("fsdp2", build)
+    run(build)

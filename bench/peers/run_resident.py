@@ -13,4 +13,4 @@ def build(job: Job) -> Step:
 
 
 if __name__ == "__main__":
-    run("resident", build)
+    run(build)

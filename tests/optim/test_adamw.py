@@ -10,13 +10,15 @@ from outsize.optim.adamw import AdamW, step_planes
 from outsize.optim.clip import clip_coefficient, gradient_norms
 
 SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-# Sizes with every kind of tail: none, below a vector, below 16, and parameters that span several tiles.
-SHAPES = [(61, 97), (3,), (64, 64), (1,), (129,), (17, 5, 3), (2048,), (4099,)]
+# Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch their
+# neighbour.
+SHAPES = [(61, 97), (3,), (64, 64), (64, 33), (129,), (17, 5, 3), (2048,), (4099,)]
+DECAY = [True, False, True, True, False, True, True, False]
 
 
 def odd_unit() -> UnitSpec:
     return pack_unit(
-        0, "block", "block", [(f"p{i}", shape, i != 4, i % 2 == 0) for i, shape in enumerate(SHAPES)]
+        0, "block", "block", [(f"p{i}", shape, i != 4, DECAY[i]) for i, shape in enumerate(SHAPES)]
     )
 
 
@@ -113,7 +115,7 @@ def test_parameters_without_a_gradient_are_left_alone_and_count_their_own_steps(
 
 
 @given(
-    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, 5000) | st.integers(1, 80).map(lambda n: 64 * n), min_size=1, max_size=6),
     tiles=st.integers(1, 4),
     max_norm=st.sampled_from([1e-3, 1.0, 1e9]),
 )

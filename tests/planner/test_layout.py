@@ -31,7 +31,12 @@ def test_the_rest_has_the_slot_and_the_accumulator_behind_the_others():
 
 @pytest.mark.parametrize(
     ("trainable", "first"),
-    [((True, True, True), 0), ((False, True, False), 1), ((False, False, True), 2), ((False, False, False), 2)],
+    [
+        ((True, True, True), 0),
+        ((False, True, False), 1),
+        ((False, False, True), 2),
+        ((False, False, False), 2),
+    ],
 )
 def test_backward_begins_at_the_lowest_trained_unit(trainable, first):
     assert make_layout(3, trainable=trainable).first_backward == first

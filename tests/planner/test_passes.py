@@ -63,8 +63,8 @@ def test_without_prefetch_a_load_stands_right_before_its_use():
 def test_units_still_in_slots_at_the_turn_are_not_loaded_again():
     layout = make_layout(4, slot_bytes=(1, 1, 1))
     assert text(insert_loads(v_cycle(layout), layout)) == (
-        "LOAD 0.0; LOAD 1.1; F 0.0; FREE 0.0; LOAD 2.2; F 1.0; LOAD 3.0; F 2.0; FB 3.0; FREE 3.0; B 2.0; FREE 2.2; "
-        "LOAD 0.0; B 1.0; FREE 1.1; B 0.0; FREE 0.0"
+        "LOAD 0.0; LOAD 1.1; F 0.0; FREE 0.0; LOAD 2.2; F 1.0; LOAD 3.0; F 2.0; FB 3.0; FREE 3.0; B 2.0; "
+        "FREE 2.2; LOAD 0.0; B 1.0; FREE 1.1; B 0.0; FREE 0.0"
     )
 
 
@@ -155,12 +155,14 @@ def test_units_are_staged_through_host_buffers_of_their_own():
 
 
 def test_a_small_step_as_a_whole():
-    layout = make_layout(3, num_microbatches=1, offload=frozenset({1}), clip=True, tiles=(1, 1, 1), num_tile_buffers=3)
+    layout = make_layout(
+        3, num_microbatches=1, offload=frozenset({1}), clip=True, tiles=(1, 1, 1), num_tile_buffers=3
+    )
     assert text(build_step(layout)) == (
-        "LOAD 0.0; LOAD 1.1; F 0.0; FREE 0.0; LOAD 2.0; F 1.0; SAVE 1.0; FETCH 1.0; ACC 2.0; FB 2.0; NORM 2; GRAD 2; "
-        "FREE 2.0; LOAD 0.0; ACC 1.0; B 1.0; NORM 1; GRAD 1; FREE 1.1; ACC 0.0; B 0.0; NORM 0; GRAD 0; FREE 0.0; "
-        "CLIP; READ 0#0>t0; READ 1#0>t1; READ 2#0>t2; STEP 0#0@t0; WRITE 0#0<t0; STEP 1#0@t1; WRITE 1#0<t1; "
-        "STEP 2#0@t2; WRITE 2#0<t2"
+        "LOAD 0.0; LOAD 1.1; F 0.0; FREE 0.0; LOAD 2.0; F 1.0; SAVE 1.0; FETCH 1.0; ACC 2.0; FB 2.0; "
+        "NORM 2; GRAD 2; FREE 2.0; LOAD 0.0; ACC 1.0; B 1.0; NORM 1; GRAD 1; FREE 1.1; ACC 0.0; B 0.0; "
+        "NORM 0; GRAD 0; FREE 0.0; CLIP; READ 0#0>t0; READ 1#0>t1; READ 2#0>t2; STEP 0#0@t0; WRITE 0#0<t0; "
+        "STEP 1#0@t1; WRITE 1#0<t1; STEP 2#0@t2; WRITE 2#0<t2"
     )
 
 

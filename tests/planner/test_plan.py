@@ -78,14 +78,16 @@ def test_the_program_of_a_plan_validates_within_the_memory_of_the_plan(options, 
 @given(data=st.data())
 def test_any_budget_gives_a_plan_within_it_or_says_by_how_much_it_is_short(options, data):
     device = data.draw(st.integers(1, 64 * MiB))
+    short_by = {}
     try:
         plan = make_plan(options, device=device)
     except InfeasiblePlanError as error:
-        assert list(error.short_by) == ["device"]
-        enough = device + error.short_by["device"]
-        assert make_plan(options, device=enough).total_bytes("device") == enough
-    else:
-        assert plan.total_bytes("device") <= device
+        short_by = error.short_by
+        plan = make_plan(options, device=device + short_by["device"])
+    assert plan.total_bytes("device") <= device + short_by.get("device", 0)
+    if short_by:  # exactly: with one byte less there is no plan
+        assert list(short_by) == ["device"]
+        assert plan.total_bytes("device") == device + short_by["device"]
 
 
 @ALL
@@ -165,7 +167,7 @@ def test_disk_traffic_of_a_step_is_the_arithmetic_of_the_model(dtype, read, writ
     plan = plan_step(model, make_demand(model), Budgets(device=128 * MiB), options)
     elements = sum(unit.numel for unit in model.units)
     weight = 4 if dtype == "fp32" else 2
-    # Twice up, but for the rest (once), the head (once) and the one unit that stays in its slot over the turn.
+    # Twice up, but for the rest and the head (once), and the unit that stays in its slot over the turn.
     up = weight * (2 * elements - REST - EMBEDDING - BLOCK)
     assert plan.traffic.up == up
     assert plan.traffic.down == 4 * elements

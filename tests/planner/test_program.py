@@ -5,7 +5,16 @@ from hypothesis import strategies as st
 from outsize.errors import ProgramError
 from outsize.planner import ops as ops_module
 from outsize.planner.ops import Kind, Op
-from outsize.planner.program import SHAPES, Program, excerpt, is_well_formed, parse, parse_op, render, render_op
+from outsize.planner.program import (
+    SHAPES,
+    Program,
+    excerpt,
+    is_well_formed,
+    parse,
+    parse_op,
+    render,
+    render_op,
+)
 
 numbers = st.integers(0, 10**6)
 
@@ -68,7 +77,10 @@ def test_an_excerpt_points_at_one_op():
         "-->     1  F 1.0@w0",
         "        2  CLIP",
     ]
-    assert excerpt(program, 4, radius=1).splitlines() == ["        3  STEP 0", "-->     4  (end of the program)"]
+    assert excerpt(program, 4, radius=1).splitlines() == [
+        "        3  STEP 0",
+        "-->     4  (end of the program)",
+    ]
 
 
 def test_a_program_prints_as_its_text():

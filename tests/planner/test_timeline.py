@@ -72,7 +72,9 @@ def timelines(draw):
         for n in range(draw(st.integers(0, 5))):
             now += draw(st.integers(0, 3))
             end = now + draw(st.integers(0, 3))
-            events.append(event(lane, f"{lane} {n}", float(now), float(end), draw(st.sampled_from(("", "up:w0 0")))))
+            events.append(
+                event(lane, f"{lane} {n}", float(now), float(end), draw(st.sampled_from(("", "up:w0 0"))))
+            )
             now = end
     return Timeline(tuple(draw(st.permutations(events))))
 

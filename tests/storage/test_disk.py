@@ -53,6 +53,15 @@ def test_spans_move_together(file, arena):
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(spans, into, strict=True))
 
 
+def test_a_buffer_of_several_dimensions_is_moved_whole(file, arena):
+    source = pattern(16384, torch.uint8, 1, arena).view(4, 4096)
+    file.write_from(source, 4096)
+    into = arena.take(16384, "into").view(2, 8192)
+    file.read_into(into, 4096)
+    assert torch.equal(into.flatten(), source.flatten())
+    assert file.statistics().bytes_read == 16384
+
+
 def test_misaligned_or_outside_is_refused_before_anything_moves(file, arena):
     buffer = arena.take(16384, "x")
     for bad, offset in (
@@ -71,11 +80,25 @@ def test_misaligned_or_outside_is_refused_before_anything_moves(file, arena):
     assert file.statistics().bytes_written == 0
 
 
-def test_direct_io_stays_out_of_the_page_cache(tmp_path, pool):
+def test_direct_io_is_on_where_the_file_system_has_it(tmp_path, pool):
     with DirectFile(tmp_path / "f", 4096, pool=pool) as file:
-        if not fcntl.fcntl(file._descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        if file.statistics().num_buffered_fallbacks:
             pytest.skip("no direct I/O in the temporary directory")
-        assert file.statistics().num_buffered_fallbacks == 0
+        assert fcntl.fcntl(file._descriptor, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_buffered_io_flushes_what_it_wrote_and_drops_what_it_moved(tmp_path, pool, arena, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: calls.append("flush"))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, at, length, advice: calls.append((at, length, advice))
+    )
+    with DirectFile(tmp_path / "f", MIB, pool=pool, direct=False) as file:
+        buffer = arena.take(8192, "x")
+        file.write_from(buffer, 4096)
+        file.read_into(buffer, 4096)
+    drop = (4096, 8192, os.POSIX_FADV_DONTNEED)
+    assert calls == ["flush", drop, drop]
 
 
 def test_a_file_system_without_direct_io_falls_back_counted_and_logged(

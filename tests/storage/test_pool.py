@@ -57,7 +57,7 @@ def test_callers_do_not_see_each_others_errors(pool):
 
 
 def test_an_interrupt_waits_for_the_requests(monkeypatch):
-    """1. A helper is inside a request. 2. The caller waits for it. 3. Ctrl-C. 4. The request ends. 5. Raise."""
+    """1. A helper is inside a request. 2. The caller waits for it. 3. Ctrl-C. 4. It ends. 5. Raise."""
     helping, interrupted, ended = threading.Event(), threading.Event(), []
     caller = threading.current_thread()
 

@@ -53,6 +53,18 @@ def test_the_disk_refuses_gaps(make_disk):
     scratch.close()
 
 
+@pytest.mark.parametrize("size", [1000, 1024])
+def test_the_memory_of_a_tensor_that_was_put_can_be_freed(make_scratch, size):
+    scratch = make_scratch(1, 4096)
+    tensor = torch.ones(size)
+    scratch.put(0, tensor)
+    tensor.untyped_storage().resize_(0)
+    into = torch.zeros(size)
+    scratch.take(0, into)
+    assert (into == 1).all()
+    scratch.close()
+
+
 def test_bounced_bytes_are_counted_and_aligned_tensors_do_not_bounce(make_disk, arena):
     scratch = make_disk(2, 3 * 4096, bounce_bytes=4096)
     aligned = arena.take(3 * 4096, "x")

@@ -1,10 +1,11 @@
 """AdamW on flat planes, in place: bit for bit ``torch.optim.AdamW(fused=True)`` on separate parameters.
 
-A unit is stepped whole or in tiles. Inside a tile every parameter is stepped through a view of its own,
-because torch's fused kernel rounds its scalar tail otherwise than its vector body: a piece that ends where
-its parameter ends has the same tail as the whole parameter has, and a piece cut at a multiple of 16 elements
-has none. Tiles start at multiples of 2048 elements and parameters at multiples of 64, so every cut is such a
-multiple.
+A unit is stepped whole or in tiles. torch's fused kernel works element by element, but rounds its scalar tail
+otherwise than its vector body, so a piece may end only where its parameter ends (its tail is then the
+parameter's own) or at a multiple of 16 elements (it then has none). Tiles start at multiples of 2048 elements
+and parameters at multiples of 64. So parameters that touch, without padding between them, have no tail and
+are stepped as one: a block is two or three pieces, not ten, and each piece that is saved is a fork and a join
+of all threads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from outsize.model.spec import PLANE_ELEMENTS, TensorSpec, UnitSpec
+from outsize.model.spec import PLANE_ELEMENTS, UnitSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,12 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part of one parameter that lies in a range, in elements from the start of the range."""
+    """Neighbouring parameters that step alike, in elements from the start of the range."""
 
-    tensor: TensorSpec
     start: int
     stop: int
+    decay: bool
+    count: int
 
 
 @torch.no_grad()
@@ -97,54 +99,54 @@ def step_planes(
         ValueError: a range or a tensor that does not fit the unit, or a bad learning rate.
     """
     _check(unit, start, stop, lr, (master, exp_avg, exp_avg_sq, gradient, weights))
-    pieces = _pieces(unit, start, stop, skip)
+    pieces = _pieces(unit, start, stop, step, skip)
     if not pieces:
         return
     if clip_coefficient is not None and not _is_one(clip_coefficient):
         gradient.mul_(clip_coefficient)
     for decay in (True, False):
-        group = [piece for piece in pieces if piece.tensor.decay is decay]
-        if not group:
-            continue
-        torch._fused_adamw_(
-            _views(master, group),
-            _views(gradient, group),
-            _views(exp_avg, group),
-            _views(exp_avg_sq, group),
-            [],
-            _steps(group, step, master.device),
-            amsgrad=False,
-            lr=lr,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            weight_decay=settings.weight_decay if decay else 0.0,
-            eps=settings.eps,
-            maximize=False,
-        )
+        group = [piece for piece in pieces if piece.decay is decay]
+        if group:
+            torch._fused_adamw_(
+                _views(master, group),
+                _views(gradient, group),
+                _views(exp_avg, group),
+                _views(exp_avg_sq, group),
+                [],
+                [torch.tensor(float(piece.count), device=master.device) for piece in group],
+                amsgrad=False,
+                lr=lr,
+                beta1=settings.betas[0],
+                beta2=settings.betas[1],
+                weight_decay=settings.weight_decay if decay else 0.0,
+                eps=settings.eps,
+                maximize=False,
+            )
     if weights is not None:
-        torch._foreach_copy_(_views(weights, pieces), _views(master, pieces))
+        for target, source in zip(_views(weights, pieces), _views(master, pieces), strict=True):
+            target.copy_(source)
 
 
-def _pieces(unit: UnitSpec, start: int, stop: int, skip: AbstractSet[str]) -> list[_Piece]:
-    """Cut the parameters that step to the range."""
-    pieces = []
+def _pieces(
+    unit: UnitSpec, start: int, stop: int, step: int | Mapping[str, int], skip: AbstractSet[str]
+) -> list[_Piece]:
+    """Cut the parameters that step to the range, and join those that touch and step alike."""
+    pieces: list[_Piece] = []
     for tensor in unit.tensors:
-        first = max(tensor.offset, start)
-        last = min(tensor.offset + tensor.numel, stop)
-        if first < last and tensor.trainable and tensor.name not in skip:
-            pieces.append(_Piece(tensor, first - start, last - start))
+        first = max(tensor.offset, start) - start
+        last = min(tensor.offset + tensor.numel, stop) - start
+        if first >= last or not tensor.trainable or tensor.name in skip:
+            continue
+        count = step if isinstance(step, int) else step[tensor.name]
+        former = pieces[-1] if pieces else None
+        if former and (former.stop, former.decay, former.count) == (first, tensor.decay, count):
+            first = pieces.pop().start
+        pieces.append(_Piece(first, last, tensor.decay, count))
     return pieces
 
 
 def _views(plane: Tensor, pieces: Sequence[_Piece]) -> list[Tensor]:
     return [plane[piece.start : piece.stop] for piece in pieces]
-
-
-def _steps(pieces: Sequence[_Piece], step: int | Mapping[str, int], device: torch.device) -> list[Tensor]:
-    """Return the step count of each piece as the kernel wants it: fp32 scalars, equal ones shared."""
-    counts = [step if isinstance(step, int) else step[piece.tensor.name] for piece in pieces]
-    by_count = {count: torch.tensor(float(count), device=device) for count in set(counts)}
-    return [by_count[count] for count in counts]
 
 
 def _is_one(coefficient: Tensor) -> bool:

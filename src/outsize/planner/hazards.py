@@ -22,8 +22,8 @@ The input of unit u exists only once F u.m ran, since the model's forward of mic
 F u.m resumes; so F writes the act of its unit and of the next one.
 
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
-an F waits for all SAVEs but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs and for the F, FB or B before
-it.
+an F waits for all SAVEs but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs and for the F, FB or B
+before it.
 """
 
 from collections import deque

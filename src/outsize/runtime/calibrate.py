@@ -38,6 +38,7 @@ class Measured:
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, so that it must stay on the device.
         plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
+        shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -46,6 +47,7 @@ class Measured:
     held_bytes: int
     inputs_shared: bool
     plain_head: bool
+    shifted: bool
 
 
 class _Discard:
@@ -85,7 +87,10 @@ def calibrate(
         for unit in split.spec.units:
             binder.bind(unit, plane[: unit.numel])
         state = torch.get_rng_state()
-        rows = [_Pass(split, forwards, make_inputs(1, length), chunk_tokens).run() for length in lengths]
+        rows = [
+            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(plane.untyped_storage())
+            for length in lengths
+        ]
         torch.set_rng_state(state)
     finally:
         binder.close()
@@ -100,6 +105,7 @@ class _Row:
     held: int
     shared: bool
     plain: bool
+    shifted: bool = True
 
 
 class _Pass:
@@ -119,8 +125,8 @@ class _Pass:
         self._known: dict[Any, tuple[int, int, Any]] = {}
         self._row = _Row([], [], [], 0, False, False)
 
-    def run(self) -> _Row:
-        live = LiveBytes()
+    def run(self, weights: torch.UntypedStorage) -> _Row:
+        live = LiveBytes(weights)
         walk = Walk(self._split.model, self._inputs)
         last = len(self._forwards) - 1
         storages: list[Tensor] = []
@@ -129,7 +135,7 @@ class _Pass:
             with live, torch.enable_grad():
                 for unit in range(last + 1):
                     if unit == last:
-                        handed = sum(t.untyped_storage().nbytes() for t in pytree.tree_leaves(outputs))
+                        handed = sum(t.untyped_storage().nbytes() for t in _tensors(outputs))
                         self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
                     call = walk.advance(outputs)
                     if not isinstance(call, UnitCall) or call.unit != unit:
@@ -193,7 +199,9 @@ class _Pass:
         with torch.no_grad():
             outputs = pytree.tree_map_only(Tensor, _like, forward(*call.args, **call.kwargs))
             ending = walk.advance(outputs)
-        self._row.plain = isinstance(ending, Finished) and self._is_plain(outputs, ending.output)
+        if isinstance(ending, Finished):
+            self._row.plain = self._is_plain(outputs, ending.output)
+            self._row.shifted = self._is_shifted(ending.output)
         del outputs
         live.restart()
         if self._chunk_tokens is not None and self._row.plain:
@@ -216,9 +224,25 @@ class _Pass:
             return False
         if logits.shape != head_output.shape or not torch.equal(logits, head_output):
             return False
-        flat = logits.float().reshape(-1, logits.shape[-1])
-        ours = torch.nn.functional.cross_entropy(flat, shift_labels(self._inputs["labels"]))
+        ours = _cross_entropy(logits, shift_labels(self._inputs["labels"]))
         return bool(torch.isclose(ours, loss_of(output).float(), rtol=1e-4, atol=1e-5))
+
+    def _is_shifted(self, output: Any) -> bool:
+        """Whether the loss is nearer to that of the next token than to that of the token in its place."""
+        logits, labels = getattr(output, "logits", None), self._inputs.get("labels")
+        if labels is None or not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+            return True
+        loss = loss_of(output).float()
+        here, following = _cross_entropy(logits, labels), _cross_entropy(logits, shift_labels(labels))
+        return bool((loss - following).abs() <= (loss - here).abs())
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -251,4 +275,5 @@ def _scale(
         held_bytes=at([row.held for row in rows]),
         inputs_shared=rows[0].shared,
         plain_head=rows[0].plain,
+        shifted=rows[0].shifted,
     )

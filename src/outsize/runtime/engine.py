@@ -101,8 +101,8 @@ class Engine:
         slots = [device.allocate(size, "slot") for size in (*layout.slot_bytes, *plan.resident_slot_bytes)]
         sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
-        host_buffers = [host.take(plan.host_buffer_bytes, "host buffer") for _ in range(layout.num_host_buffers)]
-        tiles = [host.take(plan.tile_buffer_bytes, "tile buffer") for _ in range(layout.num_tile_buffers)]
+        host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
+        tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
         spec = split.spec
         sums = GradientSums()
         self._binder = Binder(split, sums)

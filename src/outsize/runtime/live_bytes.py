@@ -13,15 +13,19 @@ class LiveBytes(TorchDispatchMode):
 
     What a kernel allocates inside itself is not seen.
 
+    Args:
+        known: a storage that was there before and does not count; views of it are made all the time.
+
     Attributes:
         now: bytes alive.
         peak: the most since `restart`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: torch.UntypedStorage) -> None:
         super().__init__()
         self.now = 0
         self.peak = 0
+        self._known = known._cdata
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
     def restart(self) -> int:
@@ -46,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._seen:
+        if key == self._known or key in self._seen:
             return
         num_bytes = storage.nbytes()
         self.now += num_bytes

@@ -27,9 +27,9 @@ from outsize.storage.prealloc import enable_direct, explain, preallocate
 from outsize.units import align_up
 
 SECTOR_BYTES = 4096
-# Measured by bench/bench_disk.py --sweep: from 1 MiB on all sizes are equal within noise; larger requests
-# cost less CPU, smaller ones let one buffer be moved by several threads.
-DEFAULT_REQUEST_BYTES = 2 * 2**20
+# Of 256 KiB to 8 MiB, see bench/bench_disk.py: reads gain up to 2 MiB and writes up to 4 MiB; with still
+# larger requests a buffer is too few of them to keep the threads busy.
+DEFAULT_REQUEST_BYTES = 4 * 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -257,4 +257,4 @@ def _bytes_of(buffer: Tensor, offset: int, num_bytes: int) -> memoryview:
         )
     if offset < 0 or offset + length > num_bytes:
         raise ValueError(f"bytes {offset}..{offset + length} lie outside the file of {num_bytes}")
-    return buffer.numpy().data
+    return buffer.reshape(-1).numpy().data

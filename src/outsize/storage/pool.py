@@ -12,6 +12,9 @@ from types import TracebackType
 from typing import Self
 
 
+DEFAULT_THREADS = 4
+
+
 class _Batch:
     """Requests of one caller: what is not yet started, how many have not ended, and the first error."""
 
@@ -48,7 +51,7 @@ class IOPool:
         name: prefix of the threads' names.
     """
 
-    def __init__(self, num_threads: int = 4, *, name: str = "outsize-io") -> None:
+    def __init__(self, num_threads: int = DEFAULT_THREADS, *, name: str = "outsize-io") -> None:
         if num_threads < 1:
             raise ValueError(f"a pool needs at least one thread, not {num_threads}")
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()

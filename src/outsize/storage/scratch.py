@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from outsize.storage.arena import Arena
@@ -196,7 +195,7 @@ class DiskScratch:
 
 
 def _view_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor. `Tensor.numpy` would forbid its storage to be resized for ever."""
+    """Return the bytes of a contiguous CPU tensor; `Tensor.numpy` would fix the size of its storage."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

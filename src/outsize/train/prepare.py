@@ -19,11 +19,15 @@ from outsize.optim.groups import decay_parameter_names
 from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.runtime.calibrate import Measured, calibrate
-from outsize.train.data.batch import Batch
+from outsize.storage.pool import DEFAULT_THREADS
+from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
+from outsize.train.data.batch import IGNORED, Batch
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
+# What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
+BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,11 @@ def split_model(model: nn.Module, dtype: str, config: Config) -> Split:
     return parts
 
 
+def num_targets(batch: Batch, shifted: bool) -> int:
+    """Tokens that a model's loss is a mean over; a model that predicts the token in its place shifts nothing."""
+    return batch.num_target_tokens if shifted else int((batch.labels != IGNORED).sum())
+
+
 def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
     """The keyword arguments of a model's forward for ``batch``."""
     inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
@@ -128,7 +137,7 @@ def make_plan(config: Config, parts: Split, machine: Machine, measured: Measured
         forward_workspace_bytes=_by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=_by_kind(parts, measured.backward_bytes),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=0,
+        fixed_bytes=BOUNCE_BYTES if machine.below == "disk" else 0,
     )
     options = PlanOptions(
         home=machine.home,

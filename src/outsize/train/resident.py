@@ -2,11 +2,12 @@
 
 Short on purpose, so that a reader sees that it is ordinary: a model, `torch.optim.AdamW`, `clip_grad_norm_`, and a loop
 over microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16
-and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32.
+and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
+chunks of a loss as over microbatches.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
 from outsize.train.data.batch import Batch
 from outsize.train.loss_scale import LossScale
-from outsize.train.prepare import model_inputs
+from outsize.train.prepare import model_inputs, num_targets
 from outsize.train.stream import schedule_of
 
 
@@ -30,20 +31,29 @@ class ResidentTrainer:
         split: the model and its units; decides weight-decay groups, and where random numbers are seeded anew.
         masters: fp32 masters by parameter name; changed in place. With fp32 compute they are the parameters.
         chunk_tokens: tokens per chunk of the loss; None for the model's own.
+        shifted: whether the model's loss is of the next token.
     """
 
     def __init__(
-        self, config: Config, split: Split, masters: dict[str, Tensor], chunk_tokens: int | None
+        self,
+        config: Config,
+        split: Split,
+        masters: dict[str, Tensor],
+        chunk_tokens: int | None,
+        shifted: bool = True,
     ) -> None:
         self._config = config
         self._split = split
         self._chunk_tokens = chunk_tokens
+        self._shifted = shifted
         self._model = split.model
         self._parameters = dict(self._model.named_parameters())
         self.masters = masters
         decay = {t.name: t.decay for unit in split.spec.units for t in unit.tensors if t.trainable}
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(name in decay)
+            if name in decay:
+                parameter.register_post_accumulate_grad_hook(self._adder(name))
         self._sums: dict[str, Tensor] = {}
         groups = [
             {"params": [masters[n] for n, d in decay.items() if d], "weight_decay": config.optimizer.weight_decay},
@@ -63,31 +73,42 @@ class ResidentTrainer:
         schedule = schedule_of(self._config)
         for number, batch in enumerate(batches):
             loss = 0.0
+            targets = num_targets(batch, self._shifted)
             for index, part in enumerate(batch.split(self._config.train.microbatches)):
-                loss += self._forward_backward(number, index, part, batch.num_target_tokens)
+                loss += self._forward_backward(number, index, part, targets)
             self._update(schedule.learning_rate(number))
             yield loss
 
     def _forward_backward(self, number: int, index: int, part: Batch, targets: int) -> float:
         scale = self._scale.value
+        own_targets = num_targets(part, self._shifted)
+        if self._chunk_tokens is None and not own_targets:  # a mean over nothing is NaN, and weighs nothing
+            return 0.0
         with _seeding(self._split, self._config.train.seed, number, index):
             if self._chunk_tokens is None:
-                loss = loss_of(self._model(**model_inputs(part))) / (targets / part.num_target_tokens / scale)
+                loss = loss_of(self._model(**model_inputs(part))) / (targets / own_targets / scale)
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
                 inputs = {name: value for name, value in model_inputs(part).items() if name != "labels"}
                 head = self._split.modules[-1]
                 hidden = _head_input(self._model, head, inputs)
                 loss, gradient = chunked_head_loss(
-                    head, hidden.detach(), shift_labels(part.labels), targets / scale, self._chunk_tokens
+                    head, hidden.detach(), shift_labels(part.labels), max(targets, 1) / scale, self._chunk_tokens
                 )
-                hidden.backward(gradient)  # type: ignore[no-untyped-call]
-        for name, parameter in self._parameters.items():
+                if hidden.requires_grad:
+                    hidden.backward(gradient)  # type: ignore[no-untyped-call]
+        return float(loss.detach() / scale)
+
+    def _adder(self, name: str) -> Callable[[Tensor], None]:
+        """The hook that adds each fresh gradient of a parameter to its fp32 sum."""
+
+        def add(parameter: Tensor) -> None:
             if parameter.grad is not None:
                 held = self._sums.get(name)
                 self._sums[name] = parameter.grad.float() if held is None else held.add_(parameter.grad)
                 parameter.grad = None
-        return float(loss.detach() / scale)
+
+        return add
 
     def _update(self, lr: float) -> None:
         names = [name for name in self._parameters if name in self._sums]

@@ -13,6 +13,7 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError, StorageError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
+from outsize.runtime.allocator import give_memory_back, trim
 from outsize.train import checkpoint
 from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
@@ -20,6 +21,7 @@ from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json
 from outsize.train.interrupt import Interrupt
+from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.sources import open_dataset
@@ -59,6 +61,8 @@ def train(
     _make_run_dir(run_dir)
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+    if choose_device(config.memory.device) == "cpu":
+        give_memory_back()
     resumed = checkpoint.latest(run_dir) if config.train.resume == "auto" else None
     started = config if resumed is None else _from_checkpoint(config, resumed)
     prepared = prepare(started, run_dir, announce)
@@ -68,6 +72,7 @@ def train(
     with contextlib.ExitStack() as stack:
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        trim()
         trainer = stack.enter_context(StreamedTrainer(prepared, store))
         trainer.fill()
         position = checkpoint.restore(trainer, resumed) if resumed else Position(0, 0, 0)

@@ -29,7 +29,7 @@ from outsize.storage.pool import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 from outsize.train.data.batch import Batch
 from outsize.train.loss_scale import LossScale
-from outsize.train.prepare import Prepared, model_inputs
+from outsize.train.prepare import Prepared, model_inputs, num_targets
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 
@@ -57,20 +57,20 @@ class StepOutcome:
     skipped: bool
 
 
-def microbatches_of(batch: Batch, count: int) -> tuple[Microbatch, ...]:
+def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
     """Cut a batch, and give each part the divisors that make their losses add up to the mean over all targets.
 
     A part without a single target weighs nothing.
     """
-    parts = batch.split(count)
-    total = batch.num_target_tokens
+    parts = [(part, num_targets(part, shifted)) for part in batch.split(count)]
+    total = num_targets(batch, shifted)
     return tuple(
         Microbatch(
             inputs=model_inputs(part),
-            divisor=total / part.num_target_tokens if part.num_target_tokens else float("inf"),
+            divisor=total / targets if targets else float("inf"),
             targets=max(total, 1),
         )
-        for part in parts
+        for part, targets in parts
     )
 
 
@@ -118,7 +118,7 @@ class StreamedTrainer:
                 contextlib.closing(open_device(machine.device, self.ledger, rate * 1e9 if rate else None))
             )
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
-            for name in ("activations", "workspace", "shared", "fixed"):
+            for name in ("activations", "workspace", "shared"):
                 num_bytes = plan.memory["device"].get(name, 0)
                 stack.enter_context(self.ledger.reserve("device", name, num_bytes))
             boundaries = stack.enter_context(Boundaries(prepared.split.modules))
@@ -176,12 +176,13 @@ class StreamedTrainer:
         """
         config = self.prepared.config
         schedule = schedule_of(config)
+        shifted = self.prepared.measured.shifted
         began = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
-                microbatches=microbatches_of(batch, config.train.microbatches),
+                microbatches=microbatches_of(batch, config.train.microbatches, shifted),
                 loss_scale=self.loss_scale.value,
             )
             self._last = self.engine.begin(context)
@@ -194,7 +195,7 @@ class StreamedTrainer:
                 loss=context.loss(),
                 gradient_norm=float("nan") if norm is None else norm,
                 learning_rate=context.learning_rate,
-                tokens=batch.num_target_tokens,
+                tokens=num_targets(batch, shifted),
                 seconds=ended - began,
                 skipped=context.skipped,
             )

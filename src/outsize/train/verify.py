@@ -60,7 +60,9 @@ def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float],
             for module, attribute in places:
                 module._parameters[attribute] = weights[name]
         model.train()
-        trainer = ResidentTrainer(prepared.config, prepared.split, masters, prepared.chunk_tokens)
+        trainer = ResidentTrainer(
+            prepared.config, prepared.split, masters, prepared.chunk_tokens, prepared.measured.shifted
+        )
         losses = list(trainer.steps(batches))
     finally:
         binder.close()

@@ -133,6 +133,15 @@ def test_without_a_template_a_plain_one_is_used(make, eos):
     }
 
 
+@pytest.mark.parametrize("style", ["marked", "chatml"])
+def test_a_document_longer_than_the_model_is_no_news(make, request, style, caplog):
+    tokenizer = make(request.getfixturevalue(style), model_max_length=4)
+    with caplog.at_level(logging.WARNING):
+        encoded = encode_one(tokenizer, Document("f:1", messages=TURNS))
+    assert len(encoded.ids) > 4
+    assert not caplog.text
+
+
 def test_mixed_batches_keep_their_order(make, marked):
     tokenizer = make(marked)
     documents = [Document("f:1", "fox"), Document("f:2", messages=TURNS), Document("f:3", "dog")]

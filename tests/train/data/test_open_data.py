@@ -279,6 +279,20 @@ def test_bin_tokens_tell_their_type_and_continue_over_files(tmp_path, tokenizer,
         open_small(source, tokenizer, cache_dir, format="messages")
 
 
+def test_tokens_need_no_tokenizer_but_text_does(tmp_path, cache_dir):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype="<i4"))
+    with open_small(tmp_path / "a.npy", None, cache_dir, vocab_size=100) as dataset:
+        assert dataset.detected.example.startswith("0 1 2 3 ")
+        assert dataset.num_sequences == 6
+    with pytest.raises(DataError, match=r"token id 99 .* outside the vocabulary of 50"):
+        open_small(tmp_path / "a.npy", None, cache_dir, vocab_size=50)
+    with pytest.raises(ConfigError, match="needs vocab_size or a tokenizer"):
+        open_small(tmp_path / "a.npy", None, cache_dir)
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        open_small(tmp_path / "a.txt", None, cache_dir)
+
+
 def save(path, array):
     np.save(path, array) if path.suffix == ".npy" else array.tofile(path)
 
@@ -330,6 +344,15 @@ def test_what_is_printed(tmp_path, make, chatml, cache_dir):
         "  | >>yes<|im_end|>",
         "  | <|endoftext|><<",
     ]
+
+
+def test_a_missing_chat_template_is_logged_each_time(tmp_path, tokenizer, cache_dir, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS["messages"])
+    for _ in range(2):
+        caplog.clear()
+        with open_small(path, tokenizer, cache_dir) as dataset:
+            assert dataset.detected.mask_source == "fallback template"
+        assert "no chat template" in caplog.text
 
 
 def test_prefetched_batches_equal_direct_ones(tmp_path, tokenizer, cache_dir):

@@ -10,7 +10,6 @@ Three ways to know, best first:
 3. the tokenizer has no template: `FALLBACK_TEMPLATE`, which marks them.
 """
 
-import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-
-logger = logging.getLogger(__name__)
 
 FALLBACK_TEMPLATE = (
     "{% for message in messages %}"
@@ -64,7 +61,8 @@ class ChatTemplate:
         self, messages: list[Message], tools: list[Any] | None, where: str
     ) -> tuple[list[int], list[int]]:
         """Return token ids and, per token, 1 where the assistant wrote it; for templates that `is_marked`."""
-        encoded: Any = self._apply(messages, tools, where, tokenize=True, return_assistant_tokens_mask=True)
+        options = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        encoded: Any = self._apply(messages, tools, where, tokenize=True, **options)
         return encoded["input_ids"], encoded["assistant_masks"]
 
     def render(self, messages: list[Message], tools: list[Any] | None, where: str) -> tuple[str, list[Span]]:

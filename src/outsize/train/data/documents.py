@@ -1,9 +1,8 @@
 """From files to documents: the first record decides the format, every further one has to agree."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 
 from outsize.errors import DataError
@@ -113,9 +112,8 @@ def _piece_document(piece: Piece, file: SourceFile) -> Document:
 
 def _is_text(path: Path) -> bool:
     """Return whether a file decodes; read once more, so that no half of a broken file is trained on."""
-    texts: Iterable[str] = decode_chunks(read_chunks(path), path)
     try:
-        for _ in chain(texts):
+        for _ in decode_chunks(read_chunks(path), path):
             pass
     except DataError:
         return False

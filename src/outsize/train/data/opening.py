@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 logger = logging.getLogger(__name__)
 
+_EXAMPLE_IDS = 32
+
 
 def open_data(
     path: str | Path,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | None",
     *,
     seq_len: int,
     cache_dir: str | Path,
@@ -48,7 +50,7 @@ def open_data(
     Args:
         path: a file or a directory: text, JSON lines, a JSON array, Parquet, ``.npy`` or ``.bin`` tokens; all
             but the last three plain, ``.gz`` or ``.zst``.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer; pre-tokenised data needs none.
         seq_len: tokens per sequence.
         cache_dir: where tokenised data is kept, one directory per data set, tokenizer and options.
         seed: of the order of sequences.
@@ -72,24 +74,23 @@ def open_data(
     forced = None if format == "auto" else cast(FormatName, format)
     store: TokenStore
     if forced == "tokens" or (forced is None and sources.container == "tokens"):
-        tokens = PretokenizedTokens(sources, vocab_size or len(tokenizer))
+        tokens = PretokenizedTokens(sources, vocab_size or _size_of(tokenizer))
         store, detected = tokens, _detect_tokens(tokens, sources, tokenizer, forced=forced is not None)
     elif sources.container == "tokens":
         raise ConfigError(f"{path}: {sources.files[0].path.name} holds tokens, not format {format!r}")
+    elif tokenizer is None:
+        raise ConfigError(f"{path} is not pre-tokenised, so it needs a tokenizer")
     else:
         reader = DocumentReader(sources, forced, text_field)
         store = _open_cached(reader, tokenizer, Path(cache_dir), requested=format, eos=eos, progress=progress)
         detected = store.detected
-    if vocab_size is not None and detected.max_token_id >= vocab_size:
-        raise DataError(
-            f"token id {detected.max_token_id} is outside the {vocab_size} rows of the model's embedding"
-        )
+    _check_ids(detected, vocab_size)
     layout: Layout = Packed(store, seq_len) if pack else OnePerDocument(store, seq_len, _pad_id(tokenizer))
     return PackedDataset(store, layout, detected, seq_len=seq_len, seed=seed)
 
 
 def _check_limits(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | None",
     format: str,
     seq_len: int,
     max_positions: int | None,
@@ -105,11 +106,27 @@ def _check_limits(
         raise ConfigError(
             f"seq_len {seq_len} is longer than the {max_positions} positions of the model; lower seq_len"
         )
-    if vocab_size is not None and len(tokenizer) > vocab_size:
+    if vocab_size is not None and tokenizer is not None and len(tokenizer) > vocab_size:
         raise DataError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {vocab_size} rows; "
             "use the tokenizer of the model, or a model with a larger embedding"
         )
+
+
+def _check_ids(detected: Detected, vocab_size: int | None) -> None:
+    """Check the ids themselves: a tokenizer may number its tokens with gaps."""
+    if vocab_size is not None and detected.max_token_id >= vocab_size:
+        raise DataError(
+            f"token id {detected.max_token_id} is outside the {vocab_size} rows of the model's embedding"
+        )
+
+
+def _size_of(tokenizer: "PreTrainedTokenizerBase | None") -> int:
+    if tokenizer is None:
+        raise ConfigError(
+            "pre-tokenised data needs vocab_size or a tokenizer, to tell its type and check its ids"
+        )
+    return len(tokenizer)
 
 
 def _open_cached(
@@ -123,6 +140,8 @@ def _open_cached(
 ) -> CachedTokens:
     masked = reader.detect() != "text"
     encoder = Encoder(tokenizer, eos=eos, masked=masked)
+    if _mask_source(reader.detect(), encoder) == "fallback template":
+        logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
     options: dict[str, object] = {"format": requested, "text_field": reader.text_field, "eos": eos}
     entry = cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
     if (entry / "index.json").exists():
@@ -154,19 +173,12 @@ def _detect(
         raise DataError(f"{where}: the data set is empty ({len(reader.sources.files)} files, no text)")
     if not writer.num_trained:
         raise DataError(f"{where}: no token is trained: no completion or assistant message holds text")
-    is_chat = reader.format in ("messages", "sharegpt")
-    if is_chat and encoder.chat.mask_source == "fallback template":
-        logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
     ids, trained = writer.first_document()
     return Detected(
         format=reader.detect(),
         forced=forced,
         fields=reader.fields,
-        mask_source="all tokens"
-        if trained is None
-        else encoder.chat.mask_source
-        if is_chat
-        else "after the prompt",
+        mask_source=_mask_source(reader.detect(), encoder),
         num_files=reader.num_files,
         num_skipped_files=reader.num_skipped_files,
         num_documents=writer.num_documents,
@@ -178,10 +190,20 @@ def _detect(
     )
 
 
+def _mask_source(format_name: FormatName, encoder: Encoder) -> str:
+    if format_name in ("messages", "sharegpt"):
+        return encoder.chat.mask_source
+    return "all tokens" if format_name == "text" else "after the prompt"
+
+
 def _detect_tokens(
-    tokens: PretokenizedTokens, sources: Sources, tokenizer: "PreTrainedTokenizerBase", *, forced: bool
+    tokens: PretokenizedTokens, sources: Sources, tokenizer: "PreTrainedTokenizerBase | None", *, forced: bool
 ) -> Detected:
     first = tokens.read(0, min(EXAMPLE_TOKENS, tokens.num_tokens)).tolist()
+    if tokenizer is not None:
+        example = render_example(tokenizer, first, None)
+    else:
+        example = " ".join(map(str, first[:_EXAMPLE_IDS]))
     return Detected(
         format="tokens",
         forced=forced,
@@ -194,7 +216,7 @@ def _detect_tokens(
         num_tokens=tokens.num_tokens,
         num_trained_tokens=tokens.num_tokens,
         max_token_id=tokens.max_token_id,
-        example=render_example(tokenizer, first, None),
+        example=example,
     )
 
 
@@ -208,9 +230,9 @@ def _release_free_memory() -> None:
         trim(0)
 
 
-def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+def _pad_id(tokenizer: "PreTrainedTokenizerBase | None") -> int:
     """Return the id that fills padded rows; any will do, it is masked and no target."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+    for token_id in () if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
     return 0

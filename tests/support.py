@@ -1,0 +1,137 @@
+"""What tests of whole runs share: a model directory, a configuration, batches, and a streamed run in this process."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zoo
+from outsize.config import Config
+from outsize.model.split import Split
+from outsize.runtime.compute import seed_of
+from outsize.train.data.batch import Batch
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.stream import StreamedTrainer
+from reference import Recipe, Reseed, Trace
+
+SEQ_LEN = 12
+TOO_MUCH = "1GiB"
+
+
+def save_model(model: nn.Module, directory: Path) -> Path:
+    """Write ``model`` as a Hugging Face directory."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(directory)
+    return directory
+
+
+def make_config(model_dir: Path, num_sequences: int = 4, steps: int = 3, **sections: Mapping[str, Any]) -> Config:
+    """A run in fp32 on the CPU with its home on the host; ``sections`` changes what should differ."""
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model_dir), "dtype": "fp32"},
+        "data": {"path": "nothing", "seq_len": SEQ_LEN},
+        "train": {"steps": steps, "tokens_per_step": SEQ_LEN * num_sequences, "loss": "model", "seed": 5},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0},
+        "memory": {"device": "cpu", "home": "host", "device_memory": TOO_MUCH, "host_memory": TOO_MUCH},
+    }
+    for name, section in sections.items():
+        settings[name] = {**settings[name], **section}
+    return Config(**settings)
+
+
+def recipe_of(config: Config, **changes: Any) -> Recipe:
+    """The same settings for the reference."""
+    optimizer = config.optimizer
+    settings: dict[str, Any] = {
+        "steps": config.train.steps,
+        "lr": optimizer.lr,
+        "betas": optimizer.betas,
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "schedule": optimizer.schedule,
+        "warmup_steps": config.warmup_steps,
+        "freeze": config.model.freeze,
+    }
+    return Recipe(**{**settings, **changes})
+
+
+def make_batches(name: str, num_steps: int = 3, num_sequences: int = 4, seq_len: int = SEQ_LEN) -> list[Batch]:
+    """Batches for architecture ``name``, another one for each step; some labels are masked."""
+    return [
+        Batch(**zoo.batch(name, seed=step, num_sequences=num_sequences, seq_len=seq_len))
+        for step in range(num_steps)
+    ]
+
+
+def microbatches(batches: Sequence[Batch], count: int) -> list[list[dict[str, Tensor]]]:
+    """Cut each batch as evenly as can be, the larger parts first: for each step the inputs of its microbatches."""
+    cut = []
+    for batch in batches:
+        sizes = [len(part) for part in torch.arange(batch.num_sequences).tensor_split(count)]
+        tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "attention_mask": batch.attention_mask}
+        parts = {name: tensor.split(sizes) for name, tensor in tensors.items() if tensor is not None}
+        cut.append([{name: pieces[m] for name, pieces in parts.items()} for m in range(count)])
+    return cut
+
+
+def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tuple[Trace, Prepared]:
+    """Train on ``batches``, streamed; gradients are copied as they leave the device."""
+    prepared = prepare(config, run_dir, lambda _: None)
+    trace = Trace()
+    seen: list[dict[str, Tensor]] = [{} for _ in batches]
+    counts = dict.fromkeys(range(len(prepared.split.spec.units)), 0)
+
+    def observe(unit: int, touched: frozenset[int], plane: Tensor) -> None:
+        for position in touched:
+            tensor = prepared.split.spec.units[unit].tensors[position]
+            piece = plane[tensor.offset : tensor.offset + tensor.numel].clone()
+            seen[counts[unit]][tensor.name] = piece.view(tensor.shape)
+        counts[unit] += 1
+
+    scales: list[float] = []
+
+    def fed() -> Iterator[Batch]:
+        for batch in batches:
+            scales.append(trainer.loss_scale.value)
+            yield batch
+
+    with StreamedTrainer(prepared, run_dir / "store", observe) as trainer:
+        trainer.fill()
+        for outcome in trainer.steps(fed()):
+            trace.losses.append(outcome.loss)
+            trace.norms.append(outcome.gradient_norm)
+        trainer.settle()
+        trace.weights = read_weights(trainer)
+    trace.gradients = [
+        {name: gradient / scale for name, gradient in step.items()}
+        for step, scale in zip(seen, scales, strict=True)
+    ]
+    return trace, prepared
+
+
+def read_weights(trainer: StreamedTrainer, plane: str = "weights") -> dict[str, Tensor]:
+    """One plane of all units of a settled trainer, by parameter name."""
+    found: dict[str, Tensor] = {}
+    for unit in trainer.spec.units:
+        if unit.tensors and (plane == "weights" or unit.trainable):
+            found.update({name: tensor.clone() for name, tensor in trainer.read_unit(unit, plane).items()})
+    return found
+
+
+def reseed_of(seed: int) -> Reseed:
+    """Seed as a streamed run with ``train.seed`` does."""
+
+    def reseed(step: int, microbatch: int, unit: int, glue: bool) -> None:
+        torch.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+
+    return reseed
+
+
+def unit_names(split: Split) -> tuple[str, ...]:
+    """Names of the streamed units' modules, in the order of the forward."""
+    return tuple(unit.name for unit in split.spec.units if unit.kind != "rest")
