@@ -90,7 +90,9 @@ def main(out_dir: Path) -> None:
     train_tokenizer(out_dir / "corpus", out_dir / "model")
     print(f"tokenizer  {out_dir / 'model'}: {VOCABULARY_SIZE} tokens, byte-level BPE trained on the corpus")
     num_parameters = make_model(out_dir / "model")
-    print(f"model      {out_dir / 'model'}: Llama-shaped, {num_parameters / 1e6:.1f}M fresh parameters, untied")
+    print(
+        f"model      {out_dir / 'model'}: Llama-shaped, {num_parameters / 1e6:.1f}M fresh parameters, untied"
+    )
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def train(
     """
     named = dict(model.named_parameters())
     for name, parameter in named.items():
-        parameter.requires_grad_(not any(fnmatch(name, pattern) for pattern in recipe.freeze))
+        if any(fnmatch(name, pattern) for pattern in recipe.freeze):
+            parameter.requires_grad_(False)
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     stepped = trained if masters is None else {name: masters[name].clone() for name in trained}
     decaying = set(Trainer.get_decay_parameter_names(None, model))

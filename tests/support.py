@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import zoo
 from outsize.config import Config
 from outsize.model.split import Split
+from outsize.planner.plan import Plan
 from outsize.runtime.compute import seed_of
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
@@ -21,6 +23,21 @@ SEQ_LEN = 12
 TOO_MUCH = "1GiB"
 
 
+@dataclass(kw_only=True)
+class Streamed(Trace):
+    """A streamed run.
+
+    Attributes:
+        plan: that it followed.
+        chunk_tokens: tokens per chunk of its loss; None for the model's own.
+        skipped: whether each step was left out.
+    """
+
+    plan: Plan
+    chunk_tokens: int | None
+    skipped: list[bool] = field(default_factory=list)
+
+
 def save_model(model: nn.Module, directory: Path) -> Path:
     """Write ``model`` as a Hugging Face directory."""
     with warnings.catch_warnings():
@@ -29,7 +46,9 @@ def save_model(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def make_config(model_dir: Path, num_sequences: int = 4, steps: int = 3, **sections: Mapping[str, Any]) -> Config:
+def make_config(
+    model_dir: Path, num_sequences: int = 4, steps: int = 3, **sections: Mapping[str, Any]
+) -> Config:
     """A run in fp32 on the CPU with its home on the host; ``sections`` changes what should differ."""
     settings: dict[str, dict[str, Any]] = {
         "model": {"path": str(model_dir), "dtype": "fp32"},
@@ -60,7 +79,9 @@ def recipe_of(config: Config, **changes: Any) -> Recipe:
     return Recipe(**{**settings, **changes})
 
 
-def make_batches(name: str, num_steps: int = 3, num_sequences: int = 4, seq_len: int = SEQ_LEN) -> list[Batch]:
+def make_batches(
+    name: str, num_steps: int = 3, num_sequences: int = 4, seq_len: int = SEQ_LEN
+) -> list[Batch]:
     """Batches for architecture ``name``, another one for each step; some labels are masked."""
     return [
         Batch(**zoo.batch(name, seed=step, num_sequences=num_sequences, seq_len=seq_len))
@@ -73,16 +94,20 @@ def microbatches(batches: Sequence[Batch], count: int) -> list[list[dict[str, Te
     cut = []
     for batch in batches:
         sizes = [len(part) for part in torch.arange(batch.num_sequences).tensor_split(count)]
-        tensors = {"input_ids": batch.input_ids, "labels": batch.labels, "attention_mask": batch.attention_mask}
+        tensors = {
+            "input_ids": batch.input_ids,
+            "labels": batch.labels,
+            "attention_mask": batch.attention_mask,
+        }
         parts = {name: tensor.split(sizes) for name, tensor in tensors.items() if tensor is not None}
         cut.append([{name: pieces[m] for name, pieces in parts.items()} for m in range(count)])
     return cut
 
 
-def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tuple[Trace, Prepared]:
+def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tuple[Streamed, Prepared]:
     """Train on ``batches``, streamed; gradients are copied as they leave the device."""
     prepared = prepare(config, run_dir, lambda _: None)
-    trace = Trace()
+    trace = Streamed(plan=prepared.plan, chunk_tokens=prepared.chunk_tokens)
     seen: list[dict[str, Tensor]] = [{} for _ in batches]
     counts = dict.fromkeys(range(len(prepared.split.spec.units)), 0)
 
@@ -105,6 +130,7 @@ def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tup
         for outcome in trainer.steps(fed()):
             trace.losses.append(outcome.loss)
             trace.norms.append(outcome.gradient_norm)
+            trace.skipped.append(outcome.skipped)
         trainer.settle()
         trace.weights = read_weights(trainer)
     trace.gradients = [

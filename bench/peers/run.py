@@ -143,10 +143,9 @@ def summarise(runs: list[dict[str, Any]], num_parameters: int) -> dict[str, Any]
 
 
 def _steady(runs: list[dict[str, Any]]) -> int | None:
-    peaks = [run["steady_peak_rss_bytes"] for run in runs]
-    if None in peaks:
+    if any(run["steady_peak_rss_bytes"] is None for run in runs):
         return None
-    return max(peak - run["imported_rss_bytes"] for peak, run in zip(peaks, runs, strict=True))
+    return max(int(run["steady_peak_rss_bytes"] - run["imported_rss_bytes"]) for run in runs)
 
 
 def compare(summaries: dict[str, dict[str, Any]]) -> None:
@@ -206,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--device-memory", type=float, default=0.25, help="budget as a share of 16 B/parameter"
+        "--device-memory", type=float, default=0.5, help="budget as a share of 16 B/parameter"
     )
     parser.add_argument("--only", nargs="+", choices=[*RUNNERS, *BROKEN], default=list(RUNNERS))
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds per process")

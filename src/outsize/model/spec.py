@@ -121,7 +121,9 @@ def pack_unit(
     tensors = []
     end = 0
     for tensor_name, shape, trainable, decay in parameters:
-        tensor = TensorSpec(name=tensor_name, shape=tuple(shape), offset=end, trainable=trainable, decay=decay)
+        tensor = TensorSpec(
+            name=tensor_name, shape=tuple(shape), offset=end, trainable=trainable, decay=decay
+        )
         tensors.append(tensor)
         end = align_up(end + tensor.numel, ALIGN_ELEMENTS)
     return UnitSpec(

@@ -58,4 +58,4 @@ class ActivationOps:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

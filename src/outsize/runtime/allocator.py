@@ -1,8 +1,8 @@
 """Make the C allocator give memory back, where the device's memory is RAM and its budget is a promise.
 
-glibc raises the size from which it maps memory directly to 32 MiB as a program frees large blocks; from then on activations
-come from the heap, which fragments and does not shrink: 1.8 times the budget was seen. A fixed threshold makes every
-large tensor a mapping of its own, which is gone when the tensor is.
+glibc raises the size from which it maps memory directly to 32 MiB as a program frees large blocks; from then on
+activations come from the heap, which fragments and does not shrink: 1.8 times the budget was seen. A fixed threshold
+makes every large tensor a mapping of its own, which is gone when the tensor is.
 """
 
 import ctypes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ def tensor_views(unit: UnitSpec, plane: Tensor) -> list[Tensor]:
 class _Accumulator:
     views: list[Tensor]
     touched: set[int]
+
+
+class GradientSink(Protocol):
+    """What becomes of fresh gradients."""
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """The hook that takes one parameter's gradient as soon as autograd has it."""
 
 
 class GradientSums:
@@ -66,7 +74,7 @@ class GradientSums:
 class Binder:
     """Puts parameters that live in slots into the modules of a model, and takes them out again."""
 
-    def __init__(self, split: Split, sums: GradientSums) -> None:
+    def __init__(self, split: Split, sums: GradientSink) -> None:
         self._split = split
         self._sums = sums
         self._made: dict[tuple[int, int], list[nn.Parameter]] = {}
@@ -100,11 +108,11 @@ class Binder:
 
     def _parameters(self, unit: UnitSpec, plane: Tensor) -> list[nn.Parameter]:
         parameters = []
-        for position, (tensor, view) in enumerate(
-            zip(unit.tensors, tensor_views(unit, plane), strict=True)
-        ):
+        for position, (tensor, view) in enumerate(zip(unit.tensors, tensor_views(unit, plane), strict=True)):
             parameter = nn.Parameter(view, requires_grad=tensor.trainable)
             if tensor.trainable:
-                parameter.register_post_accumulate_grad_hook(self._sums.hook(unit.index, position))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._sums.hook(unit.index, position)
+                )
             parameters.append(parameter)
         return parameters

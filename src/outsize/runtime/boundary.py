@@ -27,8 +27,8 @@ class Gradients:
 class _Boundary(torch.autograd.Function):
     """Gives a tensor to surrounding code; its gradient ends in a box.
 
-    The tensor comes inside a tuple, where autograd does not see it, so the result is a fresh tensor rather than a view, and
-    surrounding code may change it in place as it may in an uncut graph.
+    The tensor comes inside a tuple, where autograd does not see it, so the result is a fresh tensor rather than a view,
+    and surrounding code may change it in place as it may in an uncut graph.
     """
 
     @staticmethod
@@ -37,7 +37,7 @@ class _Boundary(torch.autograd.Function):
         return hidden[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         ctx.box.add(ctx.position, gradient)
         return None, None, None, None
 

@@ -39,6 +39,8 @@ class Measured:
         inputs_shared: whether an activation is an input of more than one unit, so that it must stay on the device.
         plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
         shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
+        graph_matters: whether a unit computes other bits when it makes a graph, as with kernels that are chosen by
+            whether a mask needs a gradient; then a forward must make one too, to be what a resident forward is.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -48,6 +50,7 @@ class Measured:
     inputs_shared: bool
     plain_head: bool
     shifted: bool
+    graph_matters: bool
 
 
 class _Discard:
@@ -106,6 +109,7 @@ class _Row:
     shared: bool
     plain: bool
     shifted: bool = True
+    graph_matters: bool = False
 
 
 class _Pass:
@@ -169,12 +173,15 @@ class _Pass:
             forward, backward, outputs = self._known[key]
         else:
             before = live.restart()
+            state = torch.get_rng_state()
             with torch.no_grad():
                 outputs = self._forwards[unit](*call.args, **call.kwargs)
             forward = live.peak - before
+            torch.set_rng_state(state)
             before = live.restart()
-            self._backward(unit, call)
+            same = self._backward(unit, call, outputs)
             backward = live.peak - before
+            self._row.graph_matters |= not same
             outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
             self._known[key] = forward, backward, outputs
         self._row.forward.append(forward)
@@ -182,16 +189,22 @@ class _Pass:
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
-    def _backward(self, unit: int, call: UnitCall) -> None:
+    def _backward(self, unit: int, call: UnitCall, expected: Any = None) -> bool:
+        """Run the unit with a graph and backward; returns whether it gave what was expected, bit for bit."""
         args, kwargs = pytree.tree_map_only(
             Tensor,
             lambda t: t.detach().requires_grad_() if t.requires_grad else t,
             (call.args, call.kwargs),
         )
-        leaves = [t for t in pytree.tree_leaves(self._forwards[unit](*args, **kwargs)) if is_differentiable(t)]
+        leaves = [
+            t for t in pytree.tree_leaves(self._forwards[unit](*args, **kwargs)) if is_differentiable(t)
+        ]
+        others = [t for t in pytree.tree_leaves(expected) if is_differentiable(t)]
+        same = all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
+        return same
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -220,7 +233,11 @@ class _Pass:
     def _is_plain(self, head_output: Any, output: Any) -> bool:
         """Whether nothing but a shifted mean cross-entropy follows the head, judged on made-up logits."""
         logits = getattr(output, "logits", None)
-        if not isinstance(head_output, Tensor) or not isinstance(logits, Tensor) or "labels" not in self._inputs:
+        if (
+            not isinstance(head_output, Tensor)
+            or not isinstance(logits, Tensor)
+            or "labels" not in self._inputs
+        ):
             return False
         if logits.shape != head_output.shape or not torch.equal(logits, head_output):
             return False
@@ -238,7 +255,9 @@ class _Pass:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1))
+    return torch.nn.functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    )
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -276,4 +295,5 @@ def _scale(
         inputs_shared=rows[0].shared,
         plain_head=rows[0].plain,
         shifted=rows[0].shifted,
+        graph_matters=any(row.graph_matters for row in rows),
     )

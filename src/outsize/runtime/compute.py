@@ -51,6 +51,7 @@ class ComputeOps:
         program: tells which slot each op finds its unit in.
         first_backward: the lowest unit that runs backward; below it nothing trains.
         weights: owner of the slots.
+        graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class ComputeOps:
         program: Program,
         first_backward: int,
         weights: WeightOps,
+        graph_in_forward: bool = False,
     ) -> None:
+        self._graph_in_forward = graph_in_forward
         self._slots_used = slots_used(program)
         self._first_backward = first_backward
         self._weights = weights
@@ -85,7 +88,7 @@ class ComputeOps:
         """F: the unit's outputs wait for the next unit."""
         unit, run = self._find(op, context)
         with self._naming(op):
-            run.forward(unit, self._forwards[unit])
+            run.forward(unit, self._forwards[unit], graph=self._graph_in_forward)
         if unit < self._first_backward:
             run.drop(unit)
 

@@ -47,12 +47,13 @@ class Device(ABC):
         """Return a mark of all work enqueued on ``lane``; None where work is done when it returns."""
         return None
 
-    def wait(self, lane: str, mark: Any) -> None:
+    def wait(self, lane: str, mark: Any) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Make ``lane`` wait for a mark of another lane."""
 
-    def hold(self, tensor: Tensor, lane: str) -> None:
+    def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
 
+    @abstractmethod
     def close(self) -> None:
         """Finish all work and give memory back; idempotent."""
 
@@ -129,7 +130,7 @@ class CudaDevice(Device):
         if not name.startswith(("compute", "up", "down")):
             return nullcontext()
         torch.cuda.set_device(self.torch_device)
-        stream = self._streams[name] = torch.cuda.Stream(self.torch_device)
+        stream = self._streams[name] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(stream)
 
     def record(self, lane: str) -> torch.cuda.Event | None:
@@ -137,7 +138,7 @@ class CudaDevice(Device):
         stream = self._streams.get(lane)
         if stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 

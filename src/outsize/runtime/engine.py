@@ -6,13 +6,11 @@ program keep every weight exact.
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
@@ -46,6 +44,7 @@ class EngineSettings:
         skip_nonfinite: skip steps that are not finite instead of raising.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         seed: of dropout and other randomness.
+        graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
         num_threads: compute threads of each lane that computes.
         observe_gradient: sees each gradient before it leaves the device.
     """
@@ -55,6 +54,7 @@ class EngineSettings:
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None
     seed: int = 0
+    graph_in_forward: bool = False
     num_threads: int | None = None
     observe_gradient: GradientObserver | None = None
 
@@ -132,6 +132,7 @@ class Engine:
             plan.program,
             layout.first_backward,
             self.weights,
+            settings.graph_in_forward,
         )
         self._handlers = self._table()
         hazards = Hazards(layout.num_streamed, layout.rest)

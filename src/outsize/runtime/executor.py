@@ -37,9 +37,11 @@ class Task:
         self.gate.acquire()
 
     def passed(self) -> bool:
+        """Whether the op is done, as far as the host knows."""
         return not self.gate.locked()
 
     def wait(self) -> None:
+        """Return when the op is done, as far as the host knows."""
         self.gate.acquire()
         self.gate.release()
 

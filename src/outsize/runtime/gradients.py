@@ -137,4 +137,3 @@ class GradientOps:
 
     def _staged(self, unit: int, buffer: int) -> Tensor:
         return typed_plane(self._host_buffers[buffer], self._spec.units[unit], "fp32")
-

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, every storage that an op creates counts until it is freed.
 
     What a kernel allocates inside itself is not seen.
@@ -22,7 +22,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: torch.UntypedStorage) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._known = known._cdata

@@ -74,15 +74,22 @@ class MicrobatchRun:
         self._reseed = reseed
         self._waiting: Any = None
 
-    def forward(self, unit: int, forward: Forward) -> None:
-        """Run ``unit`` without a graph; its outputs wait for the next one.
+    def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
+        """Run ``unit`` and forget how; its outputs wait for the next one.
+
+        Args:
+            unit: the unit.
+            forward: its own forward.
+            graph: whether to make a graph nevertheless, for kernels that give other bits with one.
 
         Raises:
             ModelError: the model does not call its units once each, in order, or a unit changes its input in place.
         """
         visit = self._arrive(unit)
+        if graph:
+            visit.track_inputs()
         before = [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]
-        with torch.no_grad():
+        with torch.set_grad_enabled(graph):
             self._reseed(unit, False)
             outputs = visit.call(forward)
         if before != [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]:
@@ -98,7 +105,8 @@ class MicrobatchRun:
         tensors = [leaf for leaf in visit.leaves if is_differentiable(leaf)]
         if len(tensors) != 1:
             raise ModelError(f"the head is called with {len(tensors)} tensors; set train.loss=model")
-        return tensors[0]
+        hidden: Tensor = tensors[0]
+        return hidden
 
     def backward_from_head_input(self, unit: int, gradient: Tensor) -> None:
         """Go on backward from the gradient of `head_input`; the model's own code after the head never runs."""

@@ -54,7 +54,9 @@ class OptimizerOps:
             return
         unit, start, stop, planes = self._tile(op)
         self._home.read_planes(
-            unit.index, start, {name: planes[name][: stop - start] for name in step_read_planes(self._spec.dtype)}
+            unit.index,
+            start,
+            {name: planes[name][: stop - start] for name in step_read_planes(self._spec.dtype)},
         )
 
     def step(self, op: Op, context: StepContext) -> None:
@@ -77,7 +79,9 @@ class OptimizerOps:
             return
         unit, start, stop, planes = self._tile(op)
         self._home.write_planes(
-            unit.index, start, {name: planes[name][: stop - start] for name in step_write_planes(self._spec.dtype)}
+            unit.index,
+            start,
+            {name: planes[name][: stop - start] for name in step_write_planes(self._spec.dtype)},
         )
 
     def _apply(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-
 DEFAULT_THREADS = 4
 
 

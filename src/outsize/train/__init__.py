@@ -1,0 +1,1 @@
+"""Wiring: a run from its configuration to its result."""

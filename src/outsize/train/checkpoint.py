@@ -1,8 +1,8 @@
 """Checkpoints: weights in Hugging Face layout, optimizer state beside them, and where the run stood.
 
 ``checkpoints/step-00000100/`` holds what ``from_pretrained`` reads, ``optimizer/<unit>.<plane>.safetensors`` and
-``trainer_state.json``. It is written under another name and renamed when complete; ``checkpoints/latest`` is a text file
-that names it. Everything goes unit by unit and plane by plane, so memory stays within that of one unit.
+``trainer_state.json``. It is written under another name and renamed when complete; ``checkpoints/latest`` is a text
+file that names it. Everything goes unit by unit and plane by plane, so memory stays within that of one unit.
 """
 
 import json
@@ -101,7 +101,9 @@ def latest(run_dir: Path) -> Path | None:
         return None
     directory = pointer.parent / pointer.read_text(encoding="utf-8").strip()
     if directory.parent != pointer.parent or not (directory / STATE).is_file():
-        raise CheckpointError(f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it")
+        raise CheckpointError(
+            f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it"
+        )
     return directory
 
 

@@ -16,7 +16,9 @@ def export(run_dir: str | Path, out_dir: str | Path) -> Path:
     """
     source = latest(Path(run_dir))
     if source is None:
-        raise CheckpointError(f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?")
+        raise CheckpointError(
+            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
+        )
     target = Path(out_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(f"{target} exists already; choose another directory or remove it")

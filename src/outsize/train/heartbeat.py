@@ -1,6 +1,7 @@
 """``heartbeat.jsonl``: one flushed JSON object per step, for ``tail -f | jq`` and for the report."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -23,13 +24,18 @@ class Heartbeat:
         try:
             self._file: TextIO = (run_dir / "heartbeat.jsonl").open("a", encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot write in {run_dir}: {error.strerror}; choose another train.run_dir") from error
+            raise StorageError(
+                f"cannot write in {run_dir}: {error.strerror}; choose another train.run_dir"
+            ) from error
 
     def beat(self, record: StepRecord) -> None:
         """Write one record, with the schema's version and the wall-clock time in seconds since 1970."""
         line: dict[str, Any] = {"schema": SCHEMA_VERSION, "time": time.time(), **record.to_dict()}
         # NaN is not JSON; a missing number is null.
-        clean = {key: None if value != value else value for key, value in line.items()}
+        clean = {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in line.items()
+        }
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
 

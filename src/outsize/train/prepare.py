@@ -80,7 +80,7 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
         f"{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
     with Boundaries(parts.modules) as boundaries:
-        measured, chunk_tokens = _measure(config, parts, boundaries, announce)
+        measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce)
     plan = make_plan(config, parts, machine, measured)
     announce(
         f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
@@ -162,10 +162,10 @@ def _by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
 
 
 def _measure(
-    config: Config, parts: Split, boundaries: Boundaries, announce: Announce
+    config: Config, hf_config: Any, parts: Split, boundaries: Boundaries, announce: Announce
 ) -> tuple[Measured, int | None]:
     sequences = -(-config.sequences_per_step // config.train.microbatches)
-    vocabulary = getattr(parts.model.config, "vocab_size", None) or parts.model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+    vocabulary = hf_config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
 
     def make_inputs(num_sequences: int, seq_len: int) -> Mapping[str, Tensor]:
@@ -187,9 +187,11 @@ def _measure(
     if wanted is not None and not measured.plain_head:
         if config.train.loss == "chunked":
             raise ModelError(
-                "train.loss=chunked needs a model whose loss is the shifted cross-entropy of its head's output; this one "
-                "does something else after the head, so use train.loss=model"
+                "train.loss=chunked needs a model whose loss is the shifted cross-entropy of its head's output; this "
+                "one does something else after the head, so use train.loss=model"
             )
-        announce("loss: the model's own, with all logits of a microbatch, since more than cross-entropy follows its head")
+        announce(
+            "loss: the model's own, with all logits of a microbatch, since more than cross-entropy follows its head"
+        )
         wanted = None
     return measured, wanted

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from outsize.config import Config
 from outsize.model.split import Split
+from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
 from outsize.train.data.batch import Batch
 from outsize.train.loss_scale import LossScale
-from outsize.train.prepare import model_inputs, num_targets
+from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.stream import schedule_of
 
 
@@ -53,10 +54,13 @@ class ResidentTrainer:
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(name in decay)
             if name in decay:
-                parameter.register_post_accumulate_grad_hook(self._adder(name))
+                parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
         self._sums: dict[str, Tensor] = {}
         groups = [
-            {"params": [masters[n] for n, d in decay.items() if d], "weight_decay": config.optimizer.weight_decay},
+            {
+                "params": [masters[n] for n, d in decay.items() if d],
+                "weight_decay": config.optimizer.weight_decay,
+            },
             {"params": [masters[n] for n, d in decay.items() if not d], "weight_decay": 0.0},
         ]
         self._optimizer = torch.optim.AdamW(
@@ -93,7 +97,11 @@ class ResidentTrainer:
                 head = self._split.modules[-1]
                 hidden = _head_input(self._model, head, inputs)
                 loss, gradient = chunked_head_loss(
-                    head, hidden.detach(), shift_labels(part.labels), max(targets, 1) / scale, self._chunk_tokens
+                    head,
+                    hidden.detach(),
+                    shift_labels(part.labels),
+                    max(targets, 1) / scale,
+                    self._chunk_tokens,
                 )
                 if hidden.requires_grad:
                     hidden.backward(gradient)  # type: ignore[no-untyped-call]
@@ -127,6 +135,31 @@ class ResidentTrainer:
                         self._parameters[name].copy_(self.masters[name])
         self._optimizer.zero_grad()
         self._scale.update(not finite)
+
+
+@contextlib.contextmanager
+def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
+    """Give the model real parameters, read from its checkpoint, for as long as the context lasts.
+
+    Yields:
+        The fp32 masters by name: the parameters themselves where the compute dtype is fp32.
+    """
+    split = prepared.split
+    dtype = TORCH_DTYPE[split.spec.dtype]
+    masters: dict[str, Tensor] = {}
+    former = {(id(m), a): (m, m._parameters[a]) for places in split.owners.values() for m, a in places}
+    try:
+        for tensor in (tensor for unit in split.spec.units for tensor in unit.tensors):
+            master = torch.empty(tensor.shape, dtype=torch.float32)
+            prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
+            parameter = nn.Parameter(master.to(dtype))
+            masters[tensor.name] = parameter if dtype == torch.float32 else master
+            for module, attribute in split.owners[tensor.name]:
+                module._parameters[attribute] = parameter
+        yield masters
+    finally:
+        for (_, attribute), (module, meta) in former.items():
+            module._parameters[attribute] = meta
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward at the head

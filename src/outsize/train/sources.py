@@ -20,7 +20,8 @@ def open_dataset(
         DataError: there is no tokenizer, or the data cannot be used.
         ConfigError: sequences are longer than the model takes.
     """
-    tokenizer = None if config.data.format == "tokens" else load_tokenizer(prepared)
+    pretokenised = config.data.format == "tokens" or Path(config.data.path).suffix in (".npy", ".bin")
+    tokenizer = None if pretokenised else load_tokenizer(prepared)
     text_config = prepared.hf_config.get_text_config()
     dataset = open_data(
         config.data.path,

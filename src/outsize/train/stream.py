@@ -132,6 +132,7 @@ class StreamedTrainer:
                 skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
                 chunk_tokens=prepared.chunk_tokens,
                 seed=config.train.seed,
+                graph_in_forward=prepared.measured.graph_matters,
                 num_threads=torch.get_num_threads(),
                 observe_gradient=observe_gradient,
             )

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
-from outsize.runtime.binding import TORCH_DTYPE, Binder, GradientSums
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult
-from outsize.train.resident import ResidentTrainer
+from outsize.train.resident import ResidentTrainer, materialise
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StreamedTrainer
 
@@ -44,7 +43,9 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
                 streamed_losses.append(outcome.loss)
             trainer.settle()
             for unit in trainer.spec.units:
-                streamed.update({n: t.clone() for n, t in trainer.read_unit(unit).items()} if unit.tensors else {})
+                streamed.update(
+                    {n: t.clone() for n, t in trainer.read_unit(unit).items()} if unit.tensors else {}
+                )
         announce("resident run")
         resident_losses, resident = run_resident(prepared, batches)
     return _compare(streamed_losses, resident_losses, streamed, resident)
@@ -52,41 +53,19 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
 
 def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
     """Train ``batches`` with everything in memory; returns losses and final weights by name."""
-    binder = Binder(prepared.split, GradientSums())
-    weights, masters = _materialise(prepared)
-    model = prepared.split.model
-    try:
-        for name, places in prepared.split.owners.items():
-            for module, attribute in places:
-                module._parameters[attribute] = weights[name]
-        model.train()
+    with materialise(prepared) as masters:
+        model = prepared.split.model.train()
         trainer = ResidentTrainer(
             prepared.config, prepared.split, masters, prepared.chunk_tokens, prepared.measured.shifted
         )
         losses = list(trainer.steps(batches))
-    finally:
-        binder.close()
-    return losses, {name: parameter.detach() for name, parameter in weights.items()}
+        return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
     name: str
     largest: float
-
-
-def _materialise(prepared: Prepared) -> tuple[dict[str, torch.nn.Parameter], dict[str, Tensor]]:
-    """Real parameters in the compute dtype, and their fp32 masters: the same tensors where that is fp32."""
-    dtype = TORCH_DTYPE[prepared.split.spec.dtype]
-    weights: dict[str, torch.nn.Parameter] = {}
-    masters: dict[str, Tensor] = {}
-    for unit in prepared.split.spec.units:
-        for tensor in unit.tensors:
-            master = torch.empty(tensor.shape, dtype=torch.float32)
-            prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
-            weights[tensor.name] = torch.nn.Parameter(master if dtype == torch.float32 else master.to(dtype))
-            masters[tensor.name] = weights[tensor.name] if dtype == torch.float32 else master
-    return weights, masters
 
 
 def _compare(
