@@ -1,9 +1,10 @@
 """Find the units of a model: its embedding, its repeated blocks, its head, and the rest.
 
 No architecture is named here. The blocks are the largest `torch.nn.ModuleList` that is not inside another one;
-embedding and head are what the model itself calls so (``get_input_embeddings``, ``get_output_embeddings``). A parameter that
-more than one unit uses (tied embeddings) and every parameter outside all units belongs to the *rest*, which stays on
-the device. A unit whose parameters are all tied keeps its place in the order and has no bytes of its own.
+embedding and head are what the model itself calls so (``get_input_embeddings``, ``get_output_embeddings``). A
+parameter that more than one unit uses (tied embeddings) and every parameter outside all units belongs to the *rest*,
+which stays on the device. A unit whose parameters are all tied keeps its place in the order and has no bytes of its
+own.
 """
 
 from collections.abc import Callable, Iterator

@@ -82,6 +82,7 @@ class Executor:
         self._recent: dict[int, Task] = {}
         self._submitted = 0
         self._failure: tuple[BaseException, Task] | None = None
+        self._closing = False
         self.events: list[Event] = []
 
     def submit(self, ops: Iterable[Op], context: Any) -> list["Task"]:
@@ -125,7 +126,8 @@ class Executor:
         return self._failure is not None
 
     def close(self) -> None:
-        """Let the lanes finish what is queued and end their threads; idempotent."""
+        """Let each lane finish the op it is in, skip what is queued, and end the threads; idempotent."""
+        self._closing = True
         for lane_queue in self._queues.values():
             lane_queue.put(None)
         for thread in self._threads:
@@ -134,6 +136,7 @@ class Executor:
         self._threads.clear()
         self._recent.clear()
         self._failure = None
+        self._closing = False
 
     def waiting(self) -> dict[str, str]:
         """For each lane with unfinished work: its first unfinished op and what that waits for."""
@@ -168,7 +171,7 @@ class Executor:
             if not dependency.passed():
                 dependency.wait()
                 last = str(dependency.op)
-        if self._failure is not None:
+        if self._failure is not None or self._closing:
             task.context = None
             return
         try:

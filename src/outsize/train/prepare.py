@@ -18,6 +18,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.planner.validate import validate
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
@@ -150,7 +151,9 @@ def make_plan(config: Config, parts: Split, machine: Machine, measured: Measured
         offload=False if measured.inputs_shared else memory.offload,
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
-    return plan_step(parts.spec, demand, budgets, options)
+    plan = plan_step(parts.spec, demand, budgets, options)
+    validate(plan.program, plan.layout)
+    return plan
 
 
 def _by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
