@@ -1,0 +1,177 @@
+"""What a machine is, in numbers: what computes, what links it, what feeds it. No torch.
+
+Every figure carries its source and whether it was measured on the machine at hand. Rates are bytes, operations
+or parameters per second; a link's rates are per direction.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from outsize.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number and where it comes from.
+
+    Attributes:
+        value: in the unit that the field's name says.
+        source: data sheet, or how it was measured or assumed.
+        measured: whether it was measured on the machine that it stands for.
+    """
+
+    value: float
+    source: str
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.value > 0:
+            raise ValueError(f"a figure is positive, not {self.value} ({self.source})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One compute device.
+
+    Attributes:
+        name: as people write it, e.g. ``"4090"``.
+        memory_bytes: its memory.
+        peak_flops_per_s: dense matrix multiplications by compute dtype; ``fp16acc`` is fp16 summed in fp16.
+        efficiency: share of the peak that large matrix multiplications of a model reach.
+        memory_bytes_per_s: bandwidth of its own memory.
+        pcie_generation: of its connector; a slot may give less.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops_per_s: Mapping[str, Figure]
+    efficiency: Figure
+    memory_bytes_per_s: Figure
+    pcie_generation: int
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Return the rate that a model's matrix multiplications reach in ``dtype``.
+
+        Raises:
+            ConfigError: there is no figure for that dtype.
+        """
+        if dtype not in self.peak_flops_per_s:
+            known = ", ".join(self.peak_flops_per_s)
+            raise ConfigError(f"no rate for {dtype} on {self.name}; there is {known}")
+        return self.peak_flops_per_s[dtype].value * self.efficiency.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The way between host memory and one device.
+
+    Attributes:
+        up_bytes_per_s: towards the device.
+        down_bytes_per_s: away from it.
+        latency_s: fixed cost of a copy.
+        switch: name of the switch whose uplink it shares; empty for none.
+    """
+
+    up_bytes_per_s: Figure
+    down_bytes_per_s: Figure
+    latency_s: Figure
+    switch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Processor and memory.
+
+    Attributes:
+        memory_bytes: RAM.
+        bytes_per_s: its bandwidth, reads and writes together.
+        cores: physical cores.
+        adamw_params_per_s: parameters that a fused AdamW steps per second with nothing else going on.
+    """
+
+    memory_bytes: int
+    bytes_per_s: Figure
+    cores: int
+    adamw_params_per_s: Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A disk, or several as one.
+
+    Attributes:
+        capacity_bytes: free space.
+        read_bytes_per_s: sequential direct reads.
+        write_bytes_per_s: sustained direct writes.
+    """
+
+    capacity_bytes: int
+    read_bytes_per_s: Figure
+    write_bytes_per_s: Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One box.
+
+    Attributes:
+        name: what to call it.
+        gpus: its devices.
+        links: one for each device.
+        host: processor and memory.
+        disk: None where there is none to use.
+        uplinks: bytes per second and direction that the devices behind a switch share, by its name.
+    """
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    links: tuple[Link, ...]
+    host: Host
+    disk: Disk | None = None
+    uplinks: Mapping[str, Figure] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.gpus or len(self.gpus) != len(self.links):
+            raise ConfigError(f"{self.name}: a machine has GPUs, and a link for each of them")
+        missing = {link.switch for link in self.links if link.switch} - set(self.uplinks)
+        if missing:
+            raise ConfigError(f"{self.name}: links name switches without an uplink: {sorted(missing)}")
+
+    def to_json(self) -> str:
+        """Return the machine as JSON that `from_json` reads back without loss."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def from_json(text: str) -> Machine:
+    """Return the machine that ``text`` describes.
+
+    Raises:
+        ConfigError: not JSON, or fields are missing, unknown or of the wrong kind.
+    """
+    try:
+        found = json.loads(text)
+        gpus = tuple(_gpu(entry) for entry in found["gpus"])
+        links = tuple(Link(**{**entry, **_figures(entry)}) for entry in found["links"])
+        host, disk = found["host"], found["disk"]
+        return Machine(
+            name=found["name"],
+            gpus=gpus,
+            links=links,
+            host=Host(**{**host, **_figures(host)}),
+            disk=None if disk is None else Disk(**{**disk, **_figures(disk)}),
+            uplinks=_figures(found["uplinks"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"not the description of a machine: {error!r}") from error
+
+
+def _gpu(entry: Mapping[str, Any]) -> Gpu:
+    return Gpu(**{**entry, **_figures(entry), "peak_flops_per_s": _figures(entry["peak_flops_per_s"])})
+
+
+def _figures(entry: Mapping[str, Any]) -> dict[str, Figure]:
+    """Return the values of ``entry`` that are figures."""
+    found = {name: value for name, value in entry.items() if isinstance(value, dict) and "value" in value}
+    return {name: Figure(**value) for name, value in found.items()}

@@ -1,0 +1,85 @@
+import pytest
+
+from outsize.errors import ConfigError
+from outsize.hardware.presets import GPUS, PCIE_LANE_BYTES_PER_S, find_gpu, parse_gpus, pcie_bytes_per_s
+from outsize.hardware.spec import Figure, Link, Machine, from_json
+
+
+def test_every_figure_has_a_source_and_none_claims_to_be_measured():
+    for gpu in GPUS.values():
+        for figure in (*gpu.peak_flops_per_s.values(), gpu.efficiency, gpu.memory_bytes_per_s):
+            assert figure.source
+            assert not figure.measured
+
+
+@pytest.mark.parametrize(("generation", "expected"), [(3, 15.75), (4, 31.5), (5, 63.0)])
+def test_sixteen_lanes_per_direction(generation, expected):
+    assert PCIE_LANE_BYTES_PER_S[generation].value * 16 / 1e9 == pytest.approx(expected, rel=1e-3)
+
+
+def test_half_the_lanes_give_half_the_rate():
+    assert pcie_bytes_per_s(4, 8).value == pytest.approx(pcie_bytes_per_s(4).value / 2)
+    with pytest.raises(ConfigError, match="PCIe 9"):
+        pcie_bytes_per_s(9)
+
+
+@pytest.mark.parametrize(
+    "name", ["4090", "RTX 4090", "rtx-4090", "GeForce RTX 4090", "NVIDIA GeForce RTX 4090"]
+)
+def test_a_gpu_is_found_however_it_is_spelt(name):
+    assert find_gpu(name) is GPUS["4090"]
+
+
+def test_all_of_the_house_are_there():
+    assert set(GPUS) == {"3090", "4070ti", "4080", "4090", "5090", "a100", "a800", "h100", "h200"}
+
+
+def test_fp16_accumulation_is_twice_as_fast_on_geforce_only():
+    assert GPUS["4090"].flops_per_s("fp16acc") == 2 * GPUS["4090"].flops_per_s("bf16")
+    assert GPUS["h100"].flops_per_s("fp16acc") == GPUS["h100"].flops_per_s("bf16")
+    with pytest.raises(ConfigError, match="no rate for fp7"):
+        GPUS["h100"].flops_per_s("fp7")
+
+
+def test_parse_gpus():
+    machine = parse_gpus("8x4090")
+    assert (machine.name, len(machine.gpus), len(machine.links)) == ("8x4090", 8, 8)
+    assert parse_gpus("H100").name == "1xh100"
+    two = parse_gpus("2x RTX 4090")
+    assert two.links[0].up_bytes_per_s.value == pytest.approx(
+        parse_gpus("4090").links[0].up_bytes_per_s.value / 2
+    )
+
+
+def test_an_unknown_name_suggests_near_ones():
+    with pytest.raises(ConfigError, match=r"did you mean .*4090"):
+        parse_gpus("8x4091")
+    with pytest.raises(ConfigError, match="there are 3090"):
+        parse_gpus("abacus")
+
+
+@pytest.mark.parametrize("text", ["", "0x4090", "  "])
+def test_what_is_no_number_of_gpus(text):
+    with pytest.raises(ConfigError, match="not a number of GPUs"):
+        parse_gpus(text)
+
+
+def test_a_machine_survives_json():
+    machine = parse_gpus("8x4090")
+    assert from_json(machine.to_json()) == machine
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "gpus": 3}'])
+def test_what_is_no_machine(text):
+    with pytest.raises(ConfigError, match="not the description of a machine"):
+        from_json(text)
+
+
+def test_a_link_behind_a_switch_needs_its_uplink():
+    machine = parse_gpus("4090")
+    rate = Figure(value=1e9, source="test")
+    link = Link(up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=rate, switch="plx")
+    with pytest.raises(ConfigError, match="plx"):
+        Machine(name="x", gpus=machine.gpus, links=(link,), host=machine.host)
+    with pytest.raises(ValueError, match="positive"):
+        Figure(value=0, source="test")
