@@ -1,0 +1,130 @@
+"""What ops take on a machine: seconds for what computes, bytes through named resources for what moves.
+
+Resources: ``up:w0`` and ``down:w0`` (a worker's link), ``uplink:NAME:up`` and ``:down`` (a switch shared by
+several links), ``host memory`` (reads and writes together), ``optimizer`` (what its cores can do), ``disk
+read`` and ``disk write``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outsize.errors import ConfigError
+from outsize.hardware.spec import Machine
+from outsize.model.spec import ITEMSIZE, ModelSpec
+from outsize.planner.discrete import Cost
+from outsize.planner.layout import StepLayout
+from outsize.planner.memory import Tier
+from outsize.planner.ops import Kind, Op
+from outsize.planner.simulate import CostModel
+
+# AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
+ADAMW_BYTES = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """Seconds that a worker computes for one microbatch.
+
+    Attributes:
+        forward_s: of each streamed unit.
+        backward_s: of each, its recompute included; of the last unit, forward and loss included.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
+def cost_model(
+    machine: Machine,
+    model: ModelSpec,
+    layout: StepLayout,
+    times: UnitTimes,
+    boundary_bytes: Sequence[int],
+    *,
+    home: Tier = "host",
+    below: Tier = "host",
+    tile_elements: int = 0,
+) -> CostModel:
+    """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
+
+    Raises:
+        ConfigError: a tier that the machine does not have.
+    """
+    if "disk" in (home, below) and machine.disk is None:
+        raise ConfigError(f"{machine.name} has no disk to keep anything on")
+    host, disk = machine.host, machine.disk
+    capacity = {
+        "host memory": host.bytes_per_s.value,
+        "optimizer": host.adamw_params_per_s.value * ADAMW_BYTES,
+        **{f"{way}:w{w}": rate for w in range(len(machine.gpus)) for way, rate in _rates(machine, w)},
+        **{f"uplink:{name}:{way}": f.value for name, f in machine.uplinks.items() for way in ("up", "down")},
+    }
+    if disk is not None:
+        capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
+    pricing = _Pricing(machine, model, layout, times, boundary_bytes, home, below, tile_elements)
+    return CostModel(cost_of=pricing.cost_of, capacity=capacity)
+
+
+def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
+    link = machine.links[worker]
+    return ("up", link.up_bytes_per_s.value), ("down", link.down_bytes_per_s.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    machine: Machine
+    model: ModelSpec
+    layout: StepLayout
+    times: UnitTimes
+    boundary_bytes: Sequence[int]
+    home: Tier
+    below: Tier
+    tile_elements: int
+
+    def cost_of(self, op: Op) -> Cost:
+        """Return the cost of any op."""
+        unit, layout = op.unit or 0, self.layout
+        if op.kind is Kind.FORWARD:
+            return Cost(seconds=self.times.forward_s[unit])
+        if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+            return Cost(seconds=self.times.backward_s[unit])
+        if op.kind is Kind.NORM:
+            rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
+            return Cost(seconds=layout.gradient_bytes[unit] / rate)
+        if op.kind in (Kind.LOAD, Kind.GRAD):
+            size = layout.weight_bytes[unit] if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
+            return self._copy(op, size, "up" if op.kind is Kind.LOAD else "down", op.buffer is None)
+        if op.kind in (Kind.SAVE, Kind.FETCH):
+            return self._copy(op, self.boundary_bytes[unit], "up" if op.kind is Kind.FETCH else "down", True)
+        if op.kind is Kind.STEP:
+            through = ("optimizer", "host memory")
+            return Cost(amount=ADAMW_BYTES * self._elements(op), through=through)
+        if op.kind in (Kind.READ, Kind.WRITE):
+            return self._disk(op)
+        return Cost()
+
+    def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
+        """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""
+        worker = op.worker or 0
+        link = self.machine.links[worker]
+        through = [f"{way}:w{worker}", "host memory"]
+        if link.switch:
+            through.append(f"uplink:{link.switch}:{way}")
+        if to_home and self.below == "disk":
+            through.append("disk read" if way == "up" else "disk write")
+        return Cost(seconds=link.latency_s.value, amount=size, through=tuple(through))
+
+    def _disk(self, op: Op) -> Cost:
+        unit, read = op.unit or 0, op.kind is Kind.READ
+        if op.tile is None:
+            size = self.layout.weight_bytes[unit] if read else self.layout.gradient_bytes[unit]
+        else:
+            weights = 0 if self.model.dtype == "fp32" else ITEMSIZE[self.model.dtype]
+            size = self._elements(op) * (16 if read else 12 + weights)
+        return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
+
+    def _elements(self, op: Op) -> int:
+        numel = self.model.units[op.unit or 0].numel
+        if op.tile is None:
+            return numel
+        return min(self.tile_elements, numel - op.tile * self.tile_elements)

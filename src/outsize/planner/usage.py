@@ -1,0 +1,53 @@
+"""Which bytes an op takes and gives back, tier by tier, at its start and at its end.
+
+These are bytes in use: a slot counts while a unit lies in it, an activation while it lives. What a plan sets
+aside is never less.
+"""
+
+from collections.abc import Sequence
+
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+
+Change = tuple[str, int]
+Changes = tuple[list[Change], list[Change]]
+
+
+def changes_of(op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below: str) -> Changes:
+    """Return the changes, (tier, bytes), at the start and at the end of ``op``.
+
+    Args:
+        op: any op.
+        layout: of its program.
+        boundary_bytes: bytes of the input of each streamed unit for one microbatch; empty counts none.
+        below: tier that saved activations go to.
+    """
+    device, unit = f"device:w{op.worker}", op.unit or 0
+    if op.kind is Kind.LOAD:
+        return [(device, layout.weight_bytes[unit])], []
+    if op.kind is Kind.FREE:
+        return [], [(device, -layout.weight_bytes[unit])]
+    if op.kind is Kind.ACC:
+        return [(device, layout.gradient_bytes[unit])], []
+    if op.kind is Kind.GRAD:
+        return [], [(device, -layout.gradient_bytes[unit])]
+    if not boundary_bytes or op.microbatch is None:
+        return [], []
+    return _of_activations(op, layout, (0, *boundary_bytes[1:], 0), device, below)
+
+
+def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, below: str) -> Changes:
+    unit = op.unit or 0
+    size, following = sizes[unit], sizes[unit + 1]
+    made = size if unit > layout.first_backward else 0
+    if op.kind is Kind.FORWARD:
+        return [(device, following)], [(device, -size if unit < layout.first_backward else 0)]
+    if op.kind is Kind.FORWARD_BACKWARD:
+        return [(device, made)], [(device, -size)]
+    if op.kind is Kind.BACKWARD:
+        return [(device, made)], [(device, -size - following)]
+    if op.kind is Kind.SAVE:
+        return [(below, size)], [(device, -size)]
+    if op.kind is Kind.FETCH:
+        return [(device, size)], [(below, -size)]
+    return [], []

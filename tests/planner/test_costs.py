@@ -1,0 +1,69 @@
+from dataclasses import replace
+
+import pytest
+
+from outsize.errors import ConfigError
+from outsize.hardware.presets import parse_gpus
+from outsize.hardware.spec import Figure
+from outsize.model.spec import ModelSpec, pack_unit
+from outsize.planner.costs import UnitTimes, cost_model
+from outsize.planner.discrete import Cost
+from outsize.planner.program import parse_op
+from outsize.planner.schedule import build_step
+from outsize.planner.simulate import simulate
+from planner.layouts import make_layout
+
+UNITS = tuple(pack_unit(i, f"u{i}", "block", [("w", (1 << 20,), True, True)]) for i in range(4))
+MODEL = ModelSpec(units=UNITS, dtype="bf16")
+SIZE = 1 << 20
+LAYOUT = make_layout(
+    4,
+    weight_bytes=(2 * SIZE,) * 4,
+    gradient_bytes=(4 * SIZE,) * 4,
+    slot_bytes=(2 * SIZE,) * 2,
+    accumulator_bytes=(4 * SIZE,),
+    offload=frozenset({1, 2}),
+)
+TIMES = UnitTimes(forward_s=(0.1,) * 4, backward_s=(0.3,) * 4)
+MACHINE = parse_gpus("4090")
+
+
+def price(text, machine=MACHINE, **changes):
+    return cost_model(machine, MODEL, LAYOUT, TIMES, (0, 7, 7, 7), **changes).cost_of(parse_op(text))
+
+
+def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_memory():
+    assert price("F 2.0@w0") == Cost(seconds=0.1)
+    assert price("B 2.0@w0") == price("FB 3.0@w0") == Cost(seconds=0.3)
+    latency = MACHINE.links[0].latency_s.value
+    assert price("LOAD 2@w0.1") == Cost(seconds=latency, amount=2 * SIZE, through=("up:w0", "host memory"))
+    assert price("GRAD 2@w0") == Cost(seconds=latency, amount=4 * SIZE, through=("down:w0", "host memory"))
+    assert price("SAVE 2.0@w0") == Cost(seconds=latency, amount=7, through=("down:w0", "host memory"))
+    assert price("STEP 2") == Cost(amount=28 * SIZE, through=("optimizer", "host memory"))
+    assert price("FREE 2@w0.1") == Cost()
+
+
+def test_a_copy_behind_a_switch_shares_its_uplink():
+    links = tuple(replace(link, switch="plx") for link in MACHINE.links)
+    machine = replace(MACHINE, links=links, uplinks={"plx": Figure(value=1e9, source="test")})
+    assert "uplink:plx:up" in price("LOAD 2@w0.1", machine).through
+
+
+def test_tiles_go_through_the_disk_the_last_one_cut_short():
+    options = {"home": "disk", "below": "host", "tile_elements": SIZE * 3 // 4}
+    assert price("READ 1#0>t0", **options).amount == 16 * SIZE * 3 // 4
+    assert price("WRITE 1#1<t0", **options) == Cost(
+        amount=14 * SIZE / 4, through=("disk write", "host memory")
+    )
+
+
+def test_a_tier_that_is_not_there():
+    with pytest.raises(ConfigError, match="no disk"):
+        price("STEP 0", replace(MACHINE, disk=None), home="disk")
+
+
+def test_a_compute_bound_step_takes_what_its_compute_takes():
+    costs = cost_model(MACHINE, MODEL, LAYOUT, TIMES, (0, 7, 7, 7))
+    done = simulate([build_step(LAYOUT)] * 4, LAYOUT, costs)
+    compute = 3 * 0.1 + 4 * 0.3
+    assert compute <= done.step_s < compute * 1.01

@@ -1,0 +1,98 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outsize.planner.discrete import Cost, Work, run_work
+
+
+def seconds(lane, duration, *after):
+    return Work(lane, Cost(seconds=duration), after)
+
+
+def test_a_lane_does_one_thing_at_a_time_in_order():
+    run = run_work([seconds("a", 2), seconds("a", 3)], {})
+    assert (run.start_s, run.end_s) == ((0, 2), (2, 5))
+
+
+def test_lanes_run_side_by_side_and_wait_for_each_other():
+    run = run_work([seconds("a", 2), seconds("b", 1), seconds("b", 1, 0)], {})
+    assert run.start_s == (0, 0, 2)
+    assert run.cause == (-1, -1, 0)
+    assert run.lane_free_s[2] == 1
+
+
+def test_work_behind_the_head_of_its_lane_does_not_overtake():
+    run = run_work([seconds("a", 5), seconds("b", 1, 0), seconds("b", 1)], {})
+    assert run.start_s == (0, 5, 6)
+
+
+def test_two_flows_share_a_link_until_one_is_done():
+    def flow(lane, amount):
+        return Work(lane, Cost(amount=amount, through=("link",)))
+
+    run = run_work([flow("a", 10), flow("b", 30)], {"link": 10})
+    assert run.end_s == (2, 4)
+
+
+def test_latency_comes_before_the_flow():
+    run = run_work([Work("a", Cost(seconds=1, amount=10, through=("link",)))], {"link": 10})
+    assert run.end_s == (2,)
+
+
+def test_the_critical_path_is_told():
+    run = run_work([seconds("a", 2), seconds("b", 3), seconds("a", 4, 1), seconds("b", 1)], {})
+    assert run.critical_path() == (1, 2)
+
+
+@pytest.mark.parametrize("after", [(0,), (1,), (-1,)])
+def test_nothing_waits_for_itself_or_later_work(after):
+    with pytest.raises(ValueError, match="does not come before"):
+        run_work([Work("a", Cost(), after)], {})
+
+
+def test_what_flows_needs_something_to_flow_through():
+    with pytest.raises(ValueError, match="flow through"):
+        Cost(amount=1)
+    with pytest.raises(ValueError, match="negative"):
+        Cost(seconds=-1)
+
+
+@st.composite
+def works(draw):
+    found = []
+    for index in range(draw(st.integers(0, 25))):
+        amount = draw(st.sampled_from([0, 0, 1, 3.7]))
+        through = tuple(draw(st.sets(st.sampled_from("xyz"), min_size=1))) if amount else ()
+        cost = Cost(
+            seconds=draw(st.sampled_from([0, 0.1, 1, 2.3])), amount=amount, through=tuple(sorted(through))
+        )
+        after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
+        found.append(Work(draw(st.sampled_from(["a", "b", "c", ""])), cost, tuple(after)))
+    return found
+
+
+@given(works())
+def test_the_critical_path_is_as_long_as_the_makespan(work):
+    run = run_work(work, {"x": 1, "y": 2, "z": 0.3})
+    path = run.critical_path()
+    assert all(run.end_s[a] == run.start_s[b] for a, b in pairwise(path))
+    if path:
+        assert run.start_s[path[0]] == 0
+        assert run.end_s[path[-1]] == run.makespan_s
+    assert sum(run.end_s[i] - run.start_s[i] for i in path) == pytest.approx(run.makespan_s)
+
+
+@given(works())
+def test_waits_and_lanes_are_kept_and_the_run_is_the_same_every_time(work):
+    capacity = {"x": 1, "y": 2, "z": 0.3}
+    run = run_work(work, capacity)
+    assert run_work(work, capacity) == run
+    free = {}
+    for index, item in enumerate(work):
+        assert all(run.end_s[i] <= run.start_s[index] for i in item.after)
+        assert run.end_s[index] >= run.start_s[index] + item.cost.seconds
+        if item.lane:
+            assert run.start_s[index] >= free.get(item.lane, 0)
+            free[item.lane] = run.end_s[index]
