@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outsize.planner.layout import StepLayout
+from outsize.planner.stages import Stages, slots_for, spans_down, spans_up
 
 
 def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:
@@ -61,3 +62,54 @@ def layouts(draw: st.DrawFn) -> StepLayout:
     )
     offload = draw(st.sets(st.sampled_from(layout.offloadable))) if layout.offloadable else set()
     return replace(layout, offload=frozenset(offload))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, total: int) -> list[int]:
+    """Any sizes of one or more that add up to ``total``."""
+    sizes = []
+    while total:
+        sizes.append(draw(st.integers(1, total)))
+        total -= sizes[-1]
+    return sizes
+
+
+@st.composite
+def staged_layouts(draw: st.DrawFn) -> StepLayout:
+    """Any layout of several workers: any cut, rounds, frozen and empty units, a frozen rest or none."""
+    base = draw(layouts())
+    num_streamed = base.num_streamed
+    weights = base.weight_bytes[:num_streamed]
+    trainable = base.trainable[:num_streamed]
+    has_rest = draw(st.booleans())
+    if has_rest:
+        weights, trainable = (*weights, draw(st.integers(0, 3))), (*trainable, False)
+    gradients = tuple(2 * w * t for w, t in zip(weights, trainable, strict=True))
+    bottom = next((u for u in range(num_streamed) if trainable[u]), num_streamed - 1)
+    fused = draw(st.integers(bottom, num_streamed - 1))
+    below = draw(cuts(fused - bottom)) if fused > bottom else []
+    stages = Stages(
+        forward=spans_up(draw(cuts(fused)) if fused else []),
+        backward=spans_down([num_streamed - fused, *below], num_streamed),
+        round_size=draw(st.integers(1, 4)),
+    )
+    num_workers = draw(st.integers(1, min(4, stages.num_stages)))
+    num_units = num_streamed + has_rest
+    tiles = (
+        tuple((t + u % 2) * t for u, t in enumerate(trainable)) if draw(st.booleans()) else (0,) * num_units
+    )
+    return replace(
+        base,
+        rest=num_streamed if has_rest else None,
+        num_microbatches=draw(st.integers(1, 7)),
+        trainable=trainable,
+        weight_bytes=weights,
+        gradient_bytes=gradients,
+        slot_bytes=slots_for(stages, weights),
+        accumulator_bytes=slots_for(stages, gradients, only_backward=True),
+        tiles=tiles,
+        staged=False,
+        offload=frozenset(),
+        num_workers=num_workers,
+        stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),
+    )

@@ -91,11 +91,12 @@ class _Pricing:
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
-        if op.kind in (Kind.LOAD, Kind.GRAD):
+        if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
             size = layout.weight_bytes[unit] if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
-            return self._copy(op, size, "up" if op.kind is Kind.LOAD else "down", op.buffer is None)
-        if op.kind in (Kind.SAVE, Kind.FETCH):
-            return self._copy(op, self.boundary_bytes[unit], "up" if op.kind is Kind.FETCH else "down", True)
+            return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+        if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
+            way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
+            return self._copy(op, self.boundary_bytes[unit], way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
             return Cost(amount=ADAMW_BYTES * self._elements(op), through=through)

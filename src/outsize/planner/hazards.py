@@ -10,11 +10,11 @@ home(u, tile)   LOAD u, READ u>h: all tiles; READ u#p: tile p    STEP u: all til
 slot(w, s)      F, FB, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
 act(u, m)       -                                                F, FB, B, SAVE, FETCH u.m; F (u-1).m
-dact(u, m)      B (u-1).m                                        B, FB u.m
-acc(w, a)       NORM u                                           ACC, GRAD, FB, B u; the rest's: all FB, B
+dact(u, m)      B (u-1).m                                        B, FB, SEND, RECV u.m
+acc(w, a)       NORM u                                           ACC, SUM, GRAD, FB, B u; the rest's: all FB, B
 norm(u)         CLIP                                             NORM u
 coef            STEP                                             CLIP
-gradhome(u)     STEP u, READ u#p                                 GRAD u, WRITE u<h
+gradhome(u)     STEP u, READ u#p, SUM u                          GRAD u, WRITE u<h
 tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
 ==============  ===============================================  =============================================
 
@@ -22,11 +22,11 @@ The input of unit u exists only once F u.m ran, since the model's forward of mic
 F u.m resumes; so F writes the act of its unit and of the next one.
 
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
-an F waits for all SAVEs but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs and for the F, FB or B
-before it.
+an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs of its worker
+and for the F, FB or B before it there. A SEND counts as a SAVE, and a RECV as a FETCH.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from outsize.planner.ops import Kind, Op
@@ -59,8 +59,8 @@ class Hazards:
         self._cells: dict[_Key, Cell] = {}
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
-        self._saves: deque[int] = deque(maxlen=SAVE_WINDOW)
-        self._last_compute = -1
+        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW))
+        self._last_compute: dict[int | None, int] = {}
         self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
             Kind.LOAD: self._load,
             Kind.FREE: self._free,
@@ -70,6 +70,9 @@ class Hazards:
             Kind.BACKWARD: self._backward,
             Kind.SAVE: self._save,
             Kind.FETCH: self._fetch,
+            Kind.SEND: self._send,
+            Kind.RECV: self._receive,
+            Kind.SUM: self._sum,
             Kind.NORM: self._norm,
             Kind.GRAD: self._grad,
             Kind.CLIP: self._clip,
@@ -122,13 +125,14 @@ class Hazards:
             if accumulator is not None:
                 accumulator.write(seq, deps)
         self._cell("act", unit, op.microbatch).write(seq, deps)
-        self._last_compute = seq
+        self._last_compute[worker] = seq
 
     def _forward(self, op: Op, seq: int, deps: Deps) -> None:
         self._compute(op, seq, deps, accumulates=False)
         self._cell("act", (op.unit or 0) + 1, op.microbatch).write(seq, deps)
-        if len(self._saves) == SAVE_WINDOW:
-            deps.add(self._saves[0])
+        saves = self._saves[op.worker]
+        if len(saves) == SAVE_WINDOW:
+            deps.add(saves[0])
 
     def _forward_backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._compute(op, seq, deps, accumulates=True)
@@ -140,12 +144,27 @@ class Hazards:
 
     def _save(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("act", op.unit, op.microbatch).write(seq, deps)
-        self._saves.append(seq)
+        self._saves[op.worker].append(seq)
 
     def _fetch(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("act", op.unit, op.microbatch).write(seq, deps)
-        deps.add(self._last_compute)
-        deps.update(self._saves)  # the lane is in order: those before them are done as well
+        self._make_room(op, deps)
+
+    def _make_room(self, op: Op, deps: Deps) -> None:
+        deps.add(self._last_compute.get(op.worker, -1))
+        deps.update(self._saves[op.worker])  # the lane is in order: those before them are done as well
+
+    def _send(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cell("dact", op.unit, op.microbatch).write(seq, deps)
+        self._saves[op.worker].append(seq)
+
+    def _receive(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cell("dact", op.unit, op.microbatch).write(seq, deps)
+        self._make_room(op, deps)
+
+    def _sum(self, op: Op, seq: int, deps: Deps) -> None:
+        self._acc(op, seq, deps)
+        self._gradient_homes[op.unit].read(seq, deps)
 
     def _norm(self, op: Op, seq: int, deps: Deps) -> None:
         accumulator = self._accumulator_of.get((op.worker, op.unit))

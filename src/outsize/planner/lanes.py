@@ -4,8 +4,8 @@
 lane              ops
 ================  ====================================================================================
 ``compute:w0``    F, FB, B, and what is instant beside them: FREE, ACC, NORM
-``up:w0``         LOAD, FETCH: towards the device
-``down:w0``       SAVE, GRAD: away from it
+``up:w0``         LOAD, FETCH, RECV, SUM: towards the device
+``down:w0``       SAVE, SEND, GRAD: away from it
 ``host``          CLIP, STEP
 ``read``          READ of optimizer tiles
 ``write``         WRITE of optimizer tiles
@@ -23,7 +23,10 @@ from outsize.planner.ops import Kind, Op
 _OF_WORKER = {
     Kind.LOAD: "up",
     Kind.FETCH: "up",
+    Kind.RECV: "up",
+    Kind.SUM: "up",
     Kind.SAVE: "down",
+    Kind.SEND: "down",
     Kind.GRAD: "down",
     Kind.FREE: "compute",
     Kind.ACC: "compute",

@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
-# One worker for now. Ops carry the worker's number, so that a schedule for several is another pass, not
-# another op.
+from outsize.planner.stages import Stages
+
+# The only worker of a step that is not cut into stages.
 WORKER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """One training step of one model on one worker, before it is put in order.
+    """One training step of one model, before it is put in order.
 
     Per-unit tuples have one entry for each streamed unit, then one for the rest where there is one.
 
@@ -29,6 +30,8 @@ class StepLayout:
         num_host_buffers: host buffers for whole units on their way between disk and device.
         num_tile_buffers: buffers in the ring of the optimizer's tiles.
         staged: whether units pass through host buffers, the home being two tiers below the device.
+        num_workers: devices, each with slots and accumulators of these sizes.
+        stages: how the step is dealt out to them; None for the V-cycle of one worker.
     """
 
     num_streamed: int
@@ -46,6 +49,8 @@ class StepLayout:
     num_host_buffers: int = 0
     num_tile_buffers: int = 0
     staged: bool = False
+    num_workers: int = 1
+    stages: Stages | None = None
 
     def __post_init__(self) -> None:
         if self.num_streamed < 1 or self.num_microbatches < 1:
@@ -68,6 +73,27 @@ class StepLayout:
             raise ValueError("staged transfers need a host buffer")
         if any(self.tiles) and self.num_tile_buffers < 1:
             raise ValueError("tiles need a tile buffer")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):
+            raise ValueError("several workers need stages")
+        if self.stages is None:
+            return
+        top, bottom = self.stages.backward[0][1], self.stages.backward[-1][0]
+        if (top, bottom) != (self.num_streamed, self.first_backward):
+            raise ValueError(f"backward stages cover units {self.first_backward} to {self.last}")
+        if self.stages.num_stages < self.num_workers:
+            raise ValueError(f"{self.num_workers} workers need as many stages, not {self.stages.num_stages}")
+        if self.stages.cursor >= self.num_workers:
+            raise ValueError(f"there is no worker {self.stages.cursor}")
+        if self.rest_trains or self.staged or self.offload:
+            raise ValueError("stages go with no trained rest, no host buffers and no offload of their own")
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of a step; one where it is not cut into stages."""
+        return 1 if self.stages is None else -(-self.num_microbatches // self.stages.round_size)
 
     @property
     def num_units(self) -> int:

@@ -153,13 +153,15 @@ def count_traffic(
         if op.kind is Kind.LOAD:
             moved["up"] += layout.weight_bytes[unit]
             moved["disk_read"] += layout.weight_bytes[unit] * on_disk
+        elif op.kind is Kind.SUM:
+            moved["up"] += layout.gradient_bytes[unit]
         elif op.kind is Kind.GRAD:
             moved["down"] += layout.gradient_bytes[unit]
             moved["disk_written"] += layout.gradient_bytes[unit] * on_disk
-        elif op.kind is Kind.SAVE:
+        elif op.kind in (Kind.SAVE, Kind.SEND):
             moved["down"] += boundary_bytes[unit]
             moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
-        elif op.kind is Kind.FETCH:
+        elif op.kind in (Kind.FETCH, Kind.RECV):
             moved["up"] += boundary_bytes[unit]
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:

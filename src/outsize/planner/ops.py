@@ -12,6 +12,9 @@ text                          meaning
 ``B 3.0@w0``                  recompute and backward of unit 3 for microbatch 0
 ``SAVE 3.0@w0``               the input of unit 3 for microbatch 0 leaves the device
 ``FETCH 3.0@w0``              it comes back
+``SEND 3.0@w0``               the gradient of the input of unit 3 leaves the device, for another worker
+``RECV 3.0@w1``               it arrives there
+``SUM 3@w0.1``                the gradient of unit 3 as summed so far comes up into accumulator 1, which sums on
 ``NORM 3@w0``                 norms of the gradients of unit 3, where they lie
 ``GRAD 3@w0``                 the gradient of unit 3 leaves the device for its home; its accumulator is free
 ``GRAD 3@w0>h1``              the same, into host buffer 1, from where a WRITE takes it to disk
@@ -40,6 +43,9 @@ class Kind(StrEnum):
     BACKWARD = "B"
     SAVE = "SAVE"
     FETCH = "FETCH"
+    SEND = "SEND"
+    RECV = "RECV"
+    SUM = "SUM"
     NORM = "NORM"
     GRAD = "GRAD"
     CLIP = "CLIP"
@@ -55,9 +61,9 @@ class Op:
     Attributes:
         kind: the verb.
         unit: unit index; None only for CLIP.
-        microbatch: for F, FB, B, SAVE and FETCH.
+        microbatch: for F, FB, B, SAVE, FETCH, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
-        slot: slot (LOAD, FREE) or accumulator (ACC) of that worker.
+        slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.
         tile: tile of the unit's optimizer state; None for whole-unit ops.
         buffer: host buffer ``h`` (whole unit) or tile buffer ``t`` that the op fills or drains.
     """

@@ -93,9 +93,9 @@ def insert_steps(program: Program, layout: StepLayout) -> Program:
         clip = (Op(kind=Kind.CLIP),) if steps else ()
         return Program(program.ops + clip + steps)
     before, after = _insertions()
-    for index, op in enumerate(program):
-        if op.kind is Kind.GRAD:
-            after[index].append(Op(kind=Kind.STEP, unit=op.unit))
+    whole = {op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD}  # of the last round
+    for unit, index in whole.items():
+        after[index].append(Op(kind=Kind.STEP, unit=unit))
     return _splice(program, before, after)
 
 

@@ -8,22 +8,30 @@ own
    input on the device, not saved away.
 3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at
 a
-   time, and one that fits. A unit is loaded at most twice, and never after it has stepped.
+   time, and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
 4. The gradient of a unit leaves once all its backwards have run; where gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
 6. A buffer is filled, used and drained in this order, for one unit or tile at a time.
 7. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has
 stepped.
 
+A step that is cut into stages obeys the same rules, on the worker that runs the op: its gradients leave once the
+backwards of a round have run, and the next round sums on. Where inputs and their gradients lie then is checked
+by `planner.rules_handover`.
+
 Rules 5 and 6 are checked by `planner.rules_home`. Bytes are the business of `planner.liveness`.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
-from outsize.planner.layout import WORKER, StepLayout
+from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import is_well_formed
+from outsize.planner.rules_handover import HandoverRules
 from outsize.planner.rules_home import HomeRules, require
+
+Place = tuple[int | None, int | None]
 
 
 class Rules:
@@ -32,8 +40,9 @@ class Rules:
     def __init__(self, layout: StepLayout) -> None:
         self._layout = layout
         self._home = HomeRules(layout)
-        self._slots: dict[int | None, int] = {}  # slot -> unit
-        self._accumulators: dict[int | None, int] = {}  # accumulator -> unit
+        self._slots: dict[Place, int] = {}  # worker and slot -> unit
+        self._accumulators: dict[Place, int] = {}  # worker and accumulator -> unit
+        self._handover = HandoverRules(layout) if layout.stages is not None else None
         self._loads: Counter[int] = Counter()
         self._forwards: Counter[int] = Counter()  # unit -> microbatches done, which is also the next one
         self._backwards: Counter[int] = Counter()
@@ -48,6 +57,9 @@ class Rules:
             Kind.BACKWARD: self._backward,
             Kind.SAVE: self._save,
             Kind.FETCH: self._fetch,
+            Kind.SEND: self._hand_over,
+            Kind.RECV: self._hand_over,
+            Kind.SUM: self._sum,
             Kind.NORM: self._norm,
             Kind.GRAD: self._grad,
         }
@@ -62,7 +74,7 @@ class Rules:
         require(is_well_formed(op), "an op of this kind has other fields")
         unit = -1 if op.unit is None else op.unit
         require(unit < layout.num_units, f"there are {layout.num_units} units")
-        require(op.worker in (None, WORKER), f"there is no worker {op.worker}")
+        require(op.worker is None or op.worker < layout.num_workers, f"there is no worker {op.worker}")
         microbatch = op.microbatch or 0
         require(microbatch < layout.num_microbatches, f"there are {layout.num_microbatches} microbatches")
         if op.microbatch is not None:
@@ -95,27 +107,42 @@ class Rules:
         layout = self._layout
         self._check_place(op, unit, layout.slot_bytes, layout.weight_bytes[unit], "slot")
         require(layout.weight_bytes[unit], f"unit {unit} has no weights of its own")
-        require(op.slot not in self._slots, f"slot {op.slot} still holds unit {self._slots.get(op.slot)}")
-        require(unit not in self._slots.values(), f"unit {unit} is in a slot already")
-        require(self._loads[unit] < 2, f"unit {unit} has been loaded twice already")
+        place = (op.worker, op.slot)
+        require(place not in self._slots, f"slot {op.slot} still holds unit {self._slots.get(place)}")
+        require(unit not in _held(self._slots, op.worker), f"unit {unit} is in a slot already")
+        most = max(2, layout.num_workers) if unit == layout.rest else 2 * layout.num_rounds
+        require(self._loads[unit] < most, f"unit {unit} has been loaded {_times(most)} already")
         self._home.load(op, unit)
         self._loads[unit] += 1
-        self._slots[op.slot] = unit
+        self._slots[place] = unit
 
     def _free(self, op: Op, unit: int, _: int) -> None:
-        require(self._slots.get(op.slot) == unit, f"slot {op.slot} does not hold unit {unit}")
-        del self._slots[op.slot]
+        place = (op.worker, op.slot)
+        require(self._slots.get(place) == unit, f"slot {op.slot} does not hold unit {unit}")
+        del self._slots[place]
 
     def _acc(self, op: Op, unit: int, _: int) -> None:
         layout = self._layout
         self._check_place(op, unit, layout.accumulator_bytes, layout.gradient_bytes[unit], "accumulator")
         require(layout.trainable[unit], f"unit {unit} does not train")
-        holder = self._accumulators.get(op.slot)
+        holder = self._accumulators.get((op.worker, op.slot))
         require(holder is None, f"accumulator {op.slot} still holds the gradient of unit {holder}")
         require(unit not in self._accumulators.values(), f"unit {unit} has an accumulator already")
         begun = sum(self._backwards.values()) if unit == layout.rest else self._backwards[unit]
-        require(not begun, f"a backward that adds to the gradient of unit {unit} has run already")
-        self._accumulators[op.slot] = unit
+        if op.kind is Kind.SUM:
+            require(begun and self._home.has_gradient(unit), f"no gradient of unit {unit} is home to sum on")
+        else:
+            require(not begun, f"a backward that adds to the gradient of unit {unit} has run already")
+        self._accumulators[op.worker, op.slot] = unit
+
+    def _sum(self, op: Op, unit: int, microbatch: int) -> None:
+        require(self._layout.stages is not None, "gradients are summed in one round")
+        self._acc(op, unit, microbatch)
+
+    def _hand_over(self, op: Op, unit: int, microbatch: int) -> None:
+        require(self._handover is not None, "gradients of inputs stay where they are")
+        if self._handover is not None:
+            self._handover.check(op, unit, microbatch)
 
     def _check_place(self, op: Op, unit: int, sizes: tuple[int, ...], needed: int, name: str) -> None:
         """Check that the slot or accumulator exists, belongs to this kind of unit, and is large enough."""
@@ -130,14 +157,14 @@ class Rules:
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
         require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
-        self._run_forward(unit, microbatch)
+        self._run_forward(op, unit, microbatch)
 
     def _forward_backward(self, op: Op, unit: int, microbatch: int) -> None:
         require(
             unit == self._layout.last, f"only unit {self._layout.last} runs forward and backward in one op"
         )
-        self._run_forward(unit, microbatch)
-        self._run_backward(unit, microbatch)
+        self._run_forward(op, unit, microbatch)
+        self._run_backward(op, unit, microbatch)
 
     def _backward(self, op: Op, unit: int, microbatch: int) -> None:
         require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")
@@ -147,54 +174,83 @@ class Rules:
         require(after > microbatch, f"unit {unit + 1} has not made the gradient that it starts from")
         if unit in self._layout.offload:
             require((unit, microbatch) in self._fetched, "its input has not come back to the device")
-        self._run_backward(unit, microbatch)
+        self._run_backward(op, unit, microbatch)
 
-    def _run_forward(self, unit: int, microbatch: int) -> None:
-        self._check_weights(unit)
+    def _run_forward(self, op: Op, unit: int, microbatch: int) -> None:
+        self._check_weights(op, unit)
         require(
             self._forwards[unit] == microbatch, f"unit {unit} runs microbatch {self._forwards[unit]} next"
         )
         require(unit == 0 or self._forwards[unit - 1] > microbatch, f"unit {unit - 1} has not made its input")
+        if self._handover is not None:
+            self._handover.check(op, unit, microbatch)
         self._forwards[unit] += 1
 
-    def _run_backward(self, unit: int, microbatch: int) -> None:
-        self._check_weights(unit)
+    def _run_backward(self, op: Op, unit: int, microbatch: int) -> None:
+        self._check_weights(op, unit)
         due = self._backwards[unit]
         require(due == microbatch, f"unit {unit} runs the backward of microbatch {due} next")
         for which in (unit,) if self._layout.rest is None else (unit, self._layout.rest):
-            summed = not self._layout.trainable[which] or which in self._accumulators.values()
+            here = which in _held(self._accumulators, op.worker)
+            summed = not self._layout.trainable[which] or here
             require(summed, f"the gradient of unit {which} has no accumulator")
+        if self._handover is not None and op.kind is Kind.BACKWARD:
+            self._handover.check(op, unit, microbatch)
         self._backwards[unit] += 1
 
-    def _check_weights(self, unit: int) -> None:
+    def _check_weights(self, op: Op, unit: int) -> None:
         for which in (unit,) if self._layout.rest is None else (unit, self._layout.rest):
-            here = not self._layout.weight_bytes[which] or which in self._slots.values()
+            here = not self._layout.weight_bytes[which] or which in _held(self._slots, op.worker)
             require(here, f"unit {which} is in no slot")
 
     def _save(self, op: Op, unit: int, microbatch: int) -> None:
+        if self._handover is not None:
+            self._handover.check(op, unit, microbatch)
+            return
         require(unit in self._layout.offload, f"the layout keeps the inputs of unit {unit} on the device")
         require(self._forwards[unit] > microbatch, "its forward has not run")
         require((unit, microbatch) not in self._saved, "it has been saved already")
         self._saved.add((unit, microbatch))
 
     def _fetch(self, op: Op, unit: int, microbatch: int) -> None:
+        if self._handover is not None:
+            self._handover.check(op, unit, microbatch)
+            return
         require((unit, microbatch) in self._saved, "it has not been saved")
         require((unit, microbatch) not in self._fetched, "it has been fetched already")
         self._fetched.add((unit, microbatch))
 
     def _norm(self, op: Op, unit: int, _: int) -> None:
-        self._check_complete(unit)
+        self._check_complete(op, unit)
+        require(self._is_final(unit), f"unit {unit} has backwards to run in later rounds")
         self._home.norm(unit)
 
     def _grad(self, op: Op, unit: int, _: int) -> None:
-        self._check_complete(unit)
-        self._home.gradient(op, unit)
-        self._accumulators = {slot: holder for slot, holder in self._accumulators.items() if holder != unit}
+        self._check_complete(op, unit)
+        self._home.gradient(op, unit, final=self._is_final(unit))
+        self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}
 
-    def _check_complete(self, unit: int) -> None:
-        """Check that the accumulator of ``unit`` holds its whole gradient."""
-        require(unit in self._accumulators.values(), f"the gradient of unit {unit} is in no accumulator")
+    def _is_final(self, unit: int) -> bool:
+        """Whether no later round adds to the gradient of ``unit``."""
+        return unit == self._layout.rest or self._backwards[unit] == self._layout.num_microbatches
+
+    def _check_complete(self, op: Op, unit: int) -> None:
+        """Check that the accumulator of ``unit`` holds its whole gradient, or all of a round."""
+        held = _held(self._accumulators, op.worker)
+        require(unit in held, f"the gradient of unit {unit} is in no accumulator")
+        stages, done = self._layout.stages, self._backwards[unit]
+        if stages is not None and done and done % stages.round_size == 0:
+            return
         adding = range(self._layout.first_backward, self._layout.num_streamed)
         for other in adding if unit == self._layout.rest else (unit,):
             complete = self._backwards[other] == self._layout.num_microbatches
             require(complete, f"unit {other} has not run all its backwards")
+
+
+def _held(places: Mapping[Place, int], worker: int | None) -> set[int]:
+    """Return the units that lie in places of ``worker``."""
+    return {unit for (at, _), unit in places.items() if at == worker}
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"

@@ -24,6 +24,7 @@ class HomeRules:
         self._normed: set[int] = set()
         self._clipped = False
         self._gradients: set[int] = set()  # units whose gradient has come home
+        self._partial: set[int] = set()  # units whose gradient of some rounds has come home
         self._started: set[tuple[int, int]] = set()  # tiles read
         self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
         self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
@@ -64,11 +65,18 @@ class HomeRules:
         require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
         self._normed.add(unit)
 
-    def gradient(self, op: Op, unit: int) -> None:
+    def has_gradient(self, unit: int) -> bool:
+        """Whether a gradient of ``unit`` has come home, of all rounds or of those so far."""
+        return unit in self._gradients or unit in self._partial
+
+    def gradient(self, op: Op, unit: int, final: bool = True) -> None:
         """Follow the part of a GRAD that puts the gradient down."""
-        require(not self._layout.clip or unit in self._normed, f"the norm of unit {unit} has not been taken")
+        normed = not self._layout.clip or unit in self._normed or not final
+        require(normed, f"the norm of unit {unit} has not been taken")
         self._check_staged(op)
-        if op.buffer is not None:
+        if not final:
+            self._partial.add(unit)
+        elif op.buffer is not None:
             self._fill(op, unit)
         else:
             self._gradients.add(unit)

@@ -43,6 +43,7 @@ class Simulation:
         step_ends_s: when the last op of each step ended.
         decided_s: when loss and norm of each step were known, and the next one was submitted.
         peak_bytes: by tier (``device:w0``, ``host``), the most bytes that ops held at once.
+        left_bytes: by tier, what ops hold behind the last one; zero, or they forget to give it back.
         critical_path: events whose durations add up to the makespan.
     """
 
@@ -50,6 +51,7 @@ class Simulation:
     step_ends_s: tuple[float, ...]
     decided_s: tuple[float, ...]
     peak_bytes: Mapping[str, int]
+    left_bytes: Mapping[str, int]
     critical_path: tuple[Event, ...]
 
     @property
@@ -102,13 +104,15 @@ def simulate(
         ops.append(None)
         bounds.append(len(work))
     run = run_work(work, costs.capacity)
+    peak, left = _held(ops, run, layout, boundary_bytes, below)
     events = {i: _event(i, op, work, ops, run) for i, op in enumerate(ops) if op is not None}
     starts = [0, *bounds[:-1]]
     return Simulation(
         timeline=Timeline(tuple(sorted(events.values(), key=lambda event: event.start_s))),
         step_ends_s=tuple(max(run.end_s[a:b], default=0.0) for a, b in zip(starts, bounds, strict=True)),
         decided_s=tuple(run.end_s[i] for i in decided),
-        peak_bytes=_peaks(ops, run, layout, boundary_bytes, below),
+        peak_bytes=peak,
+        left_bytes=left,
         critical_path=tuple(events[i] for i in run.critical_path() if i in events),
     )
 
@@ -133,10 +137,13 @@ def _event(index: int, op: Op, work: Sequence[Work], ops: Sequence[Op | None], r
     )
 
 
-def _peaks(
+def _held(
     ops: Sequence[Op | None], run: Run, layout: StepLayout, boundary_bytes: Sequence[int], below: str
-) -> dict[str, int]:
-    """Return the most bytes held in each tier; at the same instant, what ends gives back first."""
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the most bytes held in each tier, and those held at the end.
+
+    At the same instant, what ends gives back first.
+    """
     moments: list[tuple[float, int, int, Change]] = []
     for index, op in enumerate(ops):
         if op is None:
@@ -149,4 +156,4 @@ def _peaks(
     for *_, (tier, size) in sorted(moments, key=lambda moment: (moment[0], moment[2], moment[1])):
         held[tier] += size
         peak[tier] = max(peak[tier], held[tier])
-    return dict(peak)
+    return dict(peak), dict(held)

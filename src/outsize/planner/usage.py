@@ -27,13 +27,14 @@ def changes_of(op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below:
         return [(device, layout.weight_bytes[unit])], []
     if op.kind is Kind.FREE:
         return [], [(device, -layout.weight_bytes[unit])]
-    if op.kind is Kind.ACC:
+    if op.kind in (Kind.ACC, Kind.SUM):
         return [(device, layout.gradient_bytes[unit])], []
     if op.kind is Kind.GRAD:
         return [], [(device, -layout.gradient_bytes[unit])]
     if not boundary_bytes or op.microbatch is None:
         return [], []
-    return _of_activations(op, layout, (0, *boundary_bytes[1:], 0), device, below)
+    of = _of_activations if layout.stages is None else _of_staged
+    return of(op, layout, (0, *boundary_bytes[1:], 0), device, below)
 
 
 def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, below: str) -> Changes:
@@ -51,3 +52,27 @@ def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: 
     if op.kind is Kind.FETCH:
         return [(device, size)], [(below, -size)]
     return [], []
+
+
+def _of_staged(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, below: str) -> Changes:
+    """Return the changes in a step of stages: a copy of every input lies below until its backward."""
+    unit = op.unit or 0
+    size, following = sizes[unit], sizes[unit + 1]
+    made = size if unit > layout.first_backward else 0
+    assert layout.stages is not None
+    fetched = any(unit == first for first, _ in (*layout.stages.forward, layout.stages.backward[0]))
+    fused = unit >= layout.stages.backward[0][0]
+    saved = -size if not fused or fetched else 0
+    if op.kind is Kind.FORWARD:
+        leaves = -size if unit < layout.first_backward or (fetched and not fused) else 0
+        spent = -size if unit < layout.first_backward and fetched else 0
+        return [(device, following)], [(device, leaves), (below, spent)]
+    if op.kind is Kind.FORWARD_BACKWARD:
+        return [(device, made)], [(device, -size), (below, saved)]
+    if op.kind is Kind.BACKWARD:
+        return [(device, made)], [(device, -size - following), (below, saved)]
+    if op.kind in (Kind.SAVE, Kind.SEND):
+        return [(below, size)], [(device, -size)]
+    if op.kind is Kind.RECV:
+        return [(device, size)], [(below, -size)]
+    return ([(device, size)], []) if op.kind is Kind.FETCH else ([], [])

@@ -1,0 +1,75 @@
+"""Rule 2 of `planner.rules` where several workers run a step: where inputs and their gradients lie.
+
+The input of a unit for a microbatch, and the gradient of that input, may lie on workers and below them. F makes the
+input of the next unit on its own worker; SAVE moves it below, FETCH brings a copy up. Once a unit's F has run, a
+worker keeps its input only where no copy lies below, or where its backward follows at once. B needs both on its
+worker, and uses them up.
+"""
+
+from collections import defaultdict
+
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+from outsize.planner.rules_home import require
+
+BELOW = -1
+
+_Places = defaultdict[tuple[int, int], set[int]]
+
+
+class HandoverRules:
+    """Where every input and every gradient of an input lies, as the ops go by."""
+
+    def __init__(self, layout: StepLayout) -> None:
+        assert layout.stages is not None
+        self._layout = layout
+        self._fused = layout.stages.backward[0][0]
+        self._inputs: _Places = defaultdict(set)
+        self._gradients: _Places = defaultdict(set)
+
+    def check(self, op: Op, unit: int, microbatch: int) -> None:
+        """Follow one op.
+
+        Raises:
+            BrokenRuleError: what it needs lies elsewhere.
+        """
+        worker = BELOW if op.worker is None else op.worker
+        at, after = (unit, microbatch), (unit + 1, microbatch)
+        if op.kind is Kind.SAVE:
+            self._move(self._inputs, at, worker, BELOW, "input")
+        elif op.kind is Kind.SEND:
+            self._move(self._gradients, at, worker, BELOW, "gradient")
+        elif op.kind is Kind.RECV:
+            self._move(self._gradients, at, BELOW, worker, "gradient")
+        elif op.kind is Kind.FETCH:
+            require(BELOW in self._inputs[at], f"the input of unit {unit} has not been saved")
+            require(worker not in self._inputs[at], f"the input of unit {unit} is on worker {worker} already")
+            self._inputs[at].add(worker)
+        else:
+            self._need(self._inputs, at, worker, "input")
+            if op.kind is Kind.FORWARD:
+                self._inputs[after].add(worker)
+                if BELOW in self._inputs[at] and unit < self._fused:
+                    self._inputs[at].discard(worker)
+            else:
+                self._backward(op, at, after, worker)
+
+    def _backward(self, op: Op, at: tuple[int, int], after: tuple[int, int], worker: int) -> None:
+        if op.kind is Kind.BACKWARD:
+            self._need(self._gradients, after, worker, "gradient")
+            del self._gradients[after]
+        self._inputs.pop(at, None)
+        if at[0] > self._layout.first_backward:
+            self._gradients[at].add(worker)
+
+    def _need(self, places: _Places, at: tuple[int, int], worker: int, name: str) -> None:
+        what = "the input" if name == "input" else "the gradient of the input"
+        here = worker in places[at] or (name == "input" and at[0] == 0)
+        require(here, f"{what} of unit {at[0]} is not on worker {worker}")
+
+    def _move(self, places: _Places, at: tuple[int, int], source: int, target: int, name: str) -> None:
+        where = "below" if source == BELOW else f"on worker {source}"
+        what = "input" if name == "input" else "gradient of the input"
+        require(source in places[at], f"the {what} of unit {at[0]} is not {where}")
+        places[at].discard(source)
+        places[at].add(target)

@@ -1,0 +1,165 @@
+"""Passes for several workers: stages dealt out in turn, activations handed over, gradients summed over rounds.
+
+A worker runs all microbatches of a visit, one after the other through the units of its stage, then goes on to
+its next visit. While it does, the weights of that next visit come up in pieces between its activations, into
+the other half of its slots. So an activation that is waited for is behind one weight at most. A unit that the
+next visit runs too comes up after this visit has given it back.
+
+Gradients of a unit are summed in the order of the microbatches whatever the number of workers: each round takes
+up the sum where the one before left it.
+"""
+
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass
+
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+from outsize.planner.program import Program
+from outsize.planner.stages import Visit, visits_of
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A visit and the places of its units."""
+
+    visit: Visit
+    slots: dict[int, int]
+    accumulators: dict[int, int]
+
+
+def build_staged(layout: StepLayout) -> Program:
+    """Return the program of a step that is cut into stages, before steps and tiles are inserted."""
+    turns = _turns(layout)
+    ops: list[Op] = []
+    seen: set[int] = set()
+    last_of_worker = {turn.visit.worker: turn for turn in turns}
+    following = _following(turns)
+    for turn in turns:
+        worker = turn.visit.worker
+        if worker not in seen:
+            seen.add(worker)
+            if layout.rest_has_weights:
+                ops.append(Op(kind=Kind.LOAD, unit=layout.rest, worker=worker, slot=layout.resident_slot))
+            ops += _arrivals(turn, range(*turn.visit.units))
+        after = following.get(id(turn))
+        shared = set(range(*turn.visit.units)) & set(range(*after.visit.units)) if after else set()
+        ops += _visit(
+            turn, layout, _arrivals(after, set(range(*after.visit.units)) - shared) if after else []
+        )
+        if after and shared:
+            ops += _arrivals(after, shared)
+        if layout.rest_has_weights and turn is last_of_worker[worker]:
+            ops.append(Op(kind=Kind.FREE, unit=layout.rest, worker=worker, slot=layout.resident_slot))
+    return Program(tuple(ops))
+
+
+def _turns(layout: StepLayout) -> list[_Turn]:
+    """Return the visits with their slots: each worker's visits use its halves by turns."""
+    assert layout.stages is not None
+    visits_begun: defaultdict[int, int] = defaultdict(int)
+    backwards_begun: defaultdict[int, int] = defaultdict(int)
+    turns = []
+    for visit in visits_of(layout.stages, layout.num_microbatches, layout.num_workers):
+        weights = [u for u in range(*visit.units) if layout.weight_bytes[u]]
+        trained = [u for u in range(*visit.units) if layout.trainable[u] and visit.backward]
+        slots = _half(weights, layout.weight_bytes, layout.slot_bytes, visits_begun[visit.worker])
+        sums = _half(trained, layout.gradient_bytes, layout.accumulator_bytes, backwards_begun[visit.worker])
+        visits_begun[visit.worker] += 1
+        backwards_begun[visit.worker] += bool(trained)
+        turns.append(_Turn(visit, slots, sums))
+    return turns
+
+
+def _half(units: list[int], needed: tuple[int, ...], sizes: tuple[int, ...], turn: int) -> dict[int, int]:
+    """Return the place of each unit in one half of the places, the largest unit in the first."""
+    half = len(sizes) // 2
+    base = half * (turn % 2)
+    ordered = sorted(units, key=lambda unit: -needed[unit])
+    if len(ordered) > half or any(needed[u] > sizes[base + j] for j, u in enumerate(ordered)):
+        raise ValueError(f"half of the places {sizes} does not hold units {units}")
+    return {unit: base + j for j, unit in enumerate(ordered)}
+
+
+def _following(turns: list[_Turn]) -> dict[int, _Turn]:
+    """Return the next turn of the same worker, by the identity of a turn."""
+    latest: dict[int, _Turn] = {}
+    found = {}
+    for turn in turns:
+        before = latest.get(turn.visit.worker)
+        if before is not None:
+            found[id(before)] = turn
+        latest[turn.visit.worker] = turn
+    return found
+
+
+def _arrivals(turn: _Turn, wanted: Container[int]) -> list[Op]:
+    """Return what of ``wanted`` must come up before a turn can run, in the order in which it is needed."""
+    worker, visit = turn.visit.worker, turn.visit
+    units = range(*visit.units) if visit.forward else reversed(range(*visit.units))
+    ops = []
+    for unit in units:
+        if unit not in wanted:
+            continue
+        if unit in turn.slots:
+            ops.append(Op(kind=Kind.LOAD, unit=unit, worker=worker, slot=turn.slots[unit]))
+        if unit in turn.accumulators:
+            kind = Kind.SUM if visit.round else Kind.ACC
+            ops.append(Op(kind=kind, unit=unit, worker=worker, slot=turn.accumulators[unit]))
+    return ops
+
+
+def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
+    """Return the ops of a visit, those for the next one spread between its microbatches."""
+    visit = turn.visit
+    count = len(visit.microbatches)
+    inputs = [_inputs(visit, microbatch, layout) for microbatch in visit.microbatches]
+    ops = list(inputs[0])
+    for index, microbatch in enumerate(visit.microbatches):
+        if index + 1 < count:
+            ops += inputs[index + 1]
+        ops += ahead[len(ahead) * index // count : len(ahead) * (index + 1) // count]
+        ops += _compute(visit, microbatch, layout)
+    ops += (Op(kind=Kind.FREE, unit=u, worker=visit.worker, slot=slot) for u, slot in turn.slots.items())
+    for unit in sorted(turn.accumulators, reverse=True):
+        if layout.clip and visit.round == layout.num_rounds - 1:
+            ops.append(Op(kind=Kind.NORM, unit=unit, worker=visit.worker))
+        ops.append(Op(kind=Kind.GRAD, unit=unit, worker=visit.worker))
+    return ops
+
+
+def _inputs(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
+    """Return what a microbatch brings to a visit: the input of its first unit, or what a backward starts from."""
+    first, end = visit.units
+
+    def on(kind: Kind, unit: int) -> Op:
+        return Op(kind=kind, unit=unit, microbatch=microbatch, worker=visit.worker)
+
+    if visit.forward:
+        return [on(Kind.FETCH, first)] if first else []
+    return [on(Kind.RECV, end), *(on(Kind.FETCH, u) for u in reversed(range(first, end)) if u)]
+
+
+def _compute(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
+    """Return a microbatch's way through a visit, and what leaves on it."""
+    first, end = visit.units
+    ops = []
+
+    def on(kind: Kind, unit: int) -> None:
+        ops.append(Op(kind=kind, unit=unit, microbatch=microbatch, worker=visit.worker))
+
+    if visit.forward:
+        for unit in range(first, min(end, layout.last)):
+            on(Kind.FORWARD, unit)
+            if first < unit and not visit.backward and unit >= layout.first_backward:
+                on(Kind.SAVE, unit)
+        if not visit.backward:
+            on(Kind.SAVE, end)
+    if visit.backward:
+        if visit.forward:
+            on(Kind.FORWARD_BACKWARD, layout.last)
+        for unit in reversed(range(first, min(end, layout.last))):
+            on(Kind.BACKWARD, unit)
+        if first > layout.first_backward:
+            on(Kind.SEND, first)
+    return ops

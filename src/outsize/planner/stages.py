@@ -1,0 +1,129 @@
+"""Stages: consecutive units that one worker runs together, and which worker runs which stage when.
+
+Workers are stateless, so a stage is not bound to one: the stages of a step are dealt out in turn, the cursor
+continuing from round to round. A *round* takes some of the microbatches through all stages. Within it come the
+forward stages, then the stage that is last in forward and first in backward, then the other backward stages.
+Forward and backward are cut separately, since a backward with recompute takes about three times as long.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """How a step is cut and dealt out.
+
+    Attributes:
+        forward: units ``[first, end)`` of the stages that only run forward, in order, from unit 0.
+        backward: units of the stages that run backward, in order, from the last unit down; the first of them
+            runs its units forward as well.
+        round_size: microbatches per round; the last round may be smaller.
+        cursor: worker of the first stage.
+    """
+
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    round_size: int
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.backward or self.round_size < 1 or self.cursor < 0:
+            raise ValueError("there is a backward stage, a microbatch in a round, and a first worker")
+        spans = (*self.forward, *self.backward)
+        if any(first >= end for first, end in spans):
+            raise ValueError("every stage has a unit")
+        ups = [0, *(end for _, end in self.forward)]
+        downs = [*(first for first, _ in self.backward)]
+        joined = all(first == at for (first, _), at in zip(self.forward, ups, strict=False))
+        joined &= all(end == at for (_, end), at in zip(self.backward[1:], downs, strict=False))
+        if not joined or ups[-1] != self.backward[0][0]:
+            raise ValueError(
+                "stages are consecutive, and the last forward one ends where the fused one begins"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a round."""
+        return len(self.forward) + len(self.backward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """One stage of one round on its worker.
+
+    Attributes:
+        worker: who runs it.
+        units: ``[first, end)``.
+        microbatches: of the round.
+        forward: whether it runs forward.
+        backward: whether it runs backward; the fused stage does both.
+        round: number of the round.
+    """
+
+    worker: int
+    units: Span
+    microbatches: range
+    forward: bool
+    backward: bool
+    round: int
+
+
+def visits_of(stages: Stages, num_microbatches: int, num_workers: int) -> Iterator[Visit]:
+    """Yield the visits of a step in order."""
+    turn = stages.cursor
+    cut = len(stages.forward)
+    starts = range(0, num_microbatches, stages.round_size)
+    for number, start in enumerate(starts):
+        microbatches = range(start, min(start + stages.round_size, num_microbatches))
+        for index, span in enumerate((*stages.forward, *stages.backward)):
+            yield Visit(
+                worker=turn % num_workers,
+                units=span,
+                microbatches=microbatches,
+                forward=index <= cut,
+                backward=index >= cut,
+                round=number,
+            )
+            turn += 1
+
+
+def cursor_after(stages: Stages, num_microbatches: int, num_workers: int) -> int:
+    """Return the worker that runs the first stage of the next step."""
+    num_rounds = -(-num_microbatches // stages.round_size)
+    return (stages.cursor + num_rounds * stages.num_stages) % num_workers
+
+
+def spans_up(sizes: Sequence[int]) -> tuple[Span, ...]:
+    """Return spans of ``sizes`` units from 0 up."""
+    spans, at = [], 0
+    for size in sizes:
+        spans.append((at, at + size))
+        at += size
+    return tuple(spans)
+
+
+def spans_down(sizes: Sequence[int], top: int) -> tuple[Span, ...]:
+    """Return spans of ``sizes`` units from ``top`` down."""
+    spans = []
+    for size in sizes:
+        spans.append((top - size, top))
+        top -= size
+    return tuple(spans)
+
+
+def slots_for(stages: Stages, sizes: Sequence[int], *, only_backward: bool = False) -> tuple[int, ...]:
+    """Return slots that hold any stage, twice: one half is filled while the other half is used.
+
+    Args:
+        stages: of which any must fit.
+        sizes: bytes by unit; a unit of 0 bytes needs no slot.
+        only_backward: whether only backward stages count, as for accumulators.
+    """
+    spans = stages.backward if only_backward else (*stages.forward, *stages.backward)
+    held = [sorted((sizes[u] for u in range(*span) if sizes[u]), reverse=True) for span in spans]
+    deepest = max(map(len, held))
+    half = tuple(max(sizes[j] for sizes in held if len(sizes) > j) for j in range(deepest))
+    return half + half

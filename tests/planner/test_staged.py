@@ -1,0 +1,187 @@
+"""Programs of several workers: they obey the rules, sum in order, and never deadlock."""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outsize.errors import ProgramError
+from outsize.planner.discrete import Cost
+from outsize.planner.hazards import Hazards
+from outsize.planner.ops import Kind
+from outsize.planner.program import Program, parse, render
+from outsize.planner.schedule import build_step
+from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
+from outsize.planner.validate import validate
+from planner.layouts import make_layout, staged_layouts
+
+STAGES = Stages(forward=((0, 1),), backward=((1, 2), (0, 1)), round_size=2)
+
+
+def staged(num_streamed, stages, num_workers, **changes):
+    ones = (1,) * num_streamed
+    layout = make_layout(num_streamed, **changes)
+    return replace(
+        layout,
+        slot_bytes=slots_for(stages, ones),
+        accumulator_bytes=slots_for(stages, ones, only_backward=True),
+        num_workers=num_workers,
+        stages=stages,
+    )
+
+
+def test_two_units_on_two_workers():
+    """The last stage of two workers starts the backward; unit 0 comes back to worker 0, summed from there."""
+    layout = staged(2, STAGES, 2, num_microbatches=2)
+    assert render(build_step(layout)).splitlines() == [
+        "LOAD 0@w0.0",
+        "F 0.0@w0",
+        "SAVE 1.0@w0",
+        "F 0.1@w0",
+        "SAVE 1.1@w0",
+        "FREE 0@w0.0",
+        "LOAD 0@w0.1",
+        "ACC 0@w0.0",
+        "LOAD 1@w1.0",
+        "ACC 1@w1.0",
+        "FETCH 1.0@w1",
+        "FETCH 1.1@w1",
+        "FB 1.0@w1",
+        "SEND 1.0@w1",
+        "FB 1.1@w1",
+        "SEND 1.1@w1",
+        "FREE 1@w1.0",
+        "GRAD 1@w1",
+        "STEP 1",
+        "RECV 1.0@w0",
+        "RECV 1.1@w0",
+        "B 0.0@w0",
+        "B 0.1@w0",
+        "FREE 0@w0.1",
+        "GRAD 0@w0",
+        "STEP 0",
+    ]
+
+
+def test_the_cursor_goes_on_from_round_to_round():
+    workers = [visit.worker for visit in visits_of(STAGES, 5, 2)]
+    assert workers == [0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert cursor_after(STAGES, 5, 2) == 1
+    assert [v.microbatches for v in visits_of(STAGES, 5, 2)][::3] == [range(2), range(2, 4), range(4, 5)]
+
+
+def test_later_rounds_sum_on():
+    program = build_step(staged(2, STAGES, 2, num_microbatches=4))
+    of_unit_0 = [
+        op.kind for op in program if op.unit == 0 and op.kind in (Kind.ACC, Kind.SUM, Kind.GRAD, Kind.STEP)
+    ]
+    assert of_unit_0 == [Kind.ACC, Kind.GRAD, Kind.SUM, Kind.GRAD, Kind.STEP]
+
+
+@settings(deadline=None)
+@given(staged_layouts())
+def test_every_program_obeys_the_rules(layout):
+    program = build_step(layout)
+    validate(program, layout)
+    assert parse(render(program)) == program
+
+
+@settings(deadline=None)
+@given(staged_layouts())
+def test_gradients_are_summed_in_the_order_of_the_microbatches(layout):
+    """One op after the other on an accumulator or between home and accumulator, whatever the workers."""
+    hazards = Hazards(layout.num_streamed, layout.rest)
+    program = build_step(layout)
+    before = [set(hazards.dependencies(op)) for op in program]
+    ancestors = []
+    for index in range(len(program)):
+        ancestors.append(before[index].union(*(ancestors[i] for i in before[index])))
+    summing = defaultdict(list)
+    for index, op in enumerate(program):
+        if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD) and layout.trainable[op.unit]:
+            summing[op.unit].append((op.microbatch, index))
+    for found in summing.values():
+        assert [microbatch for microbatch, _ in found] == list(range(layout.num_microbatches))
+        assert all(a in ancestors[b] for (_, a), (_, b) in pairwise(found))
+
+
+@settings(deadline=None)
+@given(staged_layouts(), st.randoms(use_true_random=False), st.integers(1, 3))
+def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
+    speed = {kind: random.choice([0.0, 0.1, 1.0, 5.0]) for kind in Kind}
+    slow = [random.choice([1.0, 3.0]) for _ in range(layout.num_workers)]
+    costs = CostModel(
+        cost_of=lambda op: Cost(seconds=speed[op.kind] * slow[op.worker or 0], amount=1, through=("x",)),
+        capacity={"x": 2.0},
+    )
+    programs = []
+    for _ in range(num_steps):
+        programs.append(build_step(layout))
+        cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
+        layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
+    sizes = tuple(range(1, layout.num_streamed + 1))
+    done = simulate(programs, layout, costs, boundary_bytes=sizes)
+    assert len(done.timeline.events) == sum(map(len, programs))
+    assert sum(e.end_s - e.start_s for e in done.critical_path) == pytest.approx(done.makespan_s)
+    assert not any(done.left_bytes.values()), "what ops take they give back"
+
+
+@settings(deadline=None)
+@given(staged_layouts(), st.data())
+def test_a_program_without_one_of_its_ops_breaks_a_rule(layout, data):
+    program = build_step(layout)
+    needed = [i for i, op in enumerate(program) if op.kind is not Kind.FETCH or op.unit != 0]
+    index = data.draw(st.sampled_from(needed))
+    with pytest.raises(ProgramError):
+        validate(Program(program.ops[:index] + program.ops[index + 1 :]), layout)
+
+
+def test_an_input_on_another_worker_is_not_found():
+    layout = staged(2, STAGES, 2, num_microbatches=2)
+    text = render(build_step(layout)).replace("FETCH 1.0@w1\n", "")
+    with pytest.raises(ProgramError, match="the input of unit 1 is not on worker 1"):
+        validate(parse(text), layout)
+    text = render(build_step(layout)).replace("RECV 1.0@w0\n", "")
+    with pytest.raises(ProgramError, match="the gradient of the input of unit 1 is not on worker 0"):
+        validate(parse(text), layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": None}, "several workers need stages"),
+        ({"num_workers": 4}, "4 workers need as many stages"),
+        ({"stages": replace(STAGES, cursor=2)}, "no worker 2"),
+        (
+            {"stages": Stages(forward=((0, 1),), backward=((1, 2),), round_size=1)},
+            "backward stages cover units 0 to 1",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(staged(2, STAGES, 2), **changes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"forward": (), "backward": ()},
+        {"forward": ((0, 1), (2, 3)), "backward": ((3, 4), (0, 3))},
+        {"forward": ((0, 2),), "backward": ((3, 4), (0, 3))},
+        {"forward": ((0, 3),), "backward": ((3, 4), (0, 2))},
+        {"forward": ((0, 0),), "backward": ((0, 1),)},
+    ],
+)
+def test_stages_that_cannot_be(fields):
+    with pytest.raises(ValueError, match=r"stage|consecutive"):
+        Stages(**fields, round_size=1)
+
+
+def test_spans():
+    assert spans_up([2, 1]) == ((0, 2), (2, 3))
+    assert spans_down([1, 2], 3) == ((2, 3), (0, 2))
