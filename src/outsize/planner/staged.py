@@ -110,15 +110,21 @@ def _arrivals(turn: _Turn, wanted: Container[int]) -> list[Op]:
 
 
 def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
-    """Return the ops of a visit, those for the next one spread between its microbatches."""
+    """Return the ops of a visit, and between its microbatches what comes up ``ahead`` for the next one.
+
+    Weights are spread evenly. Sums come last: the round before may still be adding to them.
+    """
     visit = turn.visit
     count = len(visit.microbatches)
+    weights = [op for op in ahead if op.kind is Kind.LOAD]
+    sums = [op for op in ahead if op.kind is not Kind.LOAD]
     inputs = [_inputs(visit, microbatch, layout) for microbatch in visit.microbatches]
     ops = list(inputs[0])
     for index, microbatch in enumerate(visit.microbatches):
         if index + 1 < count:
             ops += inputs[index + 1]
-        ops += ahead[len(ahead) * index // count : len(ahead) * (index + 1) // count]
+        ops += weights[len(weights) * index // count : len(weights) * (index + 1) // count]
+        ops += sums if index + 1 == count else []
         ops += _compute(visit, microbatch, layout)
     ops += (Op(kind=Kind.FREE, unit=u, worker=visit.worker, slot=slot) for u, slot in turn.slots.items())
     for unit in sorted(turn.accumulators, reverse=True):

@@ -1,0 +1,134 @@
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from outsize.planner.discrete import Cost
+from outsize.planner.ops import Kind
+from outsize.planner.partition import Pipeline, partition
+from outsize.planner.pipeline import bubble, makespan_s, stage_seconds
+from outsize.planner.schedule import build_step
+from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.stages import Stages, spans_down, spans_up
+from planner.test_staged import staged
+
+
+def compositions(total):
+    """Yield every way to cut ``total`` units."""
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in compositions(total - first):
+            yield (first, *rest)
+
+
+def brute_force(pipeline, round_sizes):
+    top = len(pipeline.forward_s)
+    best = float("inf")
+    for fused in range(top):
+        for forward, down in product(compositions(fused), compositions(fused)):
+            if 1 + len(forward) + len(down) < pipeline.num_workers:
+                continue
+            for size in round_sizes:
+                best = min(best, pipeline.step_s(pipeline.stages(forward, (top - fused, *down), size)))
+    return best
+
+
+def instance(random):
+    num_units = random.randint(2, 6)
+    forward = [random.choice([1.0, random.uniform(0.2, 3)]) for _ in range(num_units)]
+    backward = [f * random.uniform(2.5, 3.5) for f in forward]
+    return Pipeline(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        num_workers=random.randint(1, min(4, num_units)),
+        num_microbatches=random.randint(1, 8),
+        hop_s=random.choice([0.0, 0.1]),
+    )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_within_one_percent_of_brute_force_on_200_instances(part):
+    random = Random(part)
+    for _ in range(50):
+        pipeline = instance(random)
+        sizes = sorted({pipeline.num_microbatches, min(pipeline.num_workers, pipeline.num_microbatches)})
+        found = pipeline.step_s(partition(pipeline, sizes))
+        assert found <= brute_force(pipeline, sizes) * 1.01
+
+
+def test_the_same_units_give_the_same_cuts():
+    pipeline = instance(Random(7))
+    assert partition(pipeline) == partition(pipeline)
+
+
+def test_stages_fit_the_workers():
+    def fits(span, backward):
+        return span[1] - span[0] <= (1 if backward else 2)
+
+    pipeline = Pipeline(
+        forward_s=(1.0,) * 6, backward_s=(3.0,) * 6, num_workers=2, num_microbatches=4, fits=fits
+    )
+    stages = partition(pipeline)
+    assert all(fits(span, False) for span in stages.forward)
+    assert all(fits(span, True) for span in stages.backward)
+    with pytest.raises(ValueError, match="no cut fits"):
+        partition(replace(pipeline, fits=lambda span, backward: False))
+    with pytest.raises(ValueError, match="no cut fits"):
+        partition(replace(pipeline, num_workers=20))
+
+
+def test_equal_stages_in_rounds_of_one_microbatch_per_worker_leave_fill_and_drain():
+    """k(k-1) idle stage times of k workers, in M·S + k(k-1)."""
+    assert bubble([1.0] * 16, 8, 8, 8) == pytest.approx(56 / (8 * 16 + 56))
+    assert bubble([1.0] * 16, 64, 8, 8) == pytest.approx(56 / (64 * 16 + 56))
+    assert bubble([0.0], 1, 1, 1) == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_program_of_the_stages_takes_the_same_time(seed):
+    """The fast twin and the simulator agree, where copies cost nothing but the hop between stages."""
+    random = Random(seed)
+    pipeline = replace(instance(random), hop_s=random.choice([0.0, 0.25]))
+    top = len(pipeline.forward_s)
+    stages = partition(
+        pipeline, [random.randint(1, pipeline.num_microbatches)], max_evaluations=random.choice([1, 500])
+    )
+    layout = staged(top, stages, pipeline.num_workers, num_microbatches=pipeline.num_microbatches)
+    starts = {first for first, _ in (*stages.forward, stages.backward[0])}
+    seen = set()
+
+    def cost_of(op):
+        if op.kind is Kind.FORWARD:
+            return Cost(seconds=pipeline.forward_s[op.unit])
+        if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+            return Cost(seconds=pipeline.backward_s[op.unit])
+        handed = op.kind is Kind.FETCH and op.unit in starts and (op.unit, op.microbatch) not in seen
+        if handed:
+            seen.add((op.unit, op.microbatch))
+        return Cost(seconds=pipeline.hop_s if handed or op.kind is Kind.RECV else 0.0)
+
+    done = simulate([build_step(layout)], layout, CostModel(cost_of=cost_of, capacity={}))
+    assert done.makespan_s == pytest.approx(pipeline.step_s(stages))
+
+
+def test_a_235b_mixture_of_experts_is_cut_in_no_time():
+    """As a count of timed steps, since a test reads no clock."""
+    pipeline = Pipeline(
+        forward_s=(*[0.043] * 94, 0.0424),
+        backward_s=(*[0.144] * 94, 0.0857),
+        num_workers=8,
+        num_microbatches=16,
+        hop_s=0.0032,
+        fits=lambda span, backward: span[1] - span[0] <= (1 if backward else 2),
+    )
+    stages = partition(pipeline, [16], max_evaluations=200)
+    seconds = stage_seconds(stages, pipeline.forward_s, pipeline.backward_s)
+    assert bubble(seconds, 16, 16, 8, 0.0032) < 0.05
+
+
+def test_makespan_of_one_stage_is_its_compute():
+    assert makespan_s([2.0], 5, 2, 1, 0.5) == 10
+    stages = Stages(forward=spans_up([1]), backward=spans_down([1, 1], 2), round_size=1)
+    assert stage_seconds(stages, (1.0, 2.0), (3.0, 4.0)) == [1.0, 4.0, 3.0]
