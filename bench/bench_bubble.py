@@ -160,8 +160,11 @@ def costs(pipeline: Pipeline, stages: Stages) -> CostModel:
     def cost_of(op):
         if op.kind is Kind.FORWARD:
             return Cost(seconds=pipeline.forward_s[op.unit])
+        if op.kind is Kind.RECOMPUTE:
+            return Cost(seconds=pipeline.forward_s[op.unit])
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
-            return Cost(seconds=pipeline.backward_s[op.unit])
+            apart = op.unit < stages.backward[0][0]
+            return Cost(seconds=pipeline.backward_s[op.unit] - apart * pipeline.forward_s[op.unit])
         if op.kind is Kind.RECV:
             return Cost(seconds=pipeline.hop_s)
         if op.kind is Kind.STEP:

@@ -27,7 +27,8 @@ class UnitTimes:
 
     Attributes:
         forward_s: of each streamed unit.
-        backward_s: of each, its recompute included; of the last unit, forward and loss included.
+        backward_s: of each, its recompute included, which takes a forward; of the last unit, forward and
+            loss included.
     """
 
     forward_s: tuple[float, ...]
@@ -86,8 +87,12 @@ class _Pricing:
         unit, layout = op.unit or 0, self.layout
         if op.kind is Kind.FORWARD:
             return Cost(seconds=self.times.forward_s[unit])
+        if op.kind is Kind.RECOMPUTE:
+            return Cost(seconds=self.times.forward_s[unit])
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
-            return Cost(seconds=self.times.backward_s[unit])
+            stages = layout.stages
+            apart = stages is not None and unit < stages.backward[0][0]  # an R has recomputed it
+            return Cost(seconds=self.times.backward_s[unit] - apart * self.times.forward_s[unit])
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)

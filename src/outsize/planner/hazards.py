@@ -7,9 +7,9 @@ writes.
 resource        read by                                          written by
 ==============  ===============================================  =============================================
 home(u, tile)   LOAD u, READ u>h: all tiles; READ u#p: tile p    STEP u: all tiles; WRITE u#p: tile p
-slot(w, s)      F, FB, B of the unit in it; the rest's: all      LOAD, FREE
+slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
-act(u, m)       -                                                F, FB, B, SAVE, FETCH u.m; F (u-1).m
+act(u, m)       -                                                F, FB, R, B, SAVE, FETCH u.m; F (u-1).m
 dact(u, m)      B (u-1).m                                        B, FB, SEND, RECV u.m
 acc(w, a)       NORM u                                           ACC, SUM, GRAD, FB, B u; the rest's: all FB, B
 norm(u)         CLIP                                             NORM u
@@ -67,6 +67,7 @@ class Hazards:
             Kind.ACC: self._acc,
             Kind.FORWARD: self._forward,
             Kind.FORWARD_BACKWARD: self._forward_backward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.SAVE: self._save,
             Kind.FETCH: self._fetch,
@@ -137,6 +138,9 @@ class Hazards:
     def _forward_backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._compute(op, seq, deps, accumulates=True)
         self._cell("dact", op.unit, op.microbatch).write(seq, deps)
+
+    def _recompute(self, op: Op, seq: int, deps: Deps) -> None:
+        self._compute(op, seq, deps, accumulates=False)
 
     def _backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._forward_backward(op, seq, deps)

@@ -9,7 +9,8 @@ text                          meaning
 ``ACC 3@w0.1``                accumulator 1 of worker 0 now sums the gradient of unit 3
 ``F 3.0@w0``                  forward of unit 3 for microbatch 0, nothing kept but its input
 ``FB 5.0@w0``                 forward, loss and backward of the last unit in one go
-``B 3.0@w0``                  recompute and backward of unit 3 for microbatch 0
+``R 3.0@w0``                  recompute of unit 3 for microbatch 0, kept for the B that follows
+``B 3.0@w0``                  recompute, unless an R has done it, and backward of unit 3 for microbatch 0
 ``SAVE 3.0@w0``               the input of unit 3 for microbatch 0 leaves the device
 ``FETCH 3.0@w0``              it comes back
 ``SEND 3.0@w0``               the gradient of the input of unit 3 leaves the device, for another worker
@@ -40,6 +41,7 @@ class Kind(StrEnum):
     ACC = "ACC"
     FORWARD = "F"
     FORWARD_BACKWARD = "FB"
+    RECOMPUTE = "R"
     BACKWARD = "B"
     SAVE = "SAVE"
     FETCH = "FETCH"
@@ -61,7 +63,7 @@ class Op:
     Attributes:
         kind: the verb.
         unit: unit index; None only for CLIP.
-        microbatch: for F, FB, B, SAVE, FETCH, SEND and RECV.
+        microbatch: for F, FB, R, B, SAVE, FETCH, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.
         tile: tile of the unit's optimizer state; None for whole-unit ops.

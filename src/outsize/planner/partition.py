@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
-from outsize.planner.pipeline import makespan_s, stage_seconds
+from outsize.planner.pipeline import makespan_s, stage_times
 from outsize.planner.stages import Span, Stages, spans_down, spans_up
 
 # How many starts climb, and how many limits are tried on each side.
@@ -51,9 +51,9 @@ class Pipeline:
 
     def step_s(self, stages: Stages) -> float:
         """Return the time of a step."""
-        seconds = stage_seconds(stages, self.forward_s, self.backward_s)
+        times = stage_times(stages, self.forward_s, self.backward_s)
         size = stages.round_size
-        return makespan_s(seconds, self.num_microbatches, size, self.num_workers, self.hop_s)
+        return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s)
 
 
 def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_evaluations: int = 3000) -> Stages:

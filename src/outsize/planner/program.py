@@ -24,6 +24,7 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.ACC: (_UNIT_SLOT,),
     Kind.FORWARD: (_UNIT_MICROBATCH,),
     Kind.FORWARD_BACKWARD: (_UNIT_MICROBATCH,),
+    Kind.RECOMPUTE: (_UNIT_MICROBATCH,),
     Kind.BACKWARD: (_UNIT_MICROBATCH,),
     Kind.SAVE: (_UNIT_MICROBATCH,),
     Kind.FETCH: (_UNIT_MICROBATCH,),

@@ -54,6 +54,7 @@ class Rules:
             Kind.ACC: self._acc,
             Kind.FORWARD: self._forward,
             Kind.FORWARD_BACKWARD: self._forward_backward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.SAVE: self._save,
             Kind.FETCH: self._fetch,
@@ -165,6 +166,14 @@ class Rules:
         )
         self._run_forward(op, unit, microbatch)
         self._run_backward(op, unit, microbatch)
+
+    def _recompute(self, op: Op, unit: int, microbatch: int) -> None:
+        require(self._handover is not None, "a backward recomputes by itself")
+        require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")
+        require(self._forwards[unit] > microbatch, "its forward has not run")
+        self._check_weights(op, unit)
+        if self._handover is not None:
+            self._handover.check(op, unit, microbatch)
 
     def _backward(self, op: Op, unit: int, microbatch: int) -> None:
         require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")

@@ -3,7 +3,7 @@
 The input of a unit for a microbatch, and the gradient of that input, may lie on workers and below them. F makes the
 input of the next unit on its own worker; SAVE moves it below, FETCH brings a copy up. Once a unit's F has run, a
 worker keeps its input only where no copy lies below, or where its backward follows at once. B needs both on its
-worker, and uses them up.
+worker, after an R unless the forward has just run there, and uses them up.
 """
 
 from collections import defaultdict
@@ -26,6 +26,7 @@ class HandoverRules:
         self._fused = layout.stages.backward[0][0]
         self._inputs: _Places = defaultdict(set)
         self._gradients: _Places = defaultdict(set)
+        self._recomputed: set[tuple[int, int, int]] = set()
 
     def check(self, op: Op, unit: int, microbatch: int) -> None:
         """Follow one op.
@@ -47,7 +48,10 @@ class HandoverRules:
             self._inputs[at].add(worker)
         else:
             self._need(self._inputs, at, worker, "input")
-            if op.kind is Kind.FORWARD:
+            if op.kind is Kind.RECOMPUTE:
+                require((*at, worker) not in self._recomputed, f"unit {unit} has been recomputed already")
+                self._recomputed.add((*at, worker))
+            elif op.kind is Kind.FORWARD:
                 self._inputs[after].add(worker)
                 if BELOW in self._inputs[at] and unit < self._fused:
                     self._inputs[at].discard(worker)
@@ -56,6 +60,8 @@ class HandoverRules:
 
     def _backward(self, op: Op, at: tuple[int, int], after: tuple[int, int], worker: int) -> None:
         if op.kind is Kind.BACKWARD:
+            recomputed = at[0] >= self._fused or (*at, worker) in self._recomputed
+            require(recomputed, f"unit {at[0]} has not been recomputed on worker {worker}")
             self._need(self._gradients, after, worker, "gradient")
             del self._gradients[after]
         self._inputs.pop(at, None)

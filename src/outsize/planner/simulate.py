@@ -18,7 +18,7 @@ from outsize.planner.program import Program, render_op
 from outsize.planner.timeline import Event, Timeline
 from outsize.planner.usage import Change, changes_of
 
-_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD})
+_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD})  # R is followed by its B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

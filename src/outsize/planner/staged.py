@@ -5,6 +5,8 @@ its next visit. While it does, the weights of that next visit come up in pieces 
 the other half of its slots. So an activation that is waited for is behind one weight at most. A unit that the
 next visit runs too comes up after this visit has given it back.
 
+A backward visit recomputes all its units before the gradient is needed, so that it may do so while it waits.
+
 Gradients of a unit are summed in the order of the microbatches whatever the number of workers: each round takes
 up the sum where the one before left it.
 """
@@ -143,7 +145,7 @@ def _inputs(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
 
     if visit.forward:
         return [on(Kind.FETCH, first)] if first else []
-    return [on(Kind.RECV, end), *(on(Kind.FETCH, u) for u in reversed(range(first, end)) if u)]
+    return [*(on(Kind.FETCH, u) for u in reversed(range(first, end)) if u), on(Kind.RECV, end)]
 
 
 def _compute(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
@@ -164,6 +166,8 @@ def _compute(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     if visit.backward:
         if visit.forward:
             on(Kind.FORWARD_BACKWARD, layout.last)
+        for unit in () if visit.forward else range(first, end):
+            on(Kind.RECOMPUTE, unit)
         for unit in reversed(range(first, min(end, layout.last))):
             on(Kind.BACKWARD, unit)
         if first > layout.first_backward:
