@@ -15,8 +15,8 @@ from outsize.planner.pipeline import makespan_s, stage_times
 from outsize.planner.stages import Span, Stages, spans_down, spans_up
 
 # How many starts climb, and how many limits are tried on each side.
-NUM_CLIMBERS = 4
-NUM_LIMITS = 16
+NUM_CLIMBERS = 6
+NUM_LIMITS = 10
 
 Fits = Callable[[Span, bool], bool]
 _Sizes = tuple[int, ...]
@@ -56,7 +56,7 @@ class Pipeline:
         return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s)
 
 
-def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_evaluations: int = 3000) -> Stages:
+def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_evaluations: int = 6000) -> Stages:
     """Return the stages whose step is shortest, as far as the search finds them.
 
     Args:
@@ -70,7 +70,7 @@ def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_evaluatio
     """
     search = _Search(pipeline, max_evaluations)
     workers, microbatches = pipeline.num_workers, pipeline.num_microbatches
-    usual = {microbatches, *(n * workers // 2 for n in range(2, 9))}
+    usual = {microbatches, *(max(1, n * workers // 4) for n in (4, 5, 6, 7, 8, 10, 12, 16))}
     sizes = sorted({min(size, microbatches) for size in round_sizes or usual})
     starts = [
         (search.step_s(forward, backward, size), forward, backward, size)
@@ -80,8 +80,9 @@ def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_evaluatio
     if not starts:
         raise ValueError("no cut fits the workers' memory and gives each of them a stage")
     best = min(starts)
-    for start in islice(_distinct(sorted(starts)), NUM_CLIMBERS):
-        best = min(best, search.climb(start, sizes))
+    climbers = list(islice(_distinct(sorted(starts)), NUM_CLIMBERS))
+    for index, start in enumerate(climbers):
+        best = min(best, search.climb(start, sizes, search.left // (len(climbers) - index)))
     return pipeline.stages(*best[1:])
 
 
@@ -117,7 +118,7 @@ class _Search:
         forwards, backwards = pipeline.forward_s, pipeline.backward_s
         top = len(forwards)
         seen = set()
-        for fused in range(top - 1, max(pipeline.bottom, top - 4) - 1, -1):
+        for fused in range(top - 1, max(pipeline.bottom, top - 2) - 1, -1):
             for up in _limits(forwards[:fused]):
                 for down in _limits(backwards[pipeline.bottom : fused]):
                     forward = self._pack(range(fused - 1, -1, -1), forwards, up, False)[::-1]
@@ -127,21 +128,20 @@ class _Search:
                         seen.add(cut)
                         yield cut
 
-    def climb(self, found: _Found, round_sizes: Sequence[int]) -> _Found:
-        """Return the best that single changes lead to."""
-        while self.left > 0:
-            neighbours = [(f, b, found[3]) for f, b in self._neighbours(found[1], found[2])]
-            neighbours += [(found[1], found[2], size) for size in round_sizes if size != found[3]]
-            better = None
+    def climb(self, found: _Found, round_sizes: Sequence[int], num_evaluations: int) -> _Found:
+        """Return what single changes lead to, taking the first that gains each time."""
+        until = self.left - num_evaluations
+        better: _Found | None = found
+        while better is not None:
+            found, better = better, None
+            neighbours = [(found[1], found[2], size) for size in round_sizes if size != found[3]]
+            neighbours += [(f, b, found[3]) for f, b in self._neighbours(found[1], found[2])]
             for cut in neighbours:
-                if self.left <= 0:
+                if self.left <= until:
                     break
-                candidate = (self.step_s(*cut), *cut)
-                if candidate[0] < found[0] * (1 - 1e-9) and (better is None or candidate < better):
-                    better = candidate
-            if better is None:
-                break
-            found = better
+                if (seconds := self.step_s(*cut)) < found[0] * (1 - 1e-9):
+                    better = (seconds, *cut)
+                    break
         return found
 
     def allowed(self, forward: _Sizes, backward: _Sizes) -> bool:
