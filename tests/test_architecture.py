@@ -32,7 +32,16 @@ ARROWS = {
 }
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}
-TORCH_FREE = ["planner", "config", "hardware/spec.py", "hardware/presets.py", "model/spec.py", "model/spec_from_config.py", "codecs/spec.py", "optim/spec.py"]
+TORCH_FREE = [
+    "planner",
+    "config",
+    "hardware/spec.py",
+    "hardware/presets.py",
+    "model/spec.py",
+    "model/spec_from_config.py",
+    "codecs/spec.py",
+    "optim/spec.py",
+]
 
 
 def files() -> list[Path]:

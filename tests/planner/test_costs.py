@@ -11,6 +11,7 @@ from outsize.planner.discrete import Cost
 from outsize.planner.program import parse_op
 from outsize.planner.schedule import build_step
 from outsize.planner.simulate import simulate
+from outsize.planner.stages import Stages
 from planner.layouts import make_layout
 
 UNITS = tuple(pack_unit(i, f"u{i}", "block", [("w", (1 << 20,), True, True)]) for i in range(4))
@@ -55,6 +56,21 @@ def test_tiles_go_through_the_disk_the_last_one_cut_short():
     assert price("WRITE 1#1<t0", **options) == Cost(
         amount=14 * SIZE / 4, through=("disk write", "host memory")
     )
+
+
+def test_a_recompute_of_its_own_leaves_the_backward_the_rest():
+    layout = replace(
+        LAYOUT,
+        offload=frozenset(),
+        num_workers=1,
+        stages=Stages(forward=((0, 3),), backward=((3, 4), (0, 3)), round_size=1),
+    )
+    of = cost_model(MACHINE, MODEL, layout, TIMES, (0, 7, 7, 7)).cost_of
+    apart = of(parse_op("R 1.0@w0")).seconds + of(parse_op("B 1.0@w0")).seconds
+    assert apart == pytest.approx(0.3)
+    assert of(parse_op("FB 3.0@w0")).seconds == 0.3
+    assert of(parse_op("SUM 1@w0.0")).amount == 4 * SIZE
+    assert of(parse_op("RECV 1.0@w0")).through == ("up:w0", "host memory")
 
 
 def test_a_tier_that_is_not_there():

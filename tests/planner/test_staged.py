@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
 from outsize.planner.discrete import Cost
-from outsize.planner.hazards import Hazards
+from outsize.planner.hazards import SAVE_WINDOW, Hazards
 from outsize.planner.ops import Kind
 from outsize.planner.program import Program, parse, render
 from outsize.planner.schedule import build_step
@@ -130,6 +130,14 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     assert len(done.timeline.events) == sum(map(len, programs))
     assert sum(e.end_s - e.start_s for e in done.critical_path) == pytest.approx(done.makespan_s)
     assert not any(done.left_bytes.values()), "what ops take they give back"
+    spans = (*layout.stages.forward, *layout.stages.backward)
+    deepest = max(end - first for first, end in spans)
+    # This microbatch's inputs and gradients, the next one's on their way up, two on their way down.
+    activations = (2 * (deepest + 2) + SAVE_WINDOW) * max(sizes)
+    resident = layout.weight_bytes[layout.rest] if layout.rest is not None else 0
+    places = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident
+    for worker in range(layout.num_workers):
+        assert done.peak_bytes.get(f"device:w{worker}", 0) <= places + activations
 
 
 @settings(deadline=None)
