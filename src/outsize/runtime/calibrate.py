@@ -1,21 +1,23 @@
 """What a microbatch needs in device memory: measured on one unit of each kind, at a short length, and scaled.
 
 Weights do not matter to sizes, so every unit is bound to one plane of small random numbers, as large as the largest
-unit. Blocks of the same class and shapes are run once; the others pass on tensors of the same form. Bytes as a
-function of sequence length are a polynomial of second degree (attention without a fused kernel is quadratic), so three
-lengths determine it exactly; sequences of one microbatch add up.
+unit. Blocks of the same class and shapes that are called alike are run once; the others pass on tensors of that form.
+Bytes as a function of sequence length are a polynomial of second degree (attention without a fused kernel is
+quadratic), so three lengths determine it exactly; sequences of one microbatch add up. A chunk of the loss is measured
+at two lengths: weights have gradients of one size, logits grow with the tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from outsize.errors import ModelError
+from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.binding import TORCH_DTYPE, Binder
@@ -81,7 +83,25 @@ def calibrate(
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+
+    Raises:
+        ModelError: the model does not call its units once each, in order, or raised something.
     """
+    # Kernels keep buffers for every thread that ever called them; those of this one go with it.
+    with ThreadPoolExecutor(1, "calibrate") as thread:
+        return thread.submit(
+            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens
+        ).result()
+
+
+def _calibrate(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    make_inputs: Callable[[int, int], Mapping[str, Any]],
+    num_sequences: int,
+    seq_len: int,
+    chunk_tokens: int | None,
+) -> Measured:
     lengths = (seq_len,) if seq_len <= SHORT_LENGTHS[-1] else SHORT_LENGTHS
     plane = torch.empty(max(unit.numel for unit in split.spec.units), dtype=TORCH_DTYPE[split.spec.dtype])
     plane.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
@@ -95,6 +115,13 @@ def calibrate(
             for length in lengths
         ]
         torch.set_rng_state(state)
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: {type(error).__name__}: "
+            f"{error}; is data.seq_len within the model's limit, and does it run with attention=eager?"
+        ) from error
     finally:
         binder.close()
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
@@ -108,6 +135,8 @@ class _Row:
     held: int
     shared: bool
     plain: bool
+    glue: int = 0
+    chunk: tuple[int, float] = (0, 0.0)
     shifted: bool = True
     graph_matters: bool = False
 
@@ -168,7 +197,8 @@ class _Pass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
-        key = (type(self._split.modules[unit]), tuple(tensor.shape for tensor in spec.tensors))
+        shapes = tuple(tensor.shape for tensor in spec.tensors)
+        key = (type(self._split.modules[unit]), shapes, _signature(call))
         if key in self._known:
             forward, backward, outputs = self._known[key]
         else:
@@ -216,19 +246,34 @@ class _Pass:
             self._row.plain = self._is_plain(outputs, ending.output)
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
-        live.restart()
         if self._chunk_tokens is not None and self._row.plain:
+            del ending
             hidden = next(t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t))
-            chunked_head_loss(
-                forward, hidden.detach(), shift_labels(self._inputs["labels"]), 1.0, self._chunk_tokens
-            )
-        elif isinstance(ending, Finished):
+            self._row.chunk = self._chunk(forward, hidden.detach().flatten(0, -2), live)
+            self._row.glue = max(glue, 0)
+            self._row.forward.append(0)
+            self._row.backward.append(0)
+            return
+        live.restart()
+        if isinstance(ending, Finished):
             self._backward(unit, call)
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
             live.peak += 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
         self._row.forward.append(0)
         self._row.backward.append(live.peak - before + max(glue, 0))
+
+    def _chunk(self, forward: Callable[..., Any], hidden: Tensor, live: LiveBytes) -> tuple[int, float]:
+        """Bytes of one chunk of the loss: for any number of tokens (gradients of weights), and per token."""
+        targets = shift_labels(self._inputs["labels"])
+        counts = (len(hidden) // 2, len(hidden))
+        peaks = []
+        for count in counts:
+            before = live.restart()
+            chunked_head_loss(forward, hidden[:count], targets[:count], 1.0, max(count, 1))
+            peaks.append(live.peak - before)
+        per_token = (peaks[1] - peaks[0]) / (counts[1] - counts[0])
+        return max(int(peaks[1] - per_token * counts[1]), 0), per_token
 
     def _is_plain(self, head_output: Any, output: Any) -> bool:
         """Whether nothing but a shifted mean cross-entropy follows the head, judged on made-up logits."""
@@ -264,9 +309,27 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _signature(call: UnitCall) -> Any:
+    """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    forms = [
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    ]
+    return (str(structure), tuple(forms))
+
+
 def _like(tensor: Tensor) -> Tensor:
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return made.normal_(0.0, 0.5) if made.is_floating_point() else made
+
+
+def _through(xs: Sequence[int], ys: Sequence[int], x: int) -> float:
+    """Value at ``x`` of the polynomial through the points (Lagrange)."""
+    return sum(
+        y * prod((x - other) / (own - other) for other in xs if other != own)
+        for own, y in zip(xs, ys, strict=True)
+    )
 
 
 def _scale(
@@ -275,7 +338,7 @@ def _scale(
     def at(values: list[int], length: int = seq_len, sequences: int = num_sequences) -> int:
         if len(lengths) == 1:
             return max(values[0], 0) * sequences
-        fitted = float(np.polyval(np.polyfit(lengths, values, 2), length))
+        fitted = _through(lengths, values, length)
         linear = values[-1] / lengths[-1] * length
         # A negative curvature is noise of padding and rounding; a straight line through the longest point bounds it.
         return int(max(fitted, linear if values[-1] > 0 else 0.0)) * sequences
@@ -284,9 +347,10 @@ def _scale(
     backward = [at([row.backward[unit] for row in rows]) for unit in units]
     if chunk_tokens is not None and rows[-1].plain:
         tokens = num_sequences * seq_len
-        per_token = rows[-1].backward[-1] / lengths[-1]
+        fixed, per_token = rows[-1].chunk
         hidden = at([row.boundary[-1] for row in rows])
-        backward[-1] = int(per_token * min(tokens, chunk_tokens)) + 3 * hidden
+        backward[-1] = fixed + int(per_token * min(tokens, chunk_tokens))
+        backward[-1] += at([row.glue for row in rows]) + 3 * hidden
     return Measured(
         boundary_bytes=tuple(at([row.boundary[unit] for row in rows]) for unit in units),
         forward_bytes=tuple(at([row.forward[unit] for row in rows]) for unit in units),

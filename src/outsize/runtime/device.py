@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import ConfigError
+from outsize.runtime.allocator import ResidentLimit
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger, Reservation
 
@@ -53,22 +54,39 @@ class Device(ABC):
     def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
 
+    def make_room(self) -> None:  # noqa: B027 - only a device that shares the process's memory must
+        """Called before each computation: give back what the allocator keeps beyond the budget."""
+
     @abstractmethod
     def close(self) -> None:
         """Finish all work and give memory back; idempotent."""
 
 
 class CpuDevice(Device):
-    """The machine's own cores and RAM."""
+    """The machine's own cores and RAM.
 
-    def __init__(self, name: str = "cpu", ledger: Ledger | None = None) -> None:
+    Args:
+        name: as in the configuration.
+        ledger: where its memory is reserved.
+        limit: of the process's resident memory; None where it is nobody's promise.
+    """
+
+    def __init__(
+        self, name: str = "cpu", ledger: Ledger | None = None, limit: ResidentLimit | None = None
+    ) -> None:
         self.name = name
+        self._limit = limit
         self.torch_device = torch.device("cpu")
         self._arena = Arena(ledger=ledger, tier="device")
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
         """See `Device.allocate`."""
         return self._arena.take(num_bytes, what)
+
+    def make_room(self) -> None:
+        """See `Device.make_room`."""
+        if self._limit is not None:
+            self._limit.keep()
 
     def close(self) -> None:
         """See `Device.close`."""
@@ -165,13 +183,19 @@ class CudaDevice(Device):
             self._reservations.pop().release()
 
 
-def open_device(name: str, ledger: Ledger | None = None, link_bytes_per_s: float | None = None) -> Device:
+def open_device(
+    name: str,
+    ledger: Ledger | None = None,
+    link_bytes_per_s: float | None = None,
+    limit: ResidentLimit | None = None,
+) -> Device:
     """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N``, ``cuda`` or ``cuda:i``.
 
     Args:
         name: of the device.
         ledger: where the device's memory is reserved, in tier ``device``.
         link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
+        limit: where the device is the CPU, the limit of the process's resident memory.
 
     Raises:
         ConfigError: no such device.
@@ -181,7 +205,7 @@ def open_device(name: str, ledger: Ledger | None = None, link_bytes_per_s: float
         raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
     match kind:
         case "cpu" if not index:
-            return CpuDevice(ledger=ledger)
+            return CpuDevice(ledger=ledger, limit=limit)
         case "emulated":
             return EmulatedDevice(name, ledger, link_bytes_per_s)
         case "cuda":

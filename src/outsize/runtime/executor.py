@@ -12,6 +12,7 @@ A lane is in order and every dependency is earlier in program order, so the earl
 there is no deadlock. When a handler raises, its error is kept, every later op is skipped, and `wait` raises it.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -42,8 +43,8 @@ class Task:
 
     def wait(self) -> None:
         """Return when the op is done, as far as the host knows."""
-        self.gate.acquire()
-        self.gate.release()
+        with self.gate:
+            pass  # not acquire() and release(): Ctrl-C between the two would shut it for the lanes behind it
 
 
 class Handler(Protocol):
@@ -81,7 +82,7 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._recent: dict[int, Task] = {}
         self._submitted = 0
-        self._failure: tuple[BaseException, Task] | None = None
+        self._failure: tuple[BaseException, str] | None = None
         self._closing = False
         self.events: list[Event] = []
 
@@ -113,12 +114,13 @@ class Executor:
             if task.mark is not None:
                 self._device.wait("", task.mark)
         if self._failure is not None:
-            error, failed = self._failure
-            if isinstance(error, OutsizeError) or not isinstance(error, Exception):
-                raise error
-            raise ExecutionError(
-                f"{failed.op} failed on lane {failed.lane}: {type(error).__name__}: {error}"
-            ) from error
+            error, what = self._failure
+            try:
+                if isinstance(error, OutsizeError) or not isinstance(error, Exception):
+                    raise error
+                raise ExecutionError(f"{what}: {type(error).__name__}: {error}") from error
+            finally:
+                del error  # else error and frame hold each other, and the activations with them
 
     @property
     def failed(self) -> bool:
@@ -156,8 +158,13 @@ class Executor:
         return self._queues[lane]
 
     def _run_lane(self, lane: str, tasks: "queue.SimpleQueue[Task | None]") -> None:
-        around = self._around(lane) if self._around is not None else self._device.lane("")
-        with around, self._device.lane(lane):
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._around is not None:
+                    stack.enter_context(self._around(lane))
+                stack.enter_context(self._device.lane(lane))
+            except BaseException as error:  # its tasks are skipped, so that nobody waits for them
+                self._fail(error, f"lane {lane} could not start")
             while (task := tasks.get()) is not None:
                 self._run(task, lane)
                 task.dependencies = ()
@@ -182,8 +189,7 @@ class Executor:
             self._handler(task.op, task.context)
             task.mark = self._device.record(lane)
         except BaseException as error:  # kept for the thread that waits: a lane never dies and never prints
-            if self._failure is None:
-                self._failure = (error, task)
+            self._fail(error, f"{task.op} failed on lane {lane}")
         else:
             end = time.perf_counter()
             self.events.append(
@@ -197,6 +203,11 @@ class Executor:
                 )
             )
         task.context = None
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        """Keep the first error."""
+        if self._failure is None:
+            self._failure = (error, what)
 
     def _forget(self) -> None:
         """Drop tasks that are done on the host and, having no mark, on the device too."""

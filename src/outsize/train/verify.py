@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
+from outsize.storage.directory import needed_directory
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult
 from outsize.train.resident import ResidentTrainer, materialise
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StreamedTrainer
+from outsize.train.torch_state import borrowed_torch
 
 
 def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) -> VerifyResult:
@@ -29,7 +31,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir
         directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
-        directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(needed_directory(directory, "train.run_dir"))
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic))
         prepared = prepare(config, directory, announce)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
