@@ -6,7 +6,6 @@ Each in fresh processes, in turn, medians. Also what they loaded: modules in all
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time

@@ -435,7 +435,7 @@ def test_kernels_that_use_several_threads_are_exact(dtype: str, two_threads: Non
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    batches = make_batches("llama", num_steps=2, num_sequences=8, seq_len=128)
+    batches = make_batches("llama", num_steps=2, num_sequences=4, seq_len=128)
     train = {"microbatches": 2, "loss": "chunked", "head_chunk_tokens": 300}
     compare_model(
         model, batches, tmp_path, model={"dtype": dtype}, train=train, memory={"home": "disk", "slots": 2}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 from bad_input.traps import Trap, raiser
 from bad_input.world import World, run_well
@@ -137,6 +137,22 @@ def test_an_exception_of_the_model_names_op_and_unit(
         error = world.fails(ModelError, match, begins=True)
     assert type(error.__cause__) is FloatingPointError
     check_unsaved(world, "library")
+
+
+def test_a_model_that_objects_to_being_unwound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of the other microbatch is under way when the run ends; what it raises then is nobody's error."""
+    forward = LlamaModel.forward
+
+    def objects(self: LlamaModel, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(self, *args, **kwargs)
+        except BaseException as error:
+            raise RuntimeError("the model was not finished") from error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LlamaModel, "forward", objects)
+        break_forward(Trap(patched, Kind.FORWARD, microbatch=1, unit=2), patched)
+        world.fails(ModelError, "FloatingPointError: no way back", begins=True)
 
 
 def test_the_run_before_the_exception_can_be_continued(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

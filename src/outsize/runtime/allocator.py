@@ -1,8 +1,8 @@
 """Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
 
-A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for every
-4 KiB: a sixth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap fragments, and
-grew to 1.6 times a tight budget. So where the plan has room for a heap with holes, memory stays in the heap, and a step
+A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
+every 4 KiB: a sixth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap
+fragments, and grew to 1.6 times a tight budget. So where the plan has room for a heap with holes, memory stays in the heap, and a step
 that would go over its limit hands the free pages back first; where it has none, every large tensor is a mapping of its
 own, gone when the tensor is.
 """
@@ -46,7 +46,7 @@ def set_thresholds(*, heap: bool) -> bool:
         (_M_ARENA_MAX, ARENA_MAX),
     )
     mallopt = getattr(_libc(), "mallopt", None)
-    done = mallopt is not None and all([mallopt(name, value) == 1 for name, value in settings])
+    done = mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
     if not done:
         _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
     return done

@@ -152,7 +152,7 @@ class ComputeOps:
 
         inputs = pytree.tree_map_only(
             Tensor,
-            lambda tensor: tensor.to(self._device.torch_device),
+            lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
             dict(context.microbatches[microbatch].inputs),
         )
         if self._loss.chunk_tokens is not None:
@@ -173,7 +173,7 @@ class ComputeOps:
         ):  # no target, no gradient: not even one of zeros, which would be stepped
             run.drop(unit)
             return torch.zeros(())
-        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device)
+        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
         assert self._loss.chunk_tokens is not None
         loss, gradient = chunked_head_loss(
             self._forwards[unit],

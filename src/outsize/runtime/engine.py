@@ -170,7 +170,7 @@ class Engine:
 
     def take_timeline(self) -> Timeline:
         """Return what the lanes did since the last call, and forget it."""
-        events, self._executor.events = self._executor.events, []
+        events = self._executor.take_events()
         return Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
 
     def waiting(self) -> dict[str, str]:

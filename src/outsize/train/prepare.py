@@ -20,7 +20,7 @@ from outsize.optim.groups import decay_parameter_names
 from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.validate import validate
-from outsize.runtime.allocator import HEAP_WORKSPACES
+from outsize.runtime.allocator import HEAP_WORKSPACES, trim
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
@@ -73,6 +73,7 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
     model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
+    trim()  # building a model takes its weights for a moment, one after the other
     directory = locate_checkpoint(config.model.path)
     source = CheckpointReader(directory, model)
     source.load_buffers(model)
@@ -87,6 +88,7 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
     )
     with Boundaries(parts.modules) as boundaries:
         measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce)
+    trim()
     plan, heap = choose_plan(config, parts, machine, measured)
     announce(
         f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
@@ -157,7 +159,7 @@ def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measur
         workspace = max(*measured.forward_bytes, *measured.backward_bytes)
         with contextlib.suppress(InfeasiblePlanError):
             return make_plan(config, parts, machine, measured, int(workspace * HEAP_WORKSPACES)), True
-    return make_plan(config, parts, machine, measured), False
+    return make_plan(config, parts, machine, measured), machine.device != "cpu"
 
 
 def make_plan(

@@ -74,10 +74,9 @@ def train(
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        if prepared.machine.device == "cpu":
-            # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
-            set_thresholds(heap=prepared.heap)
-            trim()
+        # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
+        set_thresholds(heap=prepared.heap)
+        trim()
         store = Path(config.memory.store_dir or run_dir / "store")
         trainer = stack.enter_context(StreamedTrainer(prepared, store))
         trainer.fill()
@@ -219,7 +218,14 @@ class _Run:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB)."""
+    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB).
+
+    The kernel's high-water mark, where it tells: what `getrusage` says begins with that of the process's parent.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
