@@ -64,7 +64,9 @@ def make_model(target: Path) -> int:
     """Write a model with fresh weights to ``target``; returns its number of parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,

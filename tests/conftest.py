@@ -2,6 +2,10 @@
 
 import gc
 import os
+
+# Tiny models gain nothing from more threads, and several of them on few cores lose much; tests that want more say so.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -107,7 +107,8 @@ def train(
         eps=recipe.eps,
         fused=True,
     )
-    scheduler = get_scheduler(recipe.schedule, optimizer, recipe.warmup_steps, recipe.steps)
+    kind = "constant_with_warmup" if recipe.schedule == "constant" else recipe.schedule
+    (factor,) = get_scheduler(kind, optimizer, recipe.warmup_steps, recipe.steps).lr_lambdas[:1]
     trace, scale = Trace(), recipe.loss_scale
     for number, microbatches in enumerate(batches):
         total = sum(num_targets(inputs, recipe.causal) for inputs in microbatches)
@@ -132,6 +133,8 @@ def train(
         trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         for name, parameter in stepped.items():
             parameter.grad = gradients.get(name)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * factor(number)
         norm = nn.utils.clip_grad_norm_(stepped.values(), recipe.max_grad_norm or float("inf"))
         trace.norms.append(float(norm))
         if torch.isfinite(norm):
@@ -139,7 +142,6 @@ def train(
         else:
             scale /= 2
         optimizer.zero_grad()
-        scheduler.step()
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(stepped[name])
@@ -178,6 +180,8 @@ def _forward_backward_in_chunks(
     collect: Callable[[], None],
 ) -> float:
     """The same for a model whose loss is the cross-entropy of the next token: head and loss, a few tokens at a time."""
+    if num_targets(inputs) == 0:
+        return 0.0
     head = model.get_submodule(recipe.head)
 
     def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:

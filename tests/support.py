@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 import zoo
 from outsize.config import Config
@@ -46,14 +48,75 @@ def save_model(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def make_config(
-    model_dir: Path, num_sequences: int = 4, steps: int = 3, **sections: Mapping[str, Any]
-) -> Config:
-    """A run in fp32 on the CPU with its home on the host; ``sections`` changes what should differ."""
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and an end of text: no training, no files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<eos>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+def make_model_dir(directory: Path, name: str = "llama", **changes: Any) -> Path:
+    """A model directory with a tokenizer: architecture ``name``, tiny, with random weights."""
+    config = zoo.make_config(name)
+    for key, value in {"vocab_size": 264, **changes}.items():
+        setattr(config, key, value)
+    factory = AutoModelForMaskedLM if zoo.is_masked(name) else AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        save_model(factory.from_config(config, dtype=torch.float32), directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_text(path: Path, num_lines: int = 60) -> Path:
+    """A text file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"line {number}: the square of {number} is {number * number}" for number in range(num_lines)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def make_run(directory: Path, name: str = "llama", **sections: Mapping[str, Any]) -> Config:
+    """A complete run in ``directory``: 4 steps of 4 sequences in 2 microbatches, in fp32 on the CPU."""
+    model = directory / "model"
+    if not model.exists():
+        make_model_dir(model, name)
+    data = directory / "data.txt"
+    if not data.exists():
+        make_text(data)
+    settings: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "dtype": "fp32"},
+        "data": {"path": str(data), "seq_len": 16},
+        "train": {
+            "steps": 4,
+            "tokens_per_step": 64,
+            "microbatches": 2,
+            "seed": 3,
+            "run_dir": str(directory / "run"),
+        },
+        "optimizer": {"lr": 1e-3, "schedule": "constant", "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "memory": {"device": "cpu", "home": "host", "device_memory": TOO_MUCH, "host_memory": TOO_MUCH},
+    }
+    for section, values in sections.items():
+        settings[section] = {**settings[section], **values}
+    return Config(**settings)
+
+
+def make_config(model_dir: Path, batches: Sequence[Batch], **sections: Mapping[str, Any]) -> Config:
+    """A run over ``batches`` in fp32 on the CPU, its home on the host; ``sections`` changes what should differ."""
+    num_sequences, seq_len = batches[0].input_ids.shape
     settings: dict[str, dict[str, Any]] = {
         "model": {"path": str(model_dir), "dtype": "fp32"},
-        "data": {"path": "nothing", "seq_len": SEQ_LEN},
-        "train": {"steps": steps, "tokens_per_step": SEQ_LEN * num_sequences, "loss": "model", "seed": 5},
+        "data": {"path": "nothing", "seq_len": seq_len},
+        "train": {
+            "steps": len(batches),
+            "tokens_per_step": seq_len * num_sequences,
+            "loss": "model",
+            "seed": 5,
+        },
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.0},
         "memory": {"device": "cpu", "home": "host", "device_memory": TOO_MUCH, "host_memory": TOO_MUCH},
     }

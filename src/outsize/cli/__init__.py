@@ -15,6 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from outsize.cli.app import app
 
+    # Several lanes compute at once. Threads that spin while they wait for their like take the cores from the others: a
+    # resident microbatch beside other work took five times as long. Read by OpenMP when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(arguments, prog_name="outsize")
     except BrokenPipeError:

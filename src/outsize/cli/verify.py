@@ -37,7 +37,7 @@ def _table(result: "VerifyResult") -> str:
     """Return the losses of both runs side by side, and the verdict."""
     lines = [f"{'step':>5}  {'streamed':>22}  {'resident':>22}"]
     for step, pair in enumerate(zip(result.loss_streamed, result.loss_resident, strict=True), start=1):
-        mark = "" if pair[0] == pair[1] else "  differs"
+        mark = "" if repr(pair[0]) == repr(pair[1]) else "  differs"  # a NaN is a NaN
         lines.append(f"{step:>5}  {pair[0]!r:>22}  {pair[1]!r:>22}{mark}")
     lines.append(f"largest difference of a weight: {result.max_weight_difference:g}")
     if result.differing:

@@ -7,6 +7,7 @@ microbatches, with no code per architecture: masks, rotary tables, caches and ke
 model made them. Code between units ("glue": norms, scalings, the loss) runs inside the coroutine.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -111,4 +112,5 @@ class Walk:
         """Unwind a forward that will not be continued; its frames let go of their tensors."""
         if self._started and not self._coroutine.dead:
             self._coroutine.parent = greenlet.getcurrent()
-            self._coroutine.throw(greenlet.GreenletExit)
+            with contextlib.suppress(Exception):  # what the model's code makes of it concerns nobody any more
+                self._coroutine.throw(greenlet.GreenletExit)

@@ -13,7 +13,7 @@ frozen    weights only                                                        4 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,12 +22,15 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
+from outsize.units import align_up
 
 Tier = Literal["host", "disk"]
 
 # exp_avg and exp_avg_sq, fp32.
 _MOMENTS_BYTES = 8
 _FP32_BYTES = 4
+# Extents of `storage.scratch` are whole sectors.
+_EXTENT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,12 @@ def _device_table(demand: Demand, layout: StepLayout, activations: Live) -> dict
     }
 
 
+def _scratch_bytes(layout: StepLayout, boundary_bytes: Sequence[int]) -> int:
+    """Return what the room for saved activations takes: equal extents, each as large as the largest needs."""
+    largest = max((boundary_bytes[unit] for unit in layout.offload), default=0)
+    return len(layout.offload) * layout.num_microbatches * align_up(largest, _EXTENT_BYTES)
+
+
 def memory_table(
     model: ModelSpec,
     demand: Demand,
@@ -123,7 +132,7 @@ def memory_table(
     ring = layout.num_tile_buffers * tile_elements * tile_element_bytes(model.dtype)
     table["device" if below == "disk" else "host"]["optimizer tiles"] = ring
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
-    table[below]["saved activations"] = activations.below_bytes
+    table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 

@@ -1,25 +1,25 @@
 """What a microbatch needs in device memory: measured on one unit of each kind, at a short length, and scaled.
 
 Weights do not matter to sizes, so every unit is bound to one plane of small random numbers, as large as the largest
-unit. Blocks of the same class and shapes are run once; the others pass on tensors of the same form. Bytes as a
-function of sequence length are a polynomial of second degree (attention without a fused kernel is quadratic), so three
-lengths determine it exactly; sequences of one microbatch add up.
+unit. Blocks of the same class and shapes that are called alike are run once; the others pass on tensors of that form.
+Three short lengths are run, and `extrapolate` goes on from there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from outsize.errors import ModelError
+from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.binding import TORCH_DTYPE, Binder
 from outsize.runtime.boundary import hand_out, is_differentiable
+from outsize.runtime.extrapolate import Trace, extrapolate
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
@@ -81,8 +81,26 @@ def calibrate(
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+
+    Raises:
+        ModelError: the model does not call its units once each, in order, or raised something.
     """
-    lengths = (seq_len,) if seq_len <= SHORT_LENGTHS[-1] else SHORT_LENGTHS
+    # Kernels keep buffers for every thread that ever called them; those of this one go with it.
+    with ThreadPoolExecutor(1, "calibrate") as thread:
+        return thread.submit(
+            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens
+        ).result()
+
+
+def _calibrate(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    make_inputs: Callable[[int, int], Mapping[str, Any]],
+    num_sequences: int,
+    seq_len: int,
+    chunk_tokens: int | None,
+) -> Measured:
+    lengths = _lengths(seq_len, num_sequences)
     plane = torch.empty(max(unit.numel for unit in split.spec.units), dtype=TORCH_DTYPE[split.spec.dtype])
     plane.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
     binder = Binder(split, _Discard())
@@ -95,6 +113,13 @@ def calibrate(
             for length in lengths
         ]
         torch.set_rng_state(state)
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: {type(error).__name__}: "
+            f"{error}; is data.seq_len within the model's limit, and does it run with attention=eager?"
+        ) from error
     finally:
         binder.close()
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
@@ -103,11 +128,14 @@ def calibrate(
 @dataclass(slots=True)
 class _Row:
     boundary: list[int]
-    forward: list[int]
-    backward: list[int]
+    forward: list[Trace]
+    backward: list[Trace]
     held: int
     shared: bool
     plain: bool
+    glue: int = 0
+    chunk_tokens: tuple[int, ...] = ()
+    chunk: tuple[Trace, ...] = ()
     shifted: bool = True
     graph_matters: bool = False
 
@@ -126,7 +154,7 @@ class _Pass:
         self._forwards = forwards
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
-        self._known: dict[Any, tuple[int, int, Any]] = {}
+        self._known: dict[Any, tuple[Trace, Trace, Any]] = {}
         self._row = _Row([], [], [], 0, False, False)
 
     def run(self, weights: torch.UntypedStorage) -> _Row:
@@ -168,7 +196,8 @@ class _Pass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
-        key = (type(self._split.modules[unit]), tuple(tensor.shape for tensor in spec.tensors))
+        shapes = tuple(tensor.shape for tensor in spec.tensors)
+        key = (type(self._split.modules[unit]), shapes, _signature(call))
         if key in self._known:
             forward, backward, outputs = self._known[key]
         else:
@@ -176,11 +205,11 @@ class _Pass:
             state = torch.get_rng_state()
             with torch.no_grad():
                 outputs = self._forwards[unit](*call.args, **call.kwargs)
-            forward = live.peak - before
+            forward = live.since(before)
             torch.set_rng_state(state)
             before = live.restart()
             same = self._backward(unit, call, outputs)
-            backward = live.peak - before
+            backward = live.since(before)
             self._row.graph_matters |= not same
             outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
             self._known[key] = forward, backward, outputs
@@ -216,19 +245,31 @@ class _Pass:
             self._row.plain = self._is_plain(outputs, ending.output)
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
-        live.restart()
+        self._row.forward.append(())
+        self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
+            del ending
             hidden = next(t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t))
-            chunked_head_loss(
-                forward, hidden.detach(), shift_labels(self._inputs["labels"]), 1.0, self._chunk_tokens
-            )
-        elif isinstance(ending, Finished):
+            self._chunk(forward, hidden.detach().flatten(0, -2), live)
+            self._row.backward.append(())
+            return
+        live.restart()
+        loss = 0
+        if isinstance(ending, Finished):
             self._backward(unit, call)
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
-            live.peak += 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
-        self._row.forward.append(0)
-        self._row.backward.append(live.peak - before + max(glue, 0))
+            loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
+        self._row.backward.append(live.since(before - loss))
+
+    def _chunk(self, forward: Callable[..., Any], hidden: Tensor, live: LiveBytes) -> None:
+        """Measure a chunk of the loss at two numbers of tokens."""
+        targets = shift_labels(self._inputs["labels"])
+        self._row.chunk_tokens = (max(len(hidden) // 2, 1), len(hidden))
+        for count in self._row.chunk_tokens:
+            before = live.restart()
+            chunked_head_loss(forward, hidden[:count], targets[:count], 1.0, count)
+            self._row.chunk += (live.since(before),)
 
     def _is_plain(self, head_output: Any, output: Any) -> bool:
         """Whether nothing but a shifted mean cross-entropy follows the head, judged on made-up logits."""
@@ -264,34 +305,46 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _signature(call: UnitCall) -> Any:
+    """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    forms = [
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    ]
+    return (str(structure), tuple(forms))
+
+
 def _like(tensor: Tensor) -> Tensor:
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return made.normal_(0.0, 0.5) if made.is_floating_point() else made
 
 
+def _lengths(seq_len: int, num_sequences: int) -> tuple[int, ...]:
+    """The lengths to run: the real one where it is short, and more of them where several sequences are asked for."""
+    if seq_len > SHORT_LENGTHS[-1]:
+        return SHORT_LENGTHS
+    return (seq_len,) if num_sequences == 1 or seq_len < 4 else (seq_len // 4, seq_len // 2, seq_len)
+
+
 def _scale(
     rows: list[_Row], lengths: tuple[int, ...], num_sequences: int, seq_len: int, chunk_tokens: int | None
 ) -> Measured:
-    def at(values: list[int], length: int = seq_len, sequences: int = num_sequences) -> int:
-        if len(lengths) == 1:
-            return max(values[0], 0) * sequences
-        fitted = float(np.polyval(np.polyfit(lengths, values, 2), length))
-        linear = values[-1] / lengths[-1] * length
-        # A negative curvature is noise of padding and rounding; a straight line through the longest point bounds it.
-        return int(max(fitted, linear if values[-1] > 0 else 0.0)) * sequences
+    def at(values: Iterable[Trace]) -> int:
+        return extrapolate(lengths, tuple(values), seq_len, num_sequences)
 
-    units = range(len(rows[0].boundary))
-    backward = [at([row.backward[unit] for row in rows]) for unit in units]
-    if chunk_tokens is not None and rows[-1].plain:
-        tokens = num_sequences * seq_len
-        per_token = rows[-1].backward[-1] / lengths[-1]
-        hidden = at([row.boundary[-1] for row in rows])
-        backward[-1] = int(per_token * min(tokens, chunk_tokens)) + 3 * hidden
+    last = rows[-1]
+    boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
+    backward = [at(row.backward[unit] for row in rows) for unit in range(len(boundary))]
+    if chunk_tokens is not None and last.plain:
+        count = min(num_sequences * seq_len, chunk_tokens)
+        backward[-1] = extrapolate(last.chunk_tokens, last.chunk, count) + 3 * boundary[-1]
+    backward[-1] += at((row.glue,) for row in rows)
     return Measured(
-        boundary_bytes=tuple(at([row.boundary[unit] for row in rows]) for unit in units),
-        forward_bytes=tuple(at([row.forward[unit] for row in rows]) for unit in units),
+        boundary_bytes=boundary,
+        forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
-        held_bytes=at([row.held for row in rows]),
+        held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
         plain_head=rows[0].plain,
         shifted=rows[0].shifted,

@@ -1,6 +1,7 @@
 """F, FB and B: a unit runs on one microbatch, with its weights in a slot."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,7 @@ class ComputeOps:
     def _find(self, op: Op, context: StepContext) -> tuple[int, MicrobatchRun]:
         assert op.unit is not None
         assert op.microbatch is not None
+        self._device.make_room()
         self._bind(op)
         if op.microbatch not in context.runs:
             context.runs[op.microbatch] = self._begin(op.microbatch, context)
@@ -140,14 +142,17 @@ class ComputeOps:
                 self._bound[unit] = slot
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
+        # Not `self` and `context`, which hold the run that will hold this.
+        seed, step, on_cuda = self._seed, context.number, self._device.torch_device.type == "cuda"
+
         def reseed(unit: int, glue: bool) -> None:
-            torch.default_generator.manual_seed(seed_of(self._seed, context.number, unit, microbatch, glue))
-            if self._device.torch_device.type == "cuda":
-                torch.cuda.manual_seed(seed_of(self._seed, context.number, unit, microbatch, glue))
+            torch.default_generator.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+            if on_cuda:
+                torch.cuda.manual_seed(seed_of(seed, step, unit, microbatch, glue))
 
         inputs = pytree.tree_map_only(
             Tensor,
-            lambda tensor: tensor.to(self._device.torch_device),
+            lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
             dict(context.microbatches[microbatch].inputs),
         )
         if self._loss.chunk_tokens is not None:
@@ -163,7 +168,12 @@ class ComputeOps:
 
     def _chunked(self, run: MicrobatchRun, unit: int, microbatch: Microbatch, context: StepContext) -> Tensor:
         hidden = run.head_input(unit)
-        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device)
+        if math.isinf(
+            microbatch.divisor
+        ):  # no target, no gradient: not even one of zeros, which would be stepped
+            run.drop(unit)
+            return torch.zeros(())
+        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
         assert self._loss.chunk_tokens is not None
         loss, gradient = chunked_head_loss(
             self._forwards[unit],

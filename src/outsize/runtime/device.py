@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import ConfigError
+from outsize.runtime.allocator import ResidentLimit
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger, Reservation
 
@@ -50,8 +51,15 @@ class Device(ABC):
     def wait(self, lane: str, mark: Any) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Make ``lane`` wait for a mark of another lane."""
 
+    def seconds(self, mark: Any) -> float:
+        """Return when a mark passed, on the clock of `time.perf_counter`; only for marks that have."""
+        raise NotImplementedError(f"{self.name} has no marks")
+
     def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
+
+    def make_room(self) -> None:  # noqa: B027 - only a device that shares the process's memory must
+        """Called before each computation: give back what the allocator keeps beyond the budget."""
 
     @abstractmethod
     def close(self) -> None:
@@ -59,16 +67,30 @@ class Device(ABC):
 
 
 class CpuDevice(Device):
-    """The machine's own cores and RAM."""
+    """The machine's own cores and RAM.
 
-    def __init__(self, name: str = "cpu", ledger: Ledger | None = None) -> None:
+    Args:
+        name: as in the configuration.
+        ledger: where its memory is reserved.
+        limit: of the process's resident memory; None where it is nobody's promise.
+    """
+
+    def __init__(
+        self, name: str = "cpu", ledger: Ledger | None = None, limit: ResidentLimit | None = None
+    ) -> None:
         self.name = name
+        self._limit = limit
         self.torch_device = torch.device("cpu")
         self._arena = Arena(ledger=ledger, tier="device")
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
         """See `Device.allocate`."""
         return self._arena.take(num_bytes, what)
+
+    def make_room(self) -> None:
+        """See `Device.make_room`."""
+        if self._limit is not None:
+            self._limit.keep()
 
     def close(self) -> None:
         """See `Device.close`."""
@@ -116,6 +138,11 @@ class CudaDevice(Device):
         self._held: list[Tensor] = []
         self._ledger = ledger
         self._reservations: list[Reservation] = []
+        with torch.cuda.device(self.torch_device):
+            self._origin = _event()
+            self._origin.record()
+            self._origin.synchronize()
+        self._origin_s = time.perf_counter()
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
         """See `Device.allocate`; torch's CUDA allocator aligns to 512 bytes, which is enough for DMA."""
@@ -138,7 +165,7 @@ class CudaDevice(Device):
         stream = self._streams.get(lane)
         if stream is None:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = _event()
         event.record(stream)
         return event
 
@@ -149,6 +176,13 @@ class CudaDevice(Device):
             mark.synchronize()
         else:
             stream.wait_event(mark)
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""
+        found: float = self._origin_s + self._origin.elapsed_time(mark) / 1e3
+        # Times between events are fp32 milliseconds: go on from here, or a day later they are good to 8 ms.
+        self._origin, self._origin_s = mark, found
+        return found
 
     def hold(self, tensor: Tensor, lane: str) -> None:
         """See `Device.hold`."""
@@ -165,13 +199,24 @@ class CudaDevice(Device):
             self._reservations.pop().release()
 
 
-def open_device(name: str, ledger: Ledger | None = None, link_bytes_per_s: float | None = None) -> Device:
+def _event() -> torch.cuda.Event:
+    """An event that is timed, and that a thread waits for asleep, so that it takes no core from the optimizer."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+
+def open_device(
+    name: str,
+    ledger: Ledger | None = None,
+    link_bytes_per_s: float | None = None,
+    limit: ResidentLimit | None = None,
+) -> Device:
     """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N``, ``cuda`` or ``cuda:i``.
 
     Args:
         name: of the device.
         ledger: where the device's memory is reserved, in tier ``device``.
         link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
+        limit: where the device is the CPU, the limit of the process's resident memory.
 
     Raises:
         ConfigError: no such device.
@@ -181,7 +226,7 @@ def open_device(name: str, ledger: Ledger | None = None, link_bytes_per_s: float
         raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
     match kind:
         case "cpu" if not index:
-            return CpuDevice(ledger=ledger)
+            return CpuDevice(ledger=ledger, limit=limit)
         case "emulated":
             return EmulatedDevice(name, ledger, link_bytes_per_s)
         case "cuda":

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -32,6 +33,9 @@ from outsize.runtime.weights import WeightOps
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import Scratch
+
+# A handler by the kind of an op, and whether it concerns a tile.
+HandlerTable = dict[tuple[Kind, bool], Callable[[Op, StepContext], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,8 @@ class Engine:
         sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
+        # Between steps, all of this memory is free for others: whole units are read and written through it.
+        self.buffers = (*slots, *self.accumulators, *host_buffers)
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
         spec = split.spec
         sums = GradientSums()
@@ -134,9 +140,10 @@ class Engine:
             self.weights,
             settings.graph_in_forward,
         )
-        self._handlers = self._table()
         hazards = Hazards(layout.num_streamed, layout.rest)
-        self._executor = Executor(device, lane_of, self._handle, hazards, self._around)
+        # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
+        around = partial(_lane_thread, self._compute, settings.num_threads)
+        self._executor = Executor(device, lane_of, partial(_handle, self._table()), hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
@@ -163,7 +170,7 @@ class Engine:
 
     def take_timeline(self) -> Timeline:
         """Return what the lanes did since the last call, and forget it."""
-        events, self._executor.events = self._executor.events, []
+        events = self._executor.take_events()
         return Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
 
     def waiting(self) -> dict[str, str]:
@@ -175,9 +182,9 @@ class Engine:
         self._executor.close()
         self._binder.close()
 
-    def _table(self) -> dict[tuple[Kind, bool], Callable[[Op, StepContext], None]]:
+    def _table(self) -> HandlerTable:
         """Which handler runs an op, by its kind and whether it concerns a tile."""
-        table: dict[tuple[Kind, bool], Callable[[Op, StepContext], None]] = {
+        return {
             (Kind.LOAD, False): self.weights.load,
             (Kind.READ, False): self.weights.read,
             (Kind.FREE, False): _nothing,
@@ -196,22 +203,22 @@ class Engine:
             (Kind.READ, True): self.optimizer.read,
             (Kind.WRITE, True): self.optimizer.write,
         }
-        return table
 
-    def _handle(self, op: Op, context: StepContext) -> None:
-        self._handlers[op.kind, op.tile is not None](op, context)
 
-    @contextlib.contextmanager
-    def _around(self, lane: str) -> Iterator[None]:
-        """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
-        threads = self._settings.num_threads
-        if threads is not None and lane.startswith(("compute", "host")):
-            torch.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            if lane.startswith("compute"):
-                self._compute.close()
+def _handle(table: HandlerTable, op: Op, context: StepContext) -> None:
+    table[op.kind, op.tile is not None](op, context)
+
+
+@contextlib.contextmanager
+def _lane_thread(compute: ComputeOps, num_threads: int | None, lane: str) -> Iterator[None]:
+    """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
+    if num_threads is not None and lane.startswith(("compute", "host")):
+        torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        if lane.startswith("compute"):
+            compute.close()
 
 
 _COMPUTE_KINDS = {Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD}

@@ -6,17 +6,20 @@ The story of one op, in the order in which it happens:
    gate is shut, and puts it into its lane's queue.
 2. The lane's thread takes it, passes the gates of the tasks it depends on, and orders itself behind their marks
    (CUDA events; nothing on the CPU).
-3. It runs the op's handler, records a mark, notes the event for the timeline, and opens the gate.
+3. It runs the op's handler between two marks, notes the event for the timeline, and opens the gate. Where there are
+   marks, the device's own clock says later when the op began and ended, and what it really waited for.
 
 A lane is in order and every dependency is earlier in program order, so the earliest unfinished op can always run:
 there is no deadlock. When a handler raises, its error is kept, every later op is skipped, and `wait` raises it.
 """
 
+import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outsize.errors import ExecutionError, OutsizeError
 from outsize.planner.hazards import Hazards
@@ -42,8 +45,18 @@ class Task:
 
     def wait(self) -> None:
         """Return when the op is done, as far as the host knows."""
-        self.gate.acquire()
-        self.gate.release()
+        with self.gate:
+            pass  # not acquire() and release(): Ctrl-C between the two would shut it for the lanes behind it
+
+
+class _Timed(NamedTuple):
+    """An op whose work ends later than its handler: its marks, and those of the ops that it ran behind."""
+
+    lane: str
+    op: str
+    begun: Any
+    ended: Any
+    behind: tuple[tuple[str, Any], ...]
 
 
 class Handler(Protocol):
@@ -81,9 +94,11 @@ class Executor:
         self._threads: list[threading.Thread] = []
         self._recent: dict[int, Task] = {}
         self._submitted = 0
-        self._failure: tuple[BaseException, Task] | None = None
+        self._failure: tuple[BaseException, str] | None = None
         self._closing = False
         self.events: list[Event] = []
+        self._timed: deque[_Timed] = deque()
+        self._ended_s: dict[str, float] = {}
 
     def submit(self, ops: Iterable[Op], context: Any) -> list["Task"]:
         """Queue the ops of one program; returns their tasks, in order."""
@@ -113,12 +128,13 @@ class Executor:
             if task.mark is not None:
                 self._device.wait("", task.mark)
         if self._failure is not None:
-            error, failed = self._failure
-            if isinstance(error, OutsizeError) or not isinstance(error, Exception):
-                raise error
-            raise ExecutionError(
-                f"{failed.op} failed on lane {failed.lane}: {type(error).__name__}: {error}"
-            ) from error
+            error, what = self._failure
+            try:
+                if isinstance(error, OutsizeError) or not isinstance(error, Exception):
+                    raise error
+                raise ExecutionError(f"{what}: {type(error).__name__}: {error}") from error
+            finally:
+                del error  # else error and frame hold each other, and the activations with them
 
     @property
     def failed(self) -> bool:
@@ -138,6 +154,33 @@ class Executor:
         self._failure = None
         self._closing = False
 
+    def take_events(self) -> list[Event]:
+        """Return the ops that have ended since the last call, on the device too, and forget them."""
+        events, self.events = self.events, []
+        for _ in range(len(self._timed)):
+            timed = self._timed.popleft()
+            if timed.ended.query():
+                events.append(self._event_of(timed))
+            else:
+                self._timed.append(timed)
+        return events
+
+    def _event_of(self, timed: _Timed) -> Event:
+        """What the device's clock says of an op: it could start when the last of its lane and of the others ended."""
+        start, end = self._device.seconds(timed.begun), self._device.seconds(timed.ended)
+        free = self._ended_s.get(timed.lane, start)
+        self._ended_s[timed.lane] = end
+        others = [(self._device.seconds(mark), op) for op, mark in timed.behind]
+        ready, last = max(others, default=(free, ""))
+        return Event(
+            lane=timed.lane,
+            op=timed.op,
+            start_s=start,
+            end_s=end,
+            waited_s=max(min(ready, start) - free, 0.0),
+            waited_for=last if ready > free else "",
+        )
+
     def waiting(self) -> dict[str, str]:
         """For each lane with unfinished work: its first unfinished op and what that waits for."""
         found: dict[str, str] = {}
@@ -156,8 +199,13 @@ class Executor:
         return self._queues[lane]
 
     def _run_lane(self, lane: str, tasks: "queue.SimpleQueue[Task | None]") -> None:
-        around = self._around(lane) if self._around is not None else self._device.lane("")
-        with around, self._device.lane(lane):
+        with contextlib.ExitStack() as stack:
+            try:
+                if self._around is not None:
+                    stack.enter_context(self._around(lane))
+                stack.enter_context(self._device.lane(lane))
+            except BaseException as error:  # its tasks are skipped, so that nobody waits for them
+                self._fail(error, f"lane {lane} could not start")
             while (task := tasks.get()) is not None:
                 self._run(task, lane)
                 task.dependencies = ()
@@ -177,26 +225,40 @@ class Executor:
         try:
             for dependency in task.dependencies:
                 if dependency.mark is not None and dependency.lane != lane:
+                    if not dependency.mark.query():
+                        last = str(dependency.op)
                     self._device.wait(lane, dependency.mark)
-            start = time.perf_counter()
+            start, begun = time.perf_counter(), self._device.record(lane)
             self._handler(task.op, task.context)
             task.mark = self._device.record(lane)
         except BaseException as error:  # kept for the thread that waits: a lane never dies and never prints
-            if self._failure is None:
-                self._failure = (error, task)
+            self._fail(error, f"{task.op} failed on lane {lane}")
         else:
-            end = time.perf_counter()
-            self.events.append(
-                Event(
-                    lane=lane,
-                    op=str(task.op),
-                    start_s=start,
-                    end_s=end,
-                    waited_s=start - ready,
-                    waited_for=last,
-                )
-            )
+            self._note(task, begun, ready, start, last)
         task.context = None
+
+    def _note(self, task: Task, begun: Any, ready_s: float, start_s: float, waited_for: str) -> None:
+        """Keep what the timeline will say of an op."""
+        if task.mark is not None:
+            others = ((d.op, d.mark) for d in task.dependencies if d.lane != task.lane)
+            behind = tuple((str(op), mark) for op, mark in others if mark is not None)
+            self._timed.append(_Timed(task.lane, str(task.op), begun, task.mark, behind))
+            return
+        self.events.append(
+            Event(
+                lane=task.lane,
+                op=str(task.op),
+                start_s=start_s,
+                end_s=time.perf_counter(),
+                waited_s=start_s - ready_s,
+                waited_for=waited_for,
+            )
+        )
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        """Keep the first error."""
+        if self._failure is None:
+            self._failure = (error, what)
 
     def _forget(self) -> None:
         """Drop tasks that are done on the host and, having no mark, on the device too."""

@@ -112,14 +112,14 @@ class GradientOps:
             (self._order[tensor.name], norm)
             for unit, values in context.norms.items()
             for position, (tensor, norm) in enumerate(
-                zip(self._spec.units[unit].tensors, values.cpu().unbind(), strict=True)
+                zip(self._spec.units[unit].tensors, values.unbind(), strict=True)
             )
             if position in context.touched[unit]
         ]
         ordered = [norm / context.loss_scale for _, norm in sorted(norms, key=lambda pair: pair[0])]
         total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
         context.gradient_norm = total.item()
-        context.coefficient = coefficient / context.loss_scale
+        context.coefficient = (coefficient / context.loss_scale).cpu()
         self._check(context)
 
     def _check(self, context: StepContext) -> None:

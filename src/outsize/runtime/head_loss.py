@@ -46,6 +46,7 @@ def chunked_head_loss(
         with torch.enable_grad():
             logits = head(piece).float()
             total = F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum") / divisor
+        del logits  # the backward needs their softmax only, and makes two more of that size
         total.backward()  # type: ignore[no-untyped-call]
         loss += total.detach()
         assert piece.grad is not None

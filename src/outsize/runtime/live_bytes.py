@@ -18,20 +18,29 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         now: bytes alive.
-        peak: the most since `restart`.
+        trace: bytes alive after each op since `restart` that took some.
     """
 
     def __init__(self, known: torch.UntypedStorage) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
-        self.peak = 0
+        self.trace: list[int] = []
         self._known = known._cdata
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
+    @property
+    def peak(self) -> int:
+        """The most bytes alive since `restart`."""
+        return max(self.trace, default=0)
+
     def restart(self) -> int:
-        """Measure the peak from here on; returns the bytes alive now."""
-        self.peak = self.now
+        """Follow the bytes alive from here on; returns those of now."""
+        self.trace = [self.now]
         return self.now
+
+    def since(self, before: int) -> tuple[int, ...]:
+        """The bytes alive after each op since `restart`, beyond ``before``."""
+        return tuple(alive - before for alive in self.trace)
 
     def forget(self) -> None:
         """Stop following what is still alive."""
@@ -54,7 +63,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         num_bytes = storage.nbytes()
         self.now += num_bytes
-        self.peak = max(self.peak, self.now)
+        self.trace.append(self.now)
         self._seen[key] = weakref.finalize(storage, self._gone, key, num_bytes)
 
     def _gone(self, key: int, num_bytes: int) -> None:

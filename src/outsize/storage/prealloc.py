@@ -21,6 +21,7 @@ _REMEDY = {
     errno.EPERM: _RIGHTS,
     errno.EROFS: _RIGHTS,
     errno.ENOENT: "create the directory first",
+    errno.EEXIST: "choose a path that is not a file",
     errno.ENOTDIR: "choose a directory",
     errno.EISDIR: "choose a path that is not a directory",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",

@@ -6,6 +6,7 @@ file that names it. Everything goes unit by unit and plane by plane, so memory s
 """
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -14,14 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.errors import CheckpointError, StorageError
+from outsize.config import Config
+from outsize.errors import CheckpointError, ConfigError
 from outsize.model.checkpoint_format import read_header, read_tensor, write_file
 from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.spec import UnitSpec
 from outsize.optim.spec import GRADIENT, WEIGHTS, planes_for
-from outsize.train.heartbeat import write_json
+from outsize.storage.directory import needed_directory
+from outsize.storage.prealloc import explain
+from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.stream import StreamedTrainer
 
+CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer"
 LATEST = "latest"
@@ -35,58 +40,42 @@ class Position:
         step: steps done.
         tokens: tokens trained so far.
         skipped: steps that changed no weight.
+        loss: of the last step; NaN before the first.
     """
 
     step: int
     tokens: int
     skipped: int
+    loss: float = float("nan")
 
 
-def save(trainer: StreamedTrainer, run_dir: Path, position: Position) -> Path:
+def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Config) -> Path:
     """Write a checkpoint of a settled trainer and point ``latest`` to it.
+
+    Args:
+        trainer: the run.
+        run_dir: its directory.
+        position: where it stands.
+        config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
 
     Raises:
         StorageError: the disk is full or not writable; the checkpoint before is untouched.
     """
-    prepared = trainer.prepared
-    directory = run_dir / "checkpoints" / f"step-{position.step:08d}"
+    directory = run_dir / CHECKPOINTS / f"step-{position.step:08d}"
     staging = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        write_checkpoint(
-            staging,
-            prepared.split.model,
-            prepared.hf_config,
-            trainer.spec.units,
-            trainer.read_unit,
-            tokenizer_source=prepared.directory,
-        )
-        (staging / OPTIMIZER).mkdir()
-        for unit in trainer.spec.units:
-            for plane in _state_planes(trainer, unit):
-                write_file(staging / OPTIMIZER / _file(unit, plane), trainer.read_unit(unit, plane))
-        state = {
-            "step": position.step,
-            "tokens": position.tokens,
-            "skipped": position.skipped,
-            "updates": trainer.engine.optimizer.updates,
-            "loss_scale": trainer.loss_scale.state(),
-            "seed": prepared.config.train.seed,
-            "dtype": trainer.spec.dtype,
-        }
-        write_json(staging / STATE, state)
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(staging, directory)
-        latest = directory.parent / LATEST
-        partial = latest.with_suffix(".partial")
-        partial.write_text(directory.name + "\n", encoding="utf-8")
-        os.replace(partial, latest)
-    except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise StorageError(f"cannot write the checkpoint {directory}: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    with needed_directory(directory.parent, "train.run_dir"):
+        for abandoned in directory.parent.glob("*.partial*"):  # by a process that was killed while it saved
+            shutil.rmtree(abandoned, ignore_errors=True)
+        try:
+            _write(trainer, staging)
+            write_json(staging / STATE, _state(trainer, position, config))
+            shutil.rmtree(directory, ignore_errors=True)
+            os.replace(staging, directory)
+        except OSError as error:
+            raise explain(error, f"write the checkpoint {directory}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        write_whole(directory.parent / LATEST, directory.name + "\n")
     return directory
 
 
@@ -96,7 +85,7 @@ def latest(run_dir: Path) -> Path | None:
     Raises:
         CheckpointError: ``latest`` names one that is not there.
     """
-    pointer = run_dir / "checkpoints" / LATEST
+    pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
         return None
     directory = pointer.parent / pointer.read_text(encoding="utf-8").strip()
@@ -111,20 +100,96 @@ def restore(trainer: StreamedTrainer, directory: Path) -> Position:
     """Bring optimizer state and position back; weights are those of the checkpoint that ``prepared`` reads.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the state is of another compute dtype.
+        CheckpointError: a file is missing or damaged.
     """
     state = _read_state(directory)
-    if state["dtype"] != trainer.spec.dtype:
-        raise CheckpointError(
-            f"{directory} holds the state of a {state['dtype']} run, this one computes in {trainer.spec.dtype}; "
-            "set model.dtype to the former, or start from the weights alone with train.resume=none"
-        )
     for unit in trainer.spec.units:
         for plane in _state_planes(trainer, unit):
             trainer.write_unit(unit, plane, _read_file(directory / OPTIMIZER / _file(unit, plane), unit))
     trainer.engine.optimizer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
-    return Position(step=state["step"], tokens=state["tokens"], skipped=state["skipped"])
+    return position_of(directory)
+
+
+def position_of(directory: Path) -> Position:
+    """Where the run stood that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: its state cannot be read.
+    """
+    state = _read_state(directory)
+    loss = state["loss"]
+    return Position(
+        step=state["step"],
+        tokens=state["tokens"],
+        skipped=state["skipped"],
+        loss=float("nan") if loss is None else loss,
+    )
+
+
+def check_same_run(directory: Path, config: Config, dtype: str) -> None:
+    """Check that ``config`` goes on with the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint's state cannot be read.
+        ConfigError: the run had another model, seed or compute dtype.
+    """
+    state = _read_state(directory)
+    name = _name_of(config.model.path)
+    model = name if _has_moved(state["model"], name) else state["model"]
+    settings = (
+        ("model.path", model, name),
+        ("train.seed", state["seed"], config.train.seed),
+        ("model.dtype", state["dtype"], dtype),
+    )
+    for key, former, given in settings:
+        if former != given:
+            raise ConfigError(
+                f"{directory} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
+                "another train.run_dir to start a new run"
+            )
+
+
+def _name_of(model: str) -> str:
+    """A model's directory, absolute, or its id on the hub."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def _has_moved(former: str, model: str) -> bool:
+    """Whether the model's directory may have been moved since."""
+    return Path(former).is_absolute() and not Path(former).exists() and Path(model).exists()
+
+
+def _write(trainer: StreamedTrainer, staging: Path) -> None:
+    """Write weights and optimizer state."""
+    prepared = trainer.prepared
+    write_checkpoint(
+        staging,
+        prepared.split.model,
+        prepared.hf_config,
+        trainer.spec.units,
+        trainer.read_unit,
+        tokenizer_source=prepared.directory,
+    )
+    (staging / OPTIMIZER).mkdir()
+    for unit in trainer.spec.units:
+        for plane in _state_planes(trainer, unit):
+            write_file(staging / OPTIMIZER / _file(unit, plane), trainer.read_unit(unit, plane))
+
+
+def _state(trainer: StreamedTrainer, position: Position, config: Config) -> dict[str, Any]:
+    return {
+        "step": position.step,
+        "tokens": position.tokens,
+        "skipped": position.skipped,
+        "loss": position.loss if math.isfinite(position.loss) else None,
+        "updates": trainer.engine.optimizer.updates,
+        "loss_scale": trainer.loss_scale.state(),
+        "model": _name_of(config.model.path),
+        "seed": config.train.seed,
+        "dtype": trainer.spec.dtype,
+    }
 
 
 def _state_planes(trainer: StreamedTrainer, unit: UnitSpec) -> list[str]:
@@ -152,7 +217,7 @@ def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
 def _read_state(directory: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        for key in ("step", "tokens", "skipped", "updates", "loss_scale", "dtype"):
+        for key in ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype"):
             state[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / STATE} cannot be read: {error!r}") from error

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from outsize.errors import CheckpointError, StorageError
+from outsize.storage.prealloc import explain
 from outsize.train.checkpoint import OPTIMIZER, STATE, latest
 
 
@@ -29,7 +30,13 @@ def export(run_dir: str | Path, out_dir: str | Path) -> Path:
         if target.exists():
             target.rmdir()
         partial.rename(target)
+    except shutil.Error as error:  # one entry ``(source, target, why)`` for each file
+        why = error.args[0][0][2]
+        raise StorageError(
+            f"cannot write {target}: {why}; free some space or choose another directory"
+        ) from error
     except OSError as error:
+        raise explain(error, f"write {target}") from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
     return target

@@ -1,5 +1,6 @@
 """``heartbeat.jsonl``: one flushed JSON object per step, for ``tail -f | jq`` and for the report."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,10 +8,11 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from outsize.errors import StorageError
+from outsize.storage.prealloc import explain
 from outsize.train.records import StepRecord
 
 SCHEMA_VERSION = 1
+HEARTBEAT = "heartbeat.jsonl"
 
 
 class Heartbeat:
@@ -21,27 +23,34 @@ class Heartbeat:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / HEARTBEAT
         try:
-            self._file: TextIO = (run_dir / "heartbeat.jsonl").open("a", encoding="utf-8")
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
         except OSError as error:
-            raise StorageError(
-                f"cannot write in {run_dir}: {error.strerror}; choose another train.run_dir"
-            ) from error
+            raise explain(error, f"write {self._path}") from error
 
     def beat(self, record: StepRecord) -> None:
-        """Write one record, with the schema's version and the wall-clock time in seconds since 1970."""
+        """Write one record, with the schema's version and the wall-clock time in seconds since 1970.
+
+        Raises:
+            StorageError: the line cannot be written.
+        """
         line: dict[str, Any] = {"schema": SCHEMA_VERSION, "time": time.time(), **record.to_dict()}
-        # NaN is not JSON; a missing number is null.
+        # NaN and infinity are not JSON; a missing number is null.
         clean = {
-            key: None if isinstance(value, float) and math.isnan(value) else value
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in line.items()
         }
-        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise explain(error, f"write {self._path}") from error
 
     def close(self) -> None:
-        """Close the file; idempotent."""
-        self._file.close()
+        """Close the file; idempotent. A line that could not be written has been reported already."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> "Heartbeat":
         return self
@@ -51,7 +60,22 @@ class Heartbeat:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file so that it is there whole or not at all."""
+    """Write a JSON file, see `write_whole`."""
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written; what was there before still is.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise explain(error, f"write {path}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to finish its step and save, the second stops it."""
+"""Ctrl-C and SIGTERM: while there are steps to save, the first asks the run to finish and save, the second stops it."""
 
 import signal
 import threading
@@ -9,12 +9,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While entered, the first signal sets `requested`; a second one raises KeyboardInterrupt.
+    """While entered, a signal raises KeyboardInterrupt, SIGTERM too: whatever is under way is undone on its way out.
 
-    Signal handlers belong to the main thread; in any other this does nothing.
+    Where `can_finish` is set, the first signal only sets `requested`. Signal handlers belong to the main thread; in
+    any other this does nothing.
+
+    Attributes:
+        can_finish: whether somebody looks at `requested`.
+        requested: whether a signal has come since.
     """
 
     def __init__(self) -> None:
+        self.can_finish = False
         self.requested = False
         self._former: dict[int, Any] = {}
 
@@ -29,6 +35,6 @@ class Interrupt:
         self._former.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested or not self.can_finish:
             raise KeyboardInterrupt
         self.requested = True

@@ -1,5 +1,6 @@
 """Everything that must be known before the first step: the model's units, their sizes, the plan that fits them."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
-from outsize.errors import ModelError
+from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
@@ -19,6 +20,7 @@ from outsize.optim.groups import decay_parameter_names
 from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.validate import validate
+from outsize.runtime.allocator import HEAP_WORKSPACES, trim
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
@@ -45,6 +47,7 @@ class Prepared:
         measured: what a microbatch needs on the device.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         plan: memory sizes and the program of a step.
+        heap: whether the plan has room for what the C allocator keeps of freed memory.
     """
 
     config: Config
@@ -56,6 +59,7 @@ class Prepared:
     measured: Measured
     chunk_tokens: int | None
     plan: Plan
+    heap: bool
 
 
 def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
@@ -67,7 +71,9 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
     device = choose_device(config.memory.device)
     dtype = choose_dtype(config.model.dtype, device)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+    check_length(config, hf_config)
     model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
+    trim()  # building a model takes its weights for a moment, one after the other
     directory = locate_checkpoint(config.model.path)
     source = CheckpointReader(directory, model)
     source.load_buffers(model)
@@ -82,7 +88,8 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
     )
     with Boundaries(parts.modules) as boundaries:
         measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce)
-    plan = make_plan(config, parts, machine, measured)
+    trim()
+    plan, heap = choose_plan(config, parts, machine, measured)
     announce(
         f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
@@ -97,7 +104,21 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
         measured=measured,
         chunk_tokens=chunk_tokens,
         plan=plan,
+        heap=heap,
     )
+
+
+def check_length(config: Config, hf_config: Any) -> None:
+    """Check the length of sequences before the model sees one.
+
+    Raises:
+        ConfigError: they are longer than the model takes.
+    """
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is longer than the {limit} positions of the model; lower it"
+        )
 
 
 def split_model(model: nn.Module, dtype: str, config: Config) -> Split:
@@ -126,8 +147,25 @@ def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
     return inputs
 
 
-def make_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> Plan:
-    """Plan a step of ``config`` within the machine's budgets.
+def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> tuple[Plan, bool]:
+    """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
+
+    Room for the heap comes before more slots or larger tiles; where even the smallest plan leaves none, it is given up.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    if machine.device == "cpu":
+        workspace = max(*measured.forward_bytes, *measured.backward_bytes)
+        with contextlib.suppress(InfeasiblePlanError):
+            return make_plan(config, parts, machine, measured, int(workspace * HEAP_WORKSPACES)), True
+    return make_plan(config, parts, machine, measured), machine.device != "cpu"
+
+
+def make_plan(
+    config: Config, parts: Split, machine: Machine, measured: Measured, heap_bytes: int = 0
+) -> Plan:
+    """Plan a step of ``config`` within the machine's budgets, less ``heap_bytes`` of the device's.
 
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
@@ -138,7 +176,7 @@ def make_plan(config: Config, parts: Split, machine: Machine, measured: Measured
         forward_workspace_bytes=_by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=_by_kind(parts, measured.backward_bytes),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=BOUNCE_BYTES if machine.below == "disk" else 0,
+        fixed_bytes=heap_bytes + (BOUNCE_BYTES if machine.below == "disk" else 0),
     )
     options = PlanOptions(
         home=machine.home,

@@ -112,6 +112,8 @@ class VerifyResult:
         max_weight_difference: largest absolute difference of two weights.
         num_weights: weights that were compared.
         differing: names of the parameters that differ, the largest difference first.
+        digest_streamed: SHA-256 of all weights of the streamed run, by name, as hexadecimal text.
+        digest_resident: the same of the resident run.
     """
 
     equal: bool
@@ -121,6 +123,8 @@ class VerifyResult:
     max_weight_difference: float
     num_weights: int = 0
     differing: list[str] = field(default_factory=list)
+    digest_streamed: str = ""
+    digest_resident: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""

@@ -86,7 +86,7 @@ class ResidentTrainer:
     def _forward_backward(self, number: int, index: int, part: Batch, targets: int) -> float:
         scale = self._scale.value
         own_targets = num_targets(part, self._shifted)
-        if self._chunk_tokens is None and not own_targets:  # a mean over nothing is NaN, and weighs nothing
+        if not own_targets:  # a mean over nothing is NaN, and weighs nothing
             return 0.0
         with _seeding(self._split, self._config.train.seed, number, index):
             if self._chunk_tokens is None:

@@ -1,31 +1,30 @@
 """A training run from its configuration to its result."""
 
 import contextlib
+import math
 import resource
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from outsize.config import Config, dump_config
-from outsize.errors import NonFiniteError, StorageError
+from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import give_memory_back, trim
+from outsize.runtime.allocator import set_thresholds, trim
 from outsize.train import checkpoint
 from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
-from outsize.train.heartbeat import Heartbeat, write_json
+from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.interrupt import Interrupt
-from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
+from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StepOutcome, StreamedTrainer
+from outsize.train.torch_state import borrowed_torch
 
 Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
@@ -39,7 +38,8 @@ def plan(config: Config) -> Plan:
     Raises:
         OutsizeError: what would keep the run from starting.
     """
-    return prepare(config, _run_dir(config), lambda _: None).plan
+    with borrowed_torch(deterministic=False):
+        return prepare(config, choose_run_dir(config), lambda _: None).plan
 
 
 def train(
@@ -57,29 +57,37 @@ def train(
     """
     for note in config.notes():
         announce(f"note: {note}")
-    run_dir = _run_dir(config)
-    _make_run_dir(run_dir)
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    if choose_device(config.memory.device) == "cpu":
-        give_memory_back()
-    resumed = checkpoint.latest(run_dir) if config.train.resume == "auto" else None
-    started = config if resumed is None else _from_checkpoint(config, resumed)
-    prepared = prepare(started, run_dir, announce)
-    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    write_json(run_dir / "plan.json", prepared.plan.to_dict())
-    store = Path(config.memory.store_dir or run_dir / "store")
+    run_dir = choose_run_dir(config)
+    resume = config.train.resume == "auto"
     with contextlib.ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        stack.enter_context(claimed(run_dir, resume=resume))
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic))
+        set_thresholds(heap=False)
+        resumed = checkpoint.latest(run_dir) if resume else None
+        started = config if resumed is None else _from_checkpoint(config, resumed)
+        prepared = prepare(started, run_dir, announce)
+        if resumed is not None:
+            checkpoint.check_same_run(resumed, config, prepared.split.spec.dtype)
+            done = checkpoint.position_of(resumed)
+            if done.step >= config.train.steps:
+                announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+                return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        heartbeat = stack.enter_context(Heartbeat(run_dir))
+        # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
+        set_thresholds(heap=prepared.heap)
         trim()
+        store = Path(config.memory.store_dir or run_dir / "store")
         trainer = stack.enter_context(StreamedTrainer(prepared, store))
         trainer.fill()
         position = checkpoint.restore(trainer, resumed) if resumed else Position(0, 0, 0)
-        if resumed:
-            announce(f"resumed from {resumed.name}")
+        announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+        # Only now is there a run: one that could not start leaves nothing but tokenised data.
+        write_whole(run_dir / "config.yaml", dump_config(config))
+        write_json(run_dir / "plan.json", prepared.plan.to_dict())
+        heartbeat = stack.enter_context(Heartbeat(run_dir))
         run = _Run(config, prepared, run_dir, trainer, heartbeat, progress, announce, position)
-        return run.go(dataset)
+        return run.go(dataset, interrupt)
 
 
 @dataclass(slots=True)
@@ -95,7 +103,6 @@ class _Run:
     announce: Announce
     position: Position
     saved_step: int = -1
-    loss: float = float("nan")
     tokens: int = 0
     seconds: float = 0.0
     stalled_s: float = 0.0
@@ -104,11 +111,12 @@ class _Run:
     link: tuple[int, int] = (0, 0)
     moved: tuple[int, int] = (0, 0)
 
-    def go(self, dataset: PackedDataset) -> TrainResult:
+    def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         config = self.config
         self.disk, self.link = self.trainer.disk_bytes(), self._link()
-        with Interrupt() as interrupt, _batches(dataset, config, self.position.step) as batches:
+        interrupt.can_finish = True
+        with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
                 due = config.train.save_every and self.position.step % config.train.save_every == 0
@@ -123,7 +131,7 @@ class _Run:
         owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
         return TrainResult(
             steps=self.position.step,
-            loss=self.loss,
+            loss=self.position.loss,
             tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=self.prepared.machine.device_bytes,
@@ -138,10 +146,9 @@ class _Run:
 
     def _note(self, outcome: StepOutcome) -> None:
         """Keep count of one step, and tell the heartbeat and whoever watches."""
-        self.loss = outcome.loss
         former = self.position
         self.position = Position(
-            former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped
+            former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
         )
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
@@ -149,8 +156,11 @@ class _Run:
         self.heartbeat.beat(record)
         if self.progress is not None:
             self.progress(record)
-        if outcome.skipped and self.config.train.on_nonfinite == "raise" and outcome.loss != outcome.loss:
-            raise NonFiniteError(f"step {record.step}: the loss is not finite; no weight was changed")
+        if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
+            raise NonFiniteError(
+                f"step {record.step}: loss {outcome.loss:g}; no weight was changed. Loss scaling cannot mend that: try "
+                "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
+            )
 
     def _record(self, outcome: StepOutcome) -> StepRecord:
         timeline = self.trainer.take_timeline()
@@ -194,7 +204,7 @@ class _Run:
             return
         self.trainer.settle()
         self._account_end()
-        path = checkpoint.save(self.trainer, self.run_dir, self.position)
+        path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
         self.disk = self.trainer.disk_bytes()
         self.saved_step = self.position.step
         self.announce(f"saved {path}")
@@ -208,7 +218,14 @@ class _Run:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB)."""
+    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB).
+
+    The kernel's high-water mark, where it tells: what `getrusage` says begins with that of the process's parent.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -218,19 +235,21 @@ def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Ite
         yield (prefetcher.next() for _ in range(first, config.train.steps))
 
 
-def _run_dir(config: Config) -> Path:
-    return Path(config.train.run_dir or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S"))
-
-
-def _make_run_dir(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / ".writable").touch()
-        (run_dir / ".writable").unlink()
-    except OSError as error:
-        raise StorageError(
-            f"cannot write in {run_dir}: {error.strerror}; choose another train.run_dir"
-        ) from error
+def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
+    """The result of a run that was at its end already."""
+    return TrainResult(
+        steps=position.step,
+        loss=position.loss,
+        tokens_per_s=0.0,
+        peak_rss_bytes=peak_rss_bytes(),
+        budget_bytes=prepared.machine.device_bytes,
+        stall_share=0.0,
+        bytes_read=0,
+        bytes_written=0,
+        run_dir=str(run_dir),
+        skipped_steps=position.skipped,
+        export_dir=str(checkpoint.latest(run_dir)),
+    )
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:

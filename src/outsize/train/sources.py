@@ -6,7 +6,9 @@ from typing import Any
 
 from outsize.config import Config
 from outsize.errors import DataError
+from outsize.storage.directory import needed_directory
 from outsize.train.data import open_data
+from outsize.train.data.files import find_sources
 from outsize.train.data.packed import PackedDataset
 from outsize.train.prepare import Prepared
 
@@ -20,22 +22,25 @@ def open_dataset(
         DataError: there is no tokenizer, or the data cannot be used.
         ConfigError: sequences are longer than the model takes.
     """
-    pretokenised = config.data.format == "tokens" or Path(config.data.path).suffix in (".npy", ".bin")
+    sources = find_sources(Path(config.data.path), config.data.glob)
+    pretokenised = config.data.format == "tokens" or sources.container == "tokens"
     tokenizer = None if pretokenised else load_tokenizer(prepared)
     text_config = prepared.hf_config.get_text_config()
-    dataset = open_data(
-        config.data.path,
-        tokenizer,
-        seq_len=config.data.seq_len,
-        cache_dir=run_dir / "data",
-        seed=config.train.seed,
-        format=config.data.format,
-        pack=config.data.pack,
-        text_field=config.data.text_field,
-        glob=config.data.glob,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
-        vocab_size=getattr(text_config, "vocab_size", None),
-    )
+    cache_dir = run_dir / "data"
+    with needed_directory(cache_dir, "train.run_dir"):
+        dataset = open_data(
+            config.data.path,
+            tokenizer,
+            seq_len=config.data.seq_len,
+            cache_dir=cache_dir,
+            seed=config.train.seed,
+            format=config.data.format,
+            pack=config.data.pack,
+            text_field=config.data.text_field,
+            glob=config.data.glob,
+            max_positions=getattr(text_config, "max_position_embeddings", None),
+            vocab_size=getattr(text_config, "vocab_size", None),
+        )
     announce(dataset.detected.describe())
     return dataset
 

@@ -17,12 +17,14 @@ from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.spec import MASTER, WEIGHTS, planes_for
 from outsize.planner.timeline import Timeline
+from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
 from outsize.runtime.gradients import GradientObserver
 from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
@@ -110,12 +112,24 @@ class StreamedTrainer:
             # Buffers between the device and the tier below: on a CPU over a disk they are the device's own RAM.
             tier = "device" if machine.below == "disk" else "host"
             buffers = stack.enter_context(contextlib.closing(self._arena(tier, cuda)))
+            if machine.home == "disk":
+                stack.enter_context(needed_directory(store_dir, "memory.store_dir"))
             self.pool = stack.enter_context(IOPool())
             self.home = stack.enter_context(contextlib.closing(self._open_home(store_dir)))
             self.scratch = self._open_scratch(stack, store_dir, buffers)
             rate = config.memory.link_gb_per_s
             device = stack.enter_context(
-                contextlib.closing(open_device(machine.device, self.ledger, rate * 1e9 if rate else None))
+                contextlib.closing(
+                    open_device(
+                        machine.device,
+                        self.ledger,
+                        rate * 1e9 if rate else None,
+                        ResidentLimit(
+                            machine.device_bytes + plan.total_bytes("host"),
+                            plan.memory["device"].get("workspace", 0),
+                        ),
+                    )
+                )
             )
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
             for name in ("activations", "workspace", "shared"):
@@ -211,7 +225,7 @@ class StreamedTrainer:
     def read_unit(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
         """Read one plane of a unit, as tensors by name; valid until the next call.
 
-        Call it between steps only: it borrows the memory of an accumulator.
+        Call it between steps only: it borrows memory of the engine.
         """
         dtype = TORCH_DTYPE[self.spec.dtype] if plane == WEIGHTS else torch.float32
         buffer = self._borrow(unit.numel * dtype.itemsize).view(dtype)
@@ -259,7 +273,6 @@ class StreamedTrainer:
         planes = planes_for(self.spec.dtype)
         if self.prepared.machine.home == "host":
             return HostHome(self.spec, planes, self._host)
-        store_dir.mkdir(parents=True, exist_ok=True)
         return DiskHome(
             self.spec, planes, store_dir / "home.bin", self.pool, ledger=self.ledger, temporary=True
         )
@@ -296,8 +309,11 @@ class StreamedTrainer:
             self.home.write(unit.index, MASTER, start, values)
 
     def _borrow(self, num_bytes: int) -> Tensor:
-        """Memory of the largest accumulator, where it lies in RAM; else fresh memory."""
-        largest = max(self.engine.accumulators, key=lambda buffer: buffer.nbytes)
-        if largest.device.type == "cpu" and largest.nbytes >= num_bytes:
-            return largest[:num_bytes]
+        """Memory of a slot, an accumulator or a host buffer that lies in RAM; else fresh memory.
+
+        Above a disk home there always is one that is large enough, aligned for direct I/O.
+        """
+        for buffer in self.engine.buffers:
+            if buffer.device.type == "cpu" and buffer.nbytes >= num_bytes:
+                return buffer[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)

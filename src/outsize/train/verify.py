@@ -1,6 +1,7 @@
 """The oracle for users: the same steps streamed and resident, compared bit for bit."""
 
 import contextlib
+import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
+from outsize.storage.directory import needed_directory
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult
 from outsize.train.resident import ResidentTrainer, materialise
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StreamedTrainer
+from outsize.train.torch_state import borrowed_torch
 
 
 def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) -> VerifyResult:
@@ -29,7 +32,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir
         directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
-        directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(needed_directory(directory, "train.run_dir"))
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic))
         prepared = prepare(config, directory, announce)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
@@ -77,15 +81,37 @@ def _compare(
     differences = [
         _Difference(name, float((streamed[name].double() - tensor.double()).abs().max()))
         for name, tensor in resident.items()
-        if not torch.equal(streamed[name], tensor)
+        if not _same(streamed[name], tensor)
     ]
     differences.sort(key=lambda difference: -difference.largest)
     return VerifyResult(
-        equal=not differences and streamed_losses == resident_losses,
+        equal=not differences
+        and _same(
+            torch.tensor(streamed_losses, dtype=torch.float64),
+            torch.tensor(resident_losses, dtype=torch.float64),
+        ),
         steps=len(resident_losses),
         loss_streamed=streamed_losses,
         loss_resident=resident_losses,
         max_weight_difference=differences[0].largest if differences else 0.0,
         num_weights=sum(tensor.numel() for tensor in resident.values()),
         differing=[difference.name for difference in differences],
+        digest_streamed=_digest(streamed),
+        digest_resident=_digest(resident),
     )
+
+
+def _digest(weights: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of the bytes of ``weights``, by name, as hexadecimal text."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; a NaN is a NaN."""
+    if torch.equal(one, other):
+        return True
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

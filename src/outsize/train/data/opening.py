@@ -84,9 +84,14 @@ def open_data(
         reader = DocumentReader(sources, forced, text_field)
         store = _open_cached(reader, tokenizer, Path(cache_dir), requested=format, eos=eos, progress=progress)
         detected = store.detected
-    _check_ids(detected, vocab_size)
-    layout: Layout = Packed(store, seq_len) if pack else OnePerDocument(store, seq_len, _pad_id(tokenizer))
-    return PackedDataset(store, layout, detected, seq_len=seq_len, seed=seed)
+    with ExitStack() as unless_used:
+        unless_used.callback(store.close)
+        _check_ids(detected, vocab_size)
+        layout: Layout = (
+            Packed(store, seq_len) if pack else OnePerDocument(store, seq_len, _pad_id(tokenizer))
+        )
+        unless_used.pop_all()
+        return PackedDataset(store, layout, detected, seq_len=seq_len, seed=seed)
 
 
 def _check_limits(

@@ -105,6 +105,7 @@ class Prefetcher:
         """Stop and join the thread. May be called twice."""
         with self._changed:
             self._closed = True
+            self._error = None  # its traceback holds whoever called `next`, who may hold this
             self._ready.clear()
             self._changed.notify_all()
         if self._thread is not None:

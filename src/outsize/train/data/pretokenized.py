@@ -41,9 +41,13 @@ class PretokenizedTokens:
             )
         self._tokens = ArrayReader([file for file in files if file.count])
         self.dtype = files[0].dtype
-        if not len(self._tokens):
-            raise DataError(f"{sources.files[0].path}: the data set is empty")
-        self.max_token_id = self._check_ids(vocab_size)
+        try:
+            if not len(self._tokens):
+                raise DataError(f"{sources.files[0].path}: the data set is empty")
+            self.max_token_id = self._check_ids(vocab_size)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,33 @@
+"""Directories that come with what needs them and go with it."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from outsize.storage.prealloc import explain
+
+
+@contextmanager
+def needed_directory(path: Path, key: str) -> Iterator[None]:
+    """Make ``path`` and its parents; afterwards remove those that were made here and are empty again.
+
+    Args:
+        path: the directory.
+        key: of the configuration, for error messages.
+
+    Raises:
+        StorageError: it cannot be made, or not be written.
+    """
+    absent = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise explain(error, f"write in {path} ({key})") from error
+        yield
+    finally:
+        for directory in absent:
+            with suppress(OSError):  # in use, or never made
+                directory.rmdir()

@@ -1,0 +1,90 @@
+"""Text, its tokenizer, and labels of which none is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import zoo
+from bad_input.world import WEIGHTS, World, run_well
+from outsize.errors import DataError
+
+
+def write_tokenizer(directory: Path, num_tokens: int) -> None:
+    """A tokenizer that knows single bytes, as many as the model has rows or more."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    tokens = ["<eos>", *letters, *(token for token in alphabet if token not in letters)][:num_tokens]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(directory)
+
+
+def jsonl(path: Path, records: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def reading_model(world: World) -> Path:
+    """A model with a tokenizer that fits."""
+    model = world.own_model()
+    write_tokenizer(model, zoo.VOCAB_SIZE)
+    return model
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(world: World) -> None:
+    model = world.own_model()
+    write_tokenizer(model, zoo.VOCAB_SIZE + 1)
+    (world.root / "text.txt").write_text("some words " * 100)
+    sections = {"model": {"path": str(model)}, "data": {"path": str(world.root / "text.txt")}}
+    world.fails(DataError, "the tokenizer has 98 tokens, the model's embedding 97 rows", **sections)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("empty.txt", "", "the data set is empty"),
+        ("short.txt", "word", "holds 5 tokens, fewer than one sequence of 12; use more data"),
+        ("empty.jsonl", "", "empty|no record"),
+        ("odd.jsonl", '{"text": "some words"}\n{"text": \n', "odd.jsonl:2|line 2"),
+        ("unknown.jsonl", '{"sentence": "some words"}\n', "no known format has the fields"),
+        ("asked.jsonl", '{"messages": [{"role": "user", "content": "so"}]}\n' * 9, "no token is trained"),
+    ],
+)
+def test_text_that_cannot_be_trained_on_is_refused(
+    world: World, reading_model: Path, name: str, content: str, match: str
+) -> None:
+    (world.root / name).write_text(content)
+    world.fails(
+        DataError,
+        match,
+        tokenises=name == "short.txt",
+        model={"path": str(reading_model)},
+        data={"path": str(world.root / name)},
+    )
+
+
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+def test_a_step_without_a_single_target_changes_nothing(world: World, reading_model: Path, loss: str) -> None:
+    """Its mean over nothing would be NaN, and make every weight NaN."""
+    masked = {"prompt": "a" * 40, "completion": "b"}
+    data = jsonl(world.root / "masked.jsonl", [masked] * 8)
+    result = run_well(
+        world,
+        "masked",
+        model={"path": str(reading_model)},
+        data={"path": str(data), "pack": False},
+        train={"loss": loss},
+        optimizer={"lr": 0.1, "weight_decay": 0.5},
+    )
+    assert result.loss == 0.0
+    before = load_file(reading_model / WEIGHTS)
+    after = {}
+    for path in Path(result.export_dir or "").glob("*.safetensors"):
+        after.update(load_file(path))
+    assert {name: tensor.equal(after[name]) for name, tensor in before.items()} == dict.fromkeys(before, True)

@@ -1,0 +1,79 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outsize.planner.program import parse_op
+from outsize.runtime.activations import ActivationOps
+from outsize.runtime.device import CpuDevice
+from outsize.storage.arena import Arena
+from outsize.storage.pool import IOPool
+from outsize.storage.scratch import DiskScratch, HostScratch
+
+SAVE, FETCH = parse_op("SAVE 2.1@w0"), parse_op("FETCH 2.1@w0")
+
+
+@pytest.fixture(params=["host", "disk"])
+def scratch(request, tmp_path):
+    with Arena() as arena, IOPool(2) as pool:
+        if request.param == "host":
+            made = HostScratch(4, 2**14, arena)
+        else:
+            made = DiskScratch(4, 2**14, tmp_path / "scratch", pool, arena)
+        yield made
+        made.close()
+
+
+def context_of(*tensors: Tensor) -> SimpleNamespace:
+    """A step whose microbatch 1 keeps ``tensors`` for unit 2."""
+    run = SimpleNamespace(stored=lambda unit: [t.untyped_storage() for t in tensors] if unit == 2 else [])
+    return SimpleNamespace(runs={1: run})
+
+
+def test_a_save_followed_by_a_fetch_changes_nothing_but_memory(scratch):
+    """In between the device holds no byte of it, and every tensor that shows the storage is valid afterwards."""
+    one, other = torch.randn(3, 100), torch.randint(0, 9, (50,), dtype=torch.int16).to(torch.bfloat16)
+    copies = one.clone(), other.clone()
+    view = one[1]
+    ops = ActivationOps(CpuDevice(), scratch)
+    context = context_of(one, other)
+    ops.save(SAVE, context)
+    assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert scratch.statistics().num_held == 2
+    ops.fetch(FETCH, context)
+    assert torch.equal(one, copies[0])
+    assert torch.equal(other, copies[1])
+    assert torch.equal(view, copies[0][1])
+    assert scratch.statistics().num_held == 0
+    assert ops.bytes_up == ops.bytes_down == 1200 + 100
+
+
+def test_a_slice_takes_its_whole_storage_along(scratch):
+    """A unit may be called with a part of a larger tensor; the rest of it must come back as well."""
+    whole = torch.randn(4, 64)
+    copy = whole.clone()
+    part = whole[1:2]
+    ops = ActivationOps(CpuDevice(), scratch)
+    ops.save(SAVE, context_of(part))
+    ops.fetch(FETCH, context_of(part))
+    assert torch.equal(whole, copy)
+
+
+def test_autograd_s_own_references_stay_valid(scratch):
+    weight = torch.randn(8, requires_grad=True)
+    x = torch.randn(8)
+    expected = x.clone()
+    product = weight * x  # keeps x for the backward
+    ops = ActivationOps(CpuDevice(), scratch)
+    ops.save(SAVE, context_of(x))
+    ops.fetch(FETCH, context_of(x))
+    product.sum().backward()
+    assert torch.equal(weight.grad, expected)
+
+
+def test_nothing_to_save_is_fine(scratch):
+    ops = ActivationOps(CpuDevice(), scratch)
+    ops.save(SAVE, context_of())
+    ops.fetch(FETCH, context_of())
+    assert ops.bytes_up == 0

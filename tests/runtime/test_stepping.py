@@ -1,0 +1,120 @@
+"""Whole units in host memory and tiles through a ring step alike; that both are torch's AdamW is tested in optim."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.adamw import AdamW
+from outsize.optim.spec import planes_for
+from outsize.planner.memory import tile_element_bytes
+from outsize.planner.program import parse_op
+from outsize.runtime.stepping import OptimizerOps
+from outsize.storage.arena import Arena
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.pool import IOPool
+from outsize.testing import same_bits
+
+TILE = PLANE_ELEMENTS
+PARAMETERS = [
+    ("w", (61, 97), True, True),
+    ("frozen", (33,), False, True),
+    ("b", (129,), True, False),
+    ("idle", (50,), True, True),
+]
+
+
+def spec(dtype: str) -> ModelSpec:
+    return ModelSpec(dtype=dtype, units=(pack_unit(0, "u", "block", PARAMETERS),))
+
+
+def fill(home, model: ModelSpec, arena: Arena) -> None:
+    unit = model.units[0]
+    for seed, plane in enumerate(planes_for(model.dtype)):
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(model.dtype, torch.float32)
+        dtype = dtype if plane == "weights" else torch.float32
+        values = arena.take(unit.numel * dtype.itemsize, plane).view(dtype)
+        generator = torch.Generator().manual_seed(seed)
+        values.copy_(torch.rand(unit.numel, generator=generator))  # a second moment is not negative
+        home.write(0, plane, 0, values)
+
+
+def read(home, model: ModelSpec, arena: Arena) -> dict[str, torch.Tensor]:
+    found = {}
+    for plane in planes_for(model.dtype):
+        dtype = torch.float32 if plane != "weights" or model.dtype == "fp32" else torch.bfloat16
+        found[plane] = arena.take(model.units[0].numel * dtype.itemsize, plane).view(dtype)
+        home.read(0, plane, 0, found[plane])
+    return found
+
+
+def context(skipped: bool = False, **changes):
+    values = {"learning_rate": 0.01, "coefficient": torch.tensor(0.5), "touched": {0: frozenset({0, 2})}}
+    return SimpleNamespace(skipped=skipped, **{**values, **changes})
+
+
+def tiled_steps(home, model: ModelSpec, arena: Arena, num_buffers: int, contexts) -> OptimizerOps:
+    buffers = [arena.take(TILE * tile_element_bytes(model.dtype), "tile") for _ in range(num_buffers)]
+    ops = OptimizerOps(model, home, AdamW(weight_decay=0.1), buffers, TILE)
+    for each in contexts:
+        for tile in range(model.units[0].numel // TILE):
+            buffer = tile % num_buffers
+            ops.read(parse_op(f"READ 0#{tile}>t{buffer}"), each)
+            ops.step(parse_op(f"STEP 0#{tile}@t{buffer}"), each)
+            ops.write(parse_op(f"WRITE 0#{tile}<t{buffer}"), each)
+    return ops
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_tiles_of_a_disk_home_step_as_a_whole_unit_in_memory_does(dtype: str, num_buffers: int, tmp_path):
+    model = spec(dtype)
+    contexts = [context(), context(coefficient=None), context(touched={0: frozenset({0, 2, 3})})]
+    with Arena() as arena, IOPool(2) as pool, HostHome(model, planes_for(dtype), arena) as host:
+        fill(host, model, arena)
+        whole = OptimizerOps(model, host, AdamW(weight_decay=0.1), [], 0)
+        for each in contexts:
+            whole.step(parse_op("STEP 0"), each)
+        want = read(host, model, arena)
+        with DiskHome(model, planes_for(dtype), tmp_path / "home", pool) as disk:
+            fill(disk, model, arena)
+            tiled = tiled_steps(disk, model, arena, num_buffers, contexts)
+            got = read(disk, model, arena)
+    assert tiled.updates == whole.updates == {"w": 3, "b": 3, "idle": 1}
+    for plane in set(want) - {"gradient"}:
+        assert same_bits(got[plane], want[plane]), plane
+
+
+def test_a_skipped_step_moves_and_counts_nothing(tmp_path):
+    model = spec("fp32")
+    with (
+        Arena() as arena,
+        IOPool(1) as pool,
+        DiskHome(model, planes_for("fp32"), tmp_path / "home", pool) as home,
+    ):
+        fill(home, model, arena)
+        before = read(home, model, arena)
+        moved = home.statistics()
+        ops = tiled_steps(home, model, arena, 2, [context(skipped=True)])
+        assert (home.statistics().bytes_read, home.statistics().bytes_written) == (
+            moved.bytes_read,
+            moved.bytes_written,
+        )
+        after = read(home, model, arena)
+    assert set(ops.updates.values()) == {0}
+    assert all(same_bits(after[plane], before[plane]) for plane in before)
+
+
+def test_a_tile_buffer_holds_all_planes_side_by_side():
+    model = spec("bf16")
+    with Arena() as arena:
+        buffer = arena.take(TILE * tile_element_bytes("bf16"), "tile")
+        with HostHome(model, planes_for("bf16"), arena) as home:
+            (planes,) = OptimizerOps(model, home, AdamW(), [buffer], TILE)._buffers
+        ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in planes.values())
+        assert sum(p.nbytes for p in planes.values()) == buffer.nbytes
+        assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+        assert all(start % 4096 == 0 for start, _ in ends)
+        assert set(planes) == set(planes_for("bf16"))

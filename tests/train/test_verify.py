@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from outsize.train import verify as module
+from outsize.train.verify import run_resident, verify
+from support import make_run
+
+RUNS = {
+    "host": {},
+    "disk": {"memory": {"home": "disk", "slots": 2}},
+    "bf16 in chunks": {"model": {"dtype": "bf16"}, "train": {"head_chunk_tokens": 7}},
+    "fp16": {"model": {"dtype": "fp16"}},
+    "the model's own loss": {"train": {"loss": "model"}, "optimizer": {"max_grad_norm": 0.0}},
+    "emulated": {"memory": {"device": "emulated:1", "home": "disk", "offload": True}},
+    "frozen": {"model": {"freeze": ("model.layers.0.*",)}},
+}
+
+
+@pytest.mark.parametrize("sections", RUNS.values(), ids=RUNS.keys())
+def test_streamed_is_resident_bit_for_bit(sections: dict, tmp_path: Path):
+    said: list[str] = []
+    result = verify(make_run(tmp_path, **sections), announce=said.append)
+    assert result.equal
+    assert result.steps == 4
+    assert result.loss_streamed == result.loss_resident
+    assert len(result.loss_streamed) == 4
+    assert result.max_weight_difference == 0.0
+    assert result.differing == []
+    assert result.num_weights > 20_000
+    assert [line for line in said if line.endswith(" run")] == ["streamed run", "resident run"]
+
+
+def test_one_microbatch_of_a_tied_encoder(tmp_path: Path):
+    run = make_run(tmp_path, "bert", train={"microbatches": 1, "loss": "model"})
+    assert verify(run).equal
+
+
+def test_a_difference_is_found_named_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def tampered(*arguments):
+        losses, weights = run_resident(*arguments)
+        changed = {**weights, "model.norm.weight": weights["model.norm.weight"] + torch.tensor(0.25)}
+        return [*losses[:-1], losses[-1] + 1], changed
+
+    monkeypatch.setattr(module, "run_resident", tampered)
+    result = verify(make_run(tmp_path))
+    assert not result.equal
+    assert result.differing == ["model.norm.weight"]
+    assert result.max_weight_difference == pytest.approx(0.25, abs=1e-6)
+    assert result.loss_streamed[:-1] == result.loss_resident[:-1]
+    assert result.loss_streamed[-1] != result.loss_resident[-1]
+
+
+def test_without_a_run_directory_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert verify(make_run(tmp_path, train={"run_dir": None, "steps": 1})).equal
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.txt", "model", "tmp"]
