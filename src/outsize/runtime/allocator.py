@@ -2,9 +2,9 @@
 
 A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
 every 4 KiB: a sixth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap
-fragments, and grew to 1.6 times a tight budget. So where the plan has room for a heap with holes, memory stays in the heap, and a step
-that would go over its limit hands the free pages back first; where it has none, every large tensor is a mapping of its
-own, gone when the tensor is.
+fragments, and grew to 1.6 times a tight budget. So where the plan has room for a heap with holes, memory stays in the
+heap, and a step that would go over its limit hands the free pages back first; where it has none, every large tensor is
+a mapping of its own, gone when the tensor is.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
 """Parameters of a unit as views of a slot, and their gradients as additions to an accumulator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,27 @@ TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 def tensor_views(unit: UnitSpec, plane: Tensor) -> list[Tensor]:
     """Views of ``plane`` [unit.numel], one per tensor of ``unit``, in its shape."""
     return [plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors]
+
+
+@contextmanager
+def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have the buffers of ``model`` (rotary frequencies, masks) on ``device`` for as long as the context lasts."""
+    former = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    moved = {id(buffer): buffer.to(device) for _, _, buffer in former}  # shared ones stay shared
+    try:
+        for buffers, name, buffer in former:
+            buffers[name] = moved[id(buffer)]
+        yield
+    finally:
+        for buffers, name, buffer in former:
+            if moved[id(buffer)] is not buffer:
+                buffer.copy_(moved[id(buffer)])
+            buffers[name] = buffer
 
 
 @dataclass(slots=True)

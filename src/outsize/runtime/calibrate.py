@@ -36,7 +36,8 @@ class Measured:
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
-        inputs_shared: whether an activation is an input of more than one unit, so that it must stay on the device.
+        inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
+            stay on the device.
         plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
         shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
         graph_matters: whether a unit computes other bits when it makes a graph, as with kernels that are chosen by
@@ -162,6 +163,7 @@ class _Pass:
         walk = Walk(self._split.model, self._inputs)
         last = len(self._forwards) - 1
         storages: list[Tensor] = []
+        several = False
         outputs: Any = None
         try:
             with live, torch.enable_grad():
@@ -175,7 +177,9 @@ class _Pass:
                             f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
                             "streams models that call each of their units once per forward, in order"
                         )
-                    storages += self._receive(call)
+                    received = self._receive(call)
+                    several = several or len(received) > 1
+                    storages += received
                     if unit == last:
                         self._last(unit, call, walk, live)
                     else:
@@ -184,7 +188,7 @@ class _Pass:
             walk.close()
             live.forget()
         pointers = [tensor.untyped_storage().data_ptr() for tensor in storages]
-        self._row.shared = len(set(pointers)) < len(pointers)
+        self._row.shared = len(set(pointers)) < len(pointers) or several
         return self._row
 
     def _receive(self, call: UnitCall) -> list[Tensor]:

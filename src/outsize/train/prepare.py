@@ -31,6 +31,8 @@ from outsize.units import format_bytes, format_count
 Announce = Callable[[str], None]
 # What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
+# cuBLAS keeps a workspace for each stream and thread: here for the compute lane's, and autograd's that works for it.
+CUBLAS_BYTES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +64,16 @@ class Prepared:
     heap: bool
 
 
-def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
+def prepare(
+    config: Config, run_dir: Path, announce: Announce, source: WeightSource | None = None
+) -> Prepared:
     """Read the model's config, split it, measure it, and plan a step.
+
+    Args:
+        config: of the run.
+        run_dir: its directory; nothing is written.
+        announce: called with lines for people.
+        source: where weights come from; None for the checkpoint that ``model.path`` names.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
@@ -74,9 +84,10 @@ def prepare(config: Config, run_dir: Path, announce: Announce) -> Prepared:
     check_length(config, hf_config)
     model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
     trim()  # building a model takes its weights for a moment, one after the other
-    directory = locate_checkpoint(config.model.path)
-    source = CheckpointReader(directory, model)
-    source.load_buffers(model)
+    directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
+    if source is None:
+        source = CheckpointReader(directory, model)
+        source.load_buffers(model)
     parts = split_model(model, dtype, config)
     spec = parts.spec
     state_bytes = sum(unit.numel * bytes_per_parameter(dtype) for unit in spec.units)
@@ -176,7 +187,7 @@ def make_plan(
         forward_workspace_bytes=_by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=_by_kind(parts, measured.backward_bytes),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=heap_bytes + (BOUNCE_BYTES if machine.below == "disk" else 0),
+        fixed_bytes=heap_bytes + _fixed_bytes(parts.model, machine),
     )
     options = PlanOptions(
         home=machine.home,
@@ -192,6 +203,14 @@ def make_plan(
     plan = plan_step(parts.spec, demand, budgets, options)
     validate(plan.program, plan.layout)
     return plan
+
+
+def _fixed_bytes(model: nn.Module, machine: Machine) -> int:
+    """What lies on the device throughout and is neither weights nor activations."""
+    fixed = BOUNCE_BYTES if machine.below == "disk" else 0
+    if machine.device.startswith("cuda"):
+        fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
+    return fixed
 
 
 def _by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 Short on purpose, so that a reader sees that it is ordinary: a model, `torch.optim.AdamW`, `clip_grad_norm_`, and a loop
 over microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16
 and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
-chunks of a loss as over microbatches.
+chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outsize.config import Config
 from outsize.model.split import Split
-from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
@@ -49,6 +49,7 @@ class ResidentTrainer:
         self._shifted = shifted
         self._model = split.model
         self._parameters = dict(self._model.named_parameters())
+        self._device = next(self._model.parameters()).device
         self.masters = masters
         decay = {t.name: t.decay for unit in split.spec.units for t in unit.tensors if t.trainable}
         for name, parameter in self._parameters.items():
@@ -88,18 +89,19 @@ class ResidentTrainer:
         own_targets = num_targets(part, self._shifted)
         if not own_targets:  # a mean over nothing is NaN, and weighs nothing
             return 0.0
+        given = {name: value.to(self._device) for name, value in model_inputs(part).items()}
         with _seeding(self._split, self._config.train.seed, number, index):
             if self._chunk_tokens is None:
-                loss = loss_of(self._model(**model_inputs(part))) / (targets / own_targets / scale)
+                loss = loss_of(self._model(**given)) / (targets / own_targets / scale)
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
-                inputs = {name: value for name, value in model_inputs(part).items() if name != "labels"}
+                labels = given.pop("labels")
                 head = self._split.modules[-1]
-                hidden = _head_input(self._model, head, inputs)
+                hidden = _head_input(self._model, head, given)
                 loss, gradient = chunked_head_loss(
                     head,
                     hidden.detach(),
-                    shift_labels(part.labels),
+                    shift_labels(labels),
                     max(targets, 1) / scale,
                     self._chunk_tokens,
                 )
@@ -120,10 +122,13 @@ class ResidentTrainer:
 
     def _update(self, lr: float) -> None:
         names = [name for name in self._parameters if name in self._sums]
-        for name in names:
-            self.masters[name].grad = self._sums.pop(name).div_(self._scale.value)
+        gradients = [self._sums.pop(name).div_(self._scale.value) for name in names]
         limit = self._config.optimizer.max_grad_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_([self.masters[name] for name in names], limit)
+        # As in torch.nn.utils.clip_grad_norm_, which wants the gradients in parameters of their device.
+        norm = nn.utils.get_total_norm(gradients)
+        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        for name, gradient in zip(names, gradients, strict=True):
+            self.masters[name].grad = gradient.mul_(coefficient).to(self.masters[name].device)
         finite = bool(torch.isfinite(norm))
         if finite:
             for group in self._optimizer.param_groups:
@@ -142,9 +147,11 @@ def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
     """Give the model real parameters, read from its checkpoint, for as long as the context lasts.
 
     Yields:
-        The fp32 masters by name: the parameters themselves where the compute dtype is fp32.
+        The fp32 masters by name, in host memory: the parameters themselves where the model computes there in fp32.
     """
     split = prepared.split
+    name = prepared.machine.device
+    device = torch.device(name if name.startswith("cuda") else "cpu")
     dtype = TORCH_DTYPE[split.spec.dtype]
     masters: dict[str, Tensor] = {}
     former = {(id(m), a): (m, m._parameters[a]) for places in split.owners.values() for m, a in places}
@@ -152,11 +159,13 @@ def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
         for tensor in (tensor for unit in split.spec.units for tensor in unit.tensors):
             master = torch.empty(tensor.shape, dtype=torch.float32)
             prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
-            parameter = nn.Parameter(master.to(dtype))
-            masters[tensor.name] = parameter if dtype == torch.float32 else master
+            weights = master.to(device, dtype)
+            parameter = nn.Parameter(weights)
+            masters[tensor.name] = parameter if weights is master else master
             for module, attribute in split.owners[tensor.name]:
                 module._parameters[attribute] = parameter
-        yield masters
+        with buffers_on(split.model, device):
+            yield masters
     finally:
         for (_, attribute), (module, meta) in former.items():
             module._parameters[attribute] = meta
@@ -189,7 +198,11 @@ def _seeding(split: Split, seed: int, step: int, microbatch: int) -> Iterator[No
 
     def reseed(unit: int, glue: bool) -> None:
         torch.default_generator.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed_of(seed, step, unit, microbatch, glue))
 
+    device = next(split.model.parameters()).device
     handles = []
     for index, module in enumerate(split.modules):
         handles.append(module.register_forward_pre_hook(lambda *_, unit=index: reseed(unit, False)))

@@ -18,7 +18,7 @@ from outsize.optim.schedule import Schedule
 from outsize.optim.spec import MASTER, WEIGHTS, planes_for
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
-from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
@@ -135,6 +135,7 @@ class StreamedTrainer:
             for name in ("activations", "workspace", "shared"):
                 num_bytes = plan.memory["device"].get(name, 0)
                 stack.enter_context(self.ledger.reserve("device", name, num_bytes))
+            stack.enter_context(buffers_on(prepared.split.model, device.torch_device))
             boundaries = stack.enter_context(Boundaries(prepared.split.modules))
             settings = EngineSettings(
                 optimizer=AdamW(

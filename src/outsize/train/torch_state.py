@@ -1,9 +1,13 @@
 """What torch keeps for the whole process: a run sets it, and leaves it as it was."""
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils import deterministic as uninitialised
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
@@ -13,14 +17,38 @@ def borrowed_torch(*, deterministic: bool) -> Iterator[None]:
     Args:
         deterministic: whether only deterministic kernels are used meanwhile, where torch has them.
     """
-    was = torch.are_deterministic_algorithms_enabled()
-    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if in_use else ()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            if deterministic:
-                torch.use_deterministic_algorithms(True, warn_only=True)
-            yield
-        finally:
-            torch.use_deterministic_algorithms(was, warn_only=warned_only)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        if deterministic:
+            stack.enter_context(_deterministic())
+        yield
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    was = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = uninitialised.fill_uninitialized_memory  # type: ignore[attr-defined]
+    efficient = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    workspace = os.environ.get(CUBLAS_WORKSPACE)
+    try:
+        # cuBLAS repeats itself only where its workspace is one of two.
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Nothing here reads memory that nobody wrote; to fill all of it costs a pass over activations.
+        uninitialised.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        # On a GPU attention has its flash kernel, or none: the backward of the memory-efficient one and of cuDNN's is
+        # not deterministic as long as operations without such a kernel are let pass with a warning.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned_only)
+        uninitialised.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        if workspace is None:
+            del os.environ[CUBLAS_WORKSPACE]

@@ -63,7 +63,7 @@ def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float],
             prepared.config, prepared.split, masters, prepared.chunk_tokens, prepared.measured.shifted
         )
         losses = list(trainer.steps(batches))
-        return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
 @dataclass(frozen=True, slots=True)
