@@ -2,15 +2,14 @@
 
 import gc
 import os
-
-# Tiny models gain nothing from more threads, and several of them on few cores lose much; tests that want more say so.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A loaded machine must not fail a test that ends its threads; a leaked thread never ends.
 JOIN_TIMEOUT_S = 5.0

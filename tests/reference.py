@@ -88,7 +88,8 @@ def train(
         model: in its compute dtype.
         batches: ``batches[step][microbatch]`` are keyword arguments of the model.
         recipe: how.
-        masters: fp32 weights by name where the model computes in another dtype.
+        masters: fp32 weights by name where the model computes in another dtype, or on another device than the
+            optimizer.
     """
     named = dict(model.named_parameters())
     for name, parameter in named.items():
@@ -132,7 +133,7 @@ def train(
         trace.losses.append(loss)
         trace.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         for name, parameter in stepped.items():
-            parameter.grad = gradients.get(name)
+            parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr * factor(number)
         norm = nn.utils.clip_grad_norm_(stepped.values(), recipe.max_grad_norm or float("inf"))
