@@ -2,8 +2,11 @@
 
 Importing this imports nothing heavy. `write` makes a Hugging Face directory and runs best in a process of its own:
 it holds the whole model, and the benchmark's own memory must not remember that.
+
+    python bench/shapes.py llama-100m DIRECTORY
 """
 
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -127,3 +130,7 @@ def write_text(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(
         directory / "model"
     )
+
+
+if __name__ == "__main__":
+    print(f"{write(sys.argv[1], Path(sys.argv[2]))} parameters")

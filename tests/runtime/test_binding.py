@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.model.spec import UnitSpec, pack_unit
+from outsize.model.spec import ALIGN_ELEMENTS, UnitSpec, pack_unit
 from outsize.model.split import split
 from outsize.runtime.binding import Binder, GradientSums, tensor_views
 
@@ -33,9 +33,9 @@ def test_views_lie_in_the_plane_at_their_offsets():
     plane = torch.arange(UNIT.numel, dtype=torch.float32)
     w, b, s = tensor_views(UNIT, plane)
     assert (w.shape, b.shape, s.shape) == ((3, 5), (7,), ())
-    assert (w[0, 0], b[0], s) == (0, 64, 128)
+    assert (w[0, 0], b[0], s) == (0, ALIGN_ELEMENTS, 2 * ALIGN_ELEMENTS)
     b[1] = -1
-    assert plane[65] == -1
+    assert plane[ALIGN_ELEMENTS + 1] == -1
 
 
 def test_bound_modules_compute_with_the_plane():

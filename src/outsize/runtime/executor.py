@@ -27,6 +27,9 @@ from outsize.planner.ops import Op
 from outsize.planner.timeline import Event
 from outsize.runtime.device import Device
 
+# Of ops that nobody asks about, only the last are remembered: each holds two marks.
+MOST_TIMED = 100_000
+
 
 class Task:
     """An op on its way: its gate is a lock that the lane's thread releases when the op is done."""
@@ -97,7 +100,7 @@ class Executor:
         self._failure: tuple[BaseException, str] | None = None
         self._closing = False
         self.events: list[Event] = []
-        self._timed: deque[_Timed] = deque()
+        self._timed: deque[_Timed] = deque(maxlen=MOST_TIMED)
         self._ended_s: dict[str, float] = {}
 
     def submit(self, ops: Iterable[Op], context: Any) -> list["Task"]:

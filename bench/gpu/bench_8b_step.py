@@ -1,0 +1,272 @@
+"""A full training step of an 8B-shaped Llama with random weights under a cap of 24 GB of device memory.
+
+Width, heads and vocabulary are those of an 8B Llama; layers are as many as host memory holds at 18 bytes per parameter
+(32 make 8B), or as ``--layers`` says. The step is the real one: bf16, fp32 masters, global norm, AdamW on the host. Its
+timeline is kept: open it in Perfetto.
+
+    python bench/gpu/bench_8b_step.py
+    python bench/gpu/bench_8b_step.py --tiny --device emulated:1     # that it runs, without a GPU
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import common
+import torch
+from random_weights import RandomWeights
+
+from outsize.config import Config, load_config
+from outsize.planner.timeline import Timeline
+from outsize.report.chrome import to_chrome
+from outsize.train.data.batch import Batch
+from outsize.train.machine import available_ram_bytes
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.stream import StepOutcome, StreamedTrainer
+from outsize.train.torch_state import borrowed_torch
+from outsize.units import parse_bytes
+
+SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+}
+FULL_LAYERS = 32
+BYTES_PER_PARAMETER = 18
+# For the process itself, saved activations, and whatever else runs.
+HOST_RESERVE_BYTES = 20 * 2**30
+# Dense bf16, from the data sheets, FLOP/s.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12, "B200": 2250e12}
+
+
+def parameters(shape: dict[str, int], layers: int) -> tuple[int, int]:
+    """Parameters of all units, and of those that multiply every token (all but the embedding)."""
+    width, inner, vocabulary = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    keys = width * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    block = 2 * width * width + 2 * width * keys + 3 * width * inner + 2 * width
+    return layers * block + 2 * vocabulary * width + width, layers * block + vocabulary * width
+
+
+def layers_that_fit(shape: dict[str, int]) -> int:
+    room = available_ram_bytes() - HOST_RESERVE_BYTES
+    fitting = (n for n in range(FULL_LAYERS, 0, -1) if parameters(shape, n)[0] * BYTES_PER_PARAMETER <= room)
+    return next(fitting, 1)
+
+
+def flops_per_token(shape: dict[str, int], layers: int, seq_len: int) -> float:
+    """Forward and backward of a token without the recompute: 6 per parameter, and causal attention (half of S × S)."""
+    return 6.0 * parameters(shape, layers)[1] + 6.0 * layers * shape["hidden_size"] * seq_len
+
+
+def configure(args: argparse.Namespace, shape: dict[str, int], directory: Path) -> Config:
+    from transformers import LlamaConfig
+
+    LlamaConfig(**shape, num_hidden_layers=args.layers, tie_word_embeddings=False).save_pretrained(directory)
+    settings = [
+        f"model.path={directory}",
+        f"model.dtype={args.dtype}",
+        "data.path=random",
+        f"data.seq_len={args.seq_len}",
+        f"train.steps={args.steps}",
+        f"train.tokens_per_step={args.seq_len * args.microbatches * args.sequences}",
+        f"train.microbatches={args.microbatches}",
+        f"train.head_chunk_tokens={args.head_chunk_tokens}",
+        f"memory.device={args.device}",
+        f"memory.device_memory={args.device_memory}",
+        f"memory.home={args.home}",
+        f"memory.host_memory={available_ram_bytes() - HOST_RESERVE_BYTES // 2}",
+    ]
+    if args.store_dir:
+        settings.append(f"memory.store_dir={args.store_dir}")
+    return load_config(None, settings)
+
+
+def batches(config: Config, vocabulary: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        ids = torch.randint(
+            0, vocabulary, (config.sequences_per_step, config.data.seq_len), generator=generator
+        )
+        yield Batch(input_ids=ids, labels=ids, attention_mask=None)
+
+
+def cap_device(device: str, num_bytes: int) -> None:
+    """Let torch refuse what goes beyond the cap; the CUDA context itself is not torch's and comes on top."""
+    if device.startswith("cuda"):
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def run(args: argparse.Namespace, config: Config, directory: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    prepared = prepare(config, directory, print, RandomWeights())
+    print(prepared.plan.table, flush=True)
+    prepared_s = time.perf_counter() - began
+    with StreamedTrainer(prepared, Path(config.memory.store_dir or directory)) as trainer:
+        opened_s = time.perf_counter() - began - prepared_s
+        trainer.fill()
+        filled_s = time.perf_counter() - began - prepared_s - opened_s
+        print(f"prepared {prepared_s:.1f} s, opened {opened_s:.1f} s, filled {filled_s:.1f} s", flush=True)
+        outcomes: list[StepOutcome] = []
+        links, marks = [link(trainer)], []
+        given = itertools.islice(batches(config, prepared.hf_config.vocab_size), args.steps)
+        for outcome in trainer.steps(given):
+            outcomes.append(outcome)
+            links.append(link(trainer))
+            marks.append(time.perf_counter())
+            print(f"step {outcome.number + 1}: loss {outcome.loss:.4f}, {outcome.seconds:.2f} s", flush=True)
+            if outcome.number == args.steps - 2:
+                trainer.take_timeline()
+        trainer.settle()
+        tail_s = time.perf_counter() - marks[-1]
+        timeline = trainer.take_timeline()
+        arena = trainer._host.statistics()
+    steady = common.Spread.of(o.seconds for o in (outcomes[1:] or outcomes))
+    return {
+        **describe(args, prepared, steady.median),
+        "losses": [outcome.loss for outcome in outcomes],
+        "finite": all(math.isfinite(outcome.loss) for outcome in outcomes),
+        "step_s": vars(steady),
+        "optimizer_tail_s": tail_s,
+        "bytes_up": links[-1][0] - links[-2][0],
+        "bytes_down": links[-1][1] - links[-2][1],
+        "prepare_s": prepared_s,
+        "open_s": opened_s,
+        "fill_s": filled_s,
+        "pinned_bytes": arena.pinned_bytes,
+        "pageable_fallbacks": arena.num_pageable_fallbacks,
+        **lanes_of(timeline, links),
+        "timeline": keep(args, timeline),
+    }
+
+
+def link(trainer: StreamedTrainer) -> tuple[int, int]:
+    engine = trainer.engine
+    saved = engine.activations
+    return engine.weights.bytes_up + saved.bytes_up, engine.gradients.bytes_down + saved.bytes_down
+
+
+def describe(args: argparse.Namespace, prepared: Prepared, step_s: float) -> dict[str, Any]:
+    shape = TINY if args.tiny else SHAPE
+    tokens = prepared.config.tokens_per_step
+    flops = flops_per_token(shape, args.layers, args.seq_len) * tokens
+    found: dict[str, Any] = {
+        "layers": args.layers,
+        "full_layers": FULL_LAYERS,
+        "parameters": prepared.split.spec.num_parameters,
+        "tokens_per_step": tokens,
+        "tokens_per_s": tokens / step_s,
+        "model_flops_per_s": flops / step_s,
+        "planned_device_bytes": prepared.plan.total_bytes("device"),
+        "planned_host_bytes": prepared.plan.total_bytes("host"),
+        "classes": prepared.plan.memory["device"],
+        "traffic": vars_of(prepared),
+        "peak_rss_bytes": common.peak_rss_bytes(),
+    }
+    if args.device.startswith("cuda"):
+        name = torch.cuda.get_device_name(args.device)
+        peak = next((value for key, value in PEAK_FLOPS.items() if key in name), None)
+        free, total = torch.cuda.mem_get_info(args.device)
+        found |= {
+            "mfu": common.ratio(flops / step_s, peak),
+            "cap_bytes": prepared.machine.device_bytes,
+            "max_reserved_bytes": torch.cuda.max_memory_reserved(args.device),
+            "max_allocated_bytes": torch.cuda.max_memory_allocated(args.device),
+            "used_on_device_bytes": total - free,
+            "allocator_retries": torch.cuda.memory_stats(args.device).get("num_alloc_retries"),
+        }
+    return found
+
+
+def vars_of(prepared: Prepared) -> dict[str, int]:
+    traffic = prepared.plan.traffic
+    return {
+        "up": traffic.up,
+        "down": traffic.down,
+        "disk_read": traffic.disk_read,
+        "disk_written": traffic.disk_written,
+    }
+
+
+def lanes_of(timeline: Timeline, links: list[tuple[int, int]]) -> dict[str, Any]:
+    """Shares of the last step, and what the links carried while they were busy."""
+    busy = {lane: timeline.busy_s(lane) for lane in timeline.lanes}
+    up, down = (links[-1][i] - links[-2][i] for i in (0, 1))
+    return {
+        "span_s": timeline.span_s,
+        "busy_s": busy,
+        "stall_share": timeline.stall_share(),
+        "stall_s_by_owner": timeline.stall_s_by_owner(),
+        "gb_per_s_up_while_busy": common.ratio(up / 1e9, busy.get("up:w0")),
+        "gb_per_s_down_while_busy": common.ratio(down / 1e9, busy.get("down:w0")),
+    }
+
+
+def keep(args: argparse.Namespace, timeline: Timeline) -> str:
+    path = args.results / f"8b_step_{args.label}_timeline.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_chrome(timeline)), encoding="utf-8")
+    return path.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device-memory", default="24GB")
+    parser.add_argument("--home", choices=("host", "disk"), default="host")
+    parser.add_argument("--store-dir", help="of a disk home")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument(
+        "--layers", type=int, help=f"{FULL_LAYERS} make 8B; default: as many as host memory holds"
+    )
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=1, help="per microbatch")
+    parser.add_argument("--head-chunk-tokens", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent.parent / "results")
+    parser.add_argument("--label", help="for the names of the files; default: machine and month")
+    args = parser.parse_args()
+    shape = TINY if args.tiny else SHAPE
+    machine = common.machine()
+    args.layers = args.layers or (4 if args.tiny else layers_that_fit(shape))
+    args.label = args.label or f"{(machine['gpu'] or 'cpu').lower().replace(' ', '_')}_{machine['month']}"
+    cap_device(args.device, parse_bytes(args.device_memory))
+    with tempfile.TemporaryDirectory() as name, borrowed_torch(deterministic=True):
+        result = run(args, configure(args, shape, Path(name)), Path(name))
+    rows = [(key, value) for key, value in result.items() if isinstance(value, int | float | str)]
+    common.print_table(
+        ("figure", "value"), rows, title=f"{args.layers} of {FULL_LAYERS} layers on {args.device}"
+    )
+    settings = {key: str(value) for key, value in vars(args).items()}
+    common.finish(
+        {"bench": "8b_step", "machine": machine, "settings": settings, **result},
+        args.results / f"8b_step_{args.label}.json",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in less than 25 minutes on one: the equality tests, `outsize verify`, and one step of an
+# 8B-shaped model. Needs no network and no installation: PYTHON names the interpreter, results go to bench/results.
+#
+#   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
+#   bench/gpu/run_all.sh tests verify    # or some of: tests verify step
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+# Memory that one stream has freed can serve another; the older name is for torch below 2.9.
+export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+PYTHON="${PYTHON:-python3}"
+RESULTS="${RESULTS:-bench/results}"
+mkdir -p "$RESULTS"
+"$PYTHON" bench/gpu/check_packages.py || exit 1
+failed=()
+
+part() { # part NAME SECONDS COMMAND...
+    local name=$1 limit=$2 began=$SECONDS
+    shift 2
+    echo "== $name"
+    if timeout --kill-after=20 "$limit" "$@"; then echo "== $name: done in $((SECONDS - began)) s"
+    else echo "== $name: FAILED with status $? after $((SECONDS - began)) s"; failed+=("$name"); fi
+}
+
+run_tests() {
+    part tests 480 "$PYTHON" -m pytest -q -m cuda -p no:cacheprovider tests/gpu tests/runtime/test_device.py
+}
+
+run_verify() {
+    local work
+    work=$(mktemp -d)
+    part model 120 "$PYTHON" bench/shapes.py llama-100m "$work"
+    for options in "bf16 host" "bf16 disk" "fp32 host"; do
+        read -r dtype home <<<"$options"
+        part "verify $dtype $home" 150 bash -o pipefail -c '"$@" | tee -a "$0"' "$RESULTS/gpu_verify.jsonl" \
+            "$PYTHON" -m outsize verify --model "$work/model" --data "$work/tokens.npy" \
+            --steps 3 --tokens-per-step 4096 --seq-len 1024 --microbatches 4 --device cuda --device-memory 2GiB \
+            --home "$home" --seed 0 --run-dir "$work/run-$dtype-$home" \
+            --set model.dtype="$dtype" --set data.format=tokens --json
+    done
+    rm -rf "$work"
+}
+
+run_step() {
+    part "8B step" 570 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS"
+}
+
+for name in "${@:-tests verify step}"; do for each in $name; do "run_$each"; done; done
+if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi
+echo "all done in $SECONDS s"
