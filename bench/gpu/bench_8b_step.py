@@ -255,7 +255,7 @@ def main() -> None:
     args.layers = args.layers or (4 if args.tiny else layers_that_fit(shape))
     args.label = args.label or f"{(machine['gpu'] or 'cpu').lower().replace(' ', '_')}_{machine['month']}"
     cap_device(args.device, parse_bytes(args.device_memory))
-    with tempfile.TemporaryDirectory() as name, borrowed_torch(deterministic=True):
+    with tempfile.TemporaryDirectory() as name, borrowed_torch(deterministic=True, device=args.device):
         result = run(args, configure(args, shape, Path(name)), Path(name))
     rows = [(key, value) for key, value in result.items() if isinstance(value, int | float | str)]
     common.print_table(

@@ -201,4 +201,7 @@ class _Naming:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, OutsizeError):
-            raise ModelError(f"the model raised in {self._where}: {type(error).__name__}: {error}") from error
+            advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
+            raise ModelError(
+                f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
+            ) from error

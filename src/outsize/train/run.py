@@ -19,6 +19,7 @@ from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.interrupt import Interrupt
+from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
@@ -62,7 +63,11 @@ def train(
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(claimed(run_dir, resume=resume))
-        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic))
+        stack.enter_context(
+            borrowed_torch(
+                deterministic=config.train.deterministic, device=choose_device(config.memory.device)
+            )
+        )
         set_thresholds(heap=False)
         resumed = checkpoint.latest(run_dir) if resume else None
         started = config if resumed is None else _from_checkpoint(config, resumed)

@@ -11,44 +11,38 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
-def borrowed_torch(*, deterministic: bool) -> Iterator[None]:
+def borrowed_torch(*, deterministic: bool, device: str = "cpu") -> Iterator[None]:
     """Give torch's random state and its choice of algorithms back when the context ends.
 
     Args:
-        deterministic: whether only deterministic kernels are used meanwhile, where torch has them.
+        deterministic: whether only deterministic kernels are used meanwhile. On a GPU an operation without one raises:
+            if it may pass with a warning, attention takes the faster backward as well, which is not deterministic.
+        device: that computes.
     """
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if in_use else ()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         if deterministic:
-            stack.enter_context(_deterministic())
+            stack.enter_context(_deterministic(warn_only=not device.startswith("cuda")))
         yield
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def _deterministic(warn_only: bool) -> Iterator[None]:
     was = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = uninitialised.fill_uninitialized_memory  # type: ignore[attr-defined]
-    efficient = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     workspace = os.environ.get(CUBLAS_WORKSPACE)
     try:
         # cuBLAS repeats itself only where its workspace is one of two.
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
         # Nothing here reads memory that nobody wrote; to fill all of it costs a pass over activations.
         uninitialised.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        # On a GPU attention has its flash kernel, or none: the backward of the memory-efficient one and of cuDNN's is
-        # not deterministic as long as operations without such a kernel are let pass with a warning.
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
         yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warned_only)
         uninitialised.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         if workspace is None:
             del os.environ[CUBLAS_WORKSPACE]

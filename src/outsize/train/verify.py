@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.config import Config
 from outsize.storage.directory import needed_directory
 from outsize.train.data.batch import Batch
+from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult
 from outsize.train.resident import ResidentTrainer, materialise
@@ -33,7 +34,11 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         run_dir = config.train.run_dir
         directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
         stack.enter_context(needed_directory(directory, "train.run_dir"))
-        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic))
+        stack.enter_context(
+            borrowed_torch(
+                deterministic=config.train.deterministic, device=choose_device(config.memory.device)
+            )
+        )
         prepared = prepare(config, directory, announce)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
