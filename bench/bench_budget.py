@@ -140,7 +140,7 @@ def run_case(case: Case, directory: Path, run_dir: Path, budget: int) -> dict[st
 def import_everything(model: Path) -> None:
     """Import all that a run will: the package, and of transformers the model's own module."""
     import transformers  # noqa: F401
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import outsize.cli.app
     import outsize.train.run  # noqa: F401

@@ -35,6 +35,8 @@ class Runner:
     option: str = ""
     environment: str | None = None
     """None is the environment of this process, which has `outsize`."""
+    share: float = 1.0
+    """The budget of a streamed runner, as a share of the training state of 16 bytes per parameter."""
 
     @property
     def python(self) -> Path:
@@ -50,7 +52,9 @@ RUNNERS = {
     "resident-no-checkpointing": Runner("run_resident.py", "no-checkpointing", "resident"),
     "outsize-host": Runner("run_outsize.py", "host"),
     "fsdp2": Runner("run_fsdp2.py", "", "fsdp2"),
+    "outsize-host-half": Runner("run_outsize.py", "host", share=0.5),
     "outsize-disk": Runner("run_outsize.py", "disk"),
+    "outsize-disk-half": Runner("run_outsize.py", "disk", share=0.5),
     "deepspeed": Runner("run_deepspeed.py", "", "deepspeed"),
     "deepspeed-pipelined": Runner("run_deepspeed.py", "pipelined", "deepspeed"),
 }
@@ -61,7 +65,7 @@ BROKEN = {
 }
 
 
-def measure(name: str, runner: Runner, arguments: argparse.Namespace, budget_bytes: int) -> dict[str, Any]:
+def measure(name: str, runner: Runner, arguments: argparse.Namespace, state_bytes: int) -> dict[str, Any]:
     """Run one runner in a fresh process; return what it printed, or ``{"error": ...}``."""
     if not runner.python.exists():
         return {"error": f"not installed: run bench/peers/setup.sh {runner.environment}"}
@@ -71,7 +75,7 @@ def measure(name: str, runner: Runner, arguments: argparse.Namespace, budget_byt
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [str(runner.python), str(HERE / runner.script), "--option", runner.option]
     command += ["--model", str(arguments.work / "data/model"), "--data", str(arguments.work / "data")]
-    command += ["--run-dir", str(run_dir), "--device-memory", str(budget_bytes)]
+    command += ["--run-dir", str(run_dir), "--device-memory", str(int(runner.share * state_bytes))]
     command += [f"--{key}={getattr(arguments, key)}" for key in ("steps", "warmup", "threads")]
     try:
         with log.open("w", encoding="utf-8") as errors:
@@ -94,20 +98,24 @@ def measure(name: str, runner: Runner, arguments: argparse.Namespace, budget_byt
 
 def _environment(runner: Runner, threads: int) -> dict[str, str]:
     """The environment of a runner: its tools first, the same threads everywhere, one process, no network."""
-    return os.environ | {
-        "PATH": f"{runner.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(runner.python.parents[1] / "extensions"),
-    }
+    return (
+        os.environ
+        | {
+            "PATH": f"{runner.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(runner.python.parents[1] / "extensions"),
+        }
+        | ({"OMP_WAIT_POLICY": "PASSIVE"} if runner.environment is None else {})
+    )  # as `outsize train` does
 
 
 def _last_words(log: Path, returncode: int) -> str:
@@ -204,9 +212,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="leading steps that do not count")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--device-memory", type=float, default=0.5, help="budget as a share of 16 B/parameter"
-    )
     parser.add_argument("--only", nargs="+", choices=[*RUNNERS, *BROKEN], default=list(RUNNERS))
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds per process")
     parser.add_argument(
@@ -222,19 +227,19 @@ def main() -> None:
     job = {name: getattr(arguments, name) for name in names}
     shutil.rmtree(arguments.work / "data", ignore_errors=True)
     num_parameters = prepare.prepare(arguments.work / "data", **job)
-    budget_bytes = int(arguments.device_memory * BYTES_PER_PARAMETER * num_parameters)
+    state_bytes = BYTES_PER_PARAMETER * num_parameters
     runners = {name: runner for name, runner in {**RUNNERS, **BROKEN}.items() if name in arguments.only}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in runners}
     for repeat in range(arguments.repeats):
         for name, runner in runners.items():
             print(f"repeat {repeat + 1} of {arguments.repeats}: {name}", file=sys.stderr, flush=True)
-            runs[name].append(measure(name, runner, arguments, budget_bytes))
+            runs[name].append(measure(name, runner, arguments, state_bytes))
     shutil.rmtree(arguments.work / "data")
     summaries = {name: summarise(results, num_parameters) for name, results in runs.items()}
     compare(summaries)
     show(summaries)
     facts = {**job, "repeats": arguments.repeats, "warmup": arguments.warmup, "threads": arguments.threads}
-    facts |= {"parameters": num_parameters, "budget_bytes": budget_bytes, "machine": machine()}
+    facts |= {"parameters": num_parameters, "state_bytes": state_bytes, "machine": machine()}
     finish({"benchmark": "peers", **facts, "runners": summaries}, arguments.output)
 
 

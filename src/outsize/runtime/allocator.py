@@ -1,17 +1,21 @@
 """Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
 
 A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
-every 4 KiB: a sixth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap
-fragments, and grew to 1.6 times a tight budget. So where the plan has room for a heap with holes, memory stays in the
-heap, and a step that would go over its limit hands the free pages back first; where it has none, every large tensor is
-a mapping of its own, gone when the tensor is.
+every 4 KiB: a fifth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap
+fragments, and grew to 1.6 times a tight budget. So where the plan has room for some holes, memory stays in the heap,
+and whenever the process is seen over its limit, in the middle of a backward too, the free pages are handed back; where
+it has none, every large tensor is a mapping of its own, gone when the tensor is.
 """
 
 import ctypes
 import logging
 import mmap
 import os
+from contextlib import AbstractContextManager
 from functools import cache
+
+import torch
+from torch import Tensor
 
 # Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
@@ -20,14 +24,17 @@ _M_ARENA_MAX = -8
 # With a heap: the most that glibc allows. Without: below 1 MiB a mapping costs more than it frees.
 HEAP_THRESHOLD_BYTES = 2**25
 TIGHT_THRESHOLD_BYTES = 2**20
-# Room for holes, in workspaces of one computation: what a heap without limit was seen to grow beyond its live bytes.
-HEAP_WORKSPACES = 1.5
+# Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Without a limit it
+# was seen to grow by 1.5.
+HEAP_WORKSPACES = 0.5
 # Trimming is done here, not by free().
 TRIM_THRESHOLD_BYTES = 2**30
 # What one lane frees another one can take, and one heap is trimmed as a whole.
 ARENA_MAX = 1
 # What kernels and libraries keep inside themselves, beside a twentieth of the budget.
 TOLERANCE_BYTES = 8 * 2**20
+# After a trim what is left is alive; to trim again pays once more than this was taken.
+AGAIN_BYTES = 8 * 2**20
 
 _STATM = "/proc/self/statm"
 _log = logging.getLogger(__name__)
@@ -60,29 +67,37 @@ def trim() -> None:
 
 
 class ResidentLimit:
-    """Trims the heap before a computation that could take the process over its budget.
-
-    What is free in the heap may be too scattered to serve the computation, so its workspace is counted as if nothing
-    were. The tolerance is what kernels and libraries keep inside themselves.
+    """Hands free memory of the heap back where the process is over its budget.
 
     Args:
-        budget_bytes: what may be added to the resident memory of this moment.
-        workspace_bytes: the most that one computation takes, a part of the budget.
+        budget_bytes: of the device: what its computations may add to the resident memory of this moment.
+        host_bytes: what else is going to be added, to the byte.
 
     Attributes:
         num_trims: how often memory was handed back.
     """
 
-    def __init__(self, budget_bytes: int, workspace_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
         self.num_trims = 0
         tolerance = budget_bytes // 20 + TOLERANCE_BYTES
-        self._limit_bytes = resident_bytes() + budget_bytes - workspace_bytes + tolerance
+        self._limit_bytes = resident_bytes() + host_bytes + budget_bytes + tolerance
+        self._trim_above = self._limit_bytes
 
     def keep(self) -> None:
         """Trim if need be; a look costs some microseconds, a trim about a millisecond."""
-        if resident_bytes() > self._limit_bytes:
+        if resident_bytes() > self._trim_above:
             trim()
             self.num_trims += 1
+            self._trim_above = max(self._limit_bytes, resident_bytes() + AGAIN_BYTES)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """A context that keeps the limit at every tensor that autograd saves or uses: all through a backward."""
+        self.keep()
+        return torch.autograd.graph.saved_tensors_hooks(self._pass, self._pass)
+
+    def _pass(self, tensor: Tensor) -> Tensor:
+        self.keep()
+        return tensor
 
 
 def resident_bytes() -> int:

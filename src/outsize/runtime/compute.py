@@ -88,7 +88,7 @@ class ComputeOps:
     def forward(self, op: Op, context: StepContext) -> None:
         """F: the unit's outputs wait for the next unit."""
         unit, run = self._find(op, context)
-        with self._naming(op):
+        with self._naming(op), self._device.computing():
             run.forward(unit, self._forwards[unit], graph=self._graph_in_forward)
         if unit < self._first_backward:
             run.drop(unit)
@@ -98,7 +98,7 @@ class ComputeOps:
         unit, run = self._find(op, context)
         assert op.microbatch is not None
         microbatch = context.microbatches[op.microbatch]
-        with self._naming(op):
+        with self._naming(op), self._device.computing():
             if self._loss.chunk_tokens is None:
                 divisor = microbatch.divisor / context.loss_scale
                 loss = run.forward_backward(unit, self._forwards[unit], divisor)
@@ -112,7 +112,7 @@ class ComputeOps:
         """B: recompute and backward; the passage ends with the lowest unit that runs one."""
         unit, run = self._find(op, context)
         assert op.microbatch is not None
-        with self._naming(op):
+        with self._naming(op), self._device.computing():
             run.backward(unit, self._forwards[unit])
         if unit == self._first_backward:
             self._end(op.microbatch, context)
@@ -126,7 +126,6 @@ class ComputeOps:
     def _find(self, op: Op, context: StepContext) -> tuple[int, MicrobatchRun]:
         assert op.unit is not None
         assert op.microbatch is not None
-        self._device.make_room()
         self._bind(op)
         if op.microbatch not in context.runs:
             context.runs[op.microbatch] = self._begin(op.microbatch, context)

@@ -58,8 +58,9 @@ class Device(ABC):
     def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
 
-    def make_room(self) -> None:  # noqa: B027 - only a device that shares the process's memory must
-        """Called before each computation: give back what the allocator keeps beyond the budget."""
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context for one computation; where RAM is the device's memory, it keeps to the budget in it."""
+        return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
@@ -87,10 +88,9 @@ class CpuDevice(Device):
         """See `Device.allocate`."""
         return self._arena.take(num_bytes, what)
 
-    def make_room(self) -> None:
-        """See `Device.make_room`."""
-        if self._limit is not None:
-            self._limit.keep()
+    def computing(self) -> AbstractContextManager[None]:
+        """See `Device.computing`."""
+        return nullcontext() if self._limit is None else self._limit.watched()
 
     def close(self) -> None:
         """See `Device.close`."""

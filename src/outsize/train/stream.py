@@ -124,10 +124,7 @@ class StreamedTrainer:
                         machine.device,
                         self.ledger,
                         rate * 1e9 if rate else None,
-                        ResidentLimit(
-                            machine.device_bytes + plan.total_bytes("host"),
-                            plan.memory["device"].get("workspace", 0),
-                        ),
+                        ResidentLimit(machine.device_bytes, plan.total_bytes("host")),
                     )
                 )
             )
