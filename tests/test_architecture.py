@@ -39,6 +39,10 @@ TORCH_FREE = [
     "hardware/presets.py",
     "model/spec.py",
     "model/spec_from_config.py",
+    "model/workload.py",
+    "cli/plan.py",
+    "cli/plan_question.py",
+    "cli/plan_table.py",
     "codecs/spec.py",
     "optim/spec.py",
 ]

@@ -7,6 +7,7 @@ import re
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
@@ -50,6 +51,18 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
+def parse_count(text: str) -> float:
+    """Return the count that ``text`` names, e.g. ``"10B"`` → 10¹⁰, ``"2.5M"`` → 2.5 × 10⁶.
+
+    Raises:
+        ValueError: not a number, or a number followed by k, M, B or T.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kKmMbBtT]?)\s*", text)
+    if match is None:
+        raise ValueError(f"not a count: {text!r}; write for example 500M or 10B")
+    return float(match[1]) * _COUNTS[match[2].lower()]
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration as ``"850 ms"``, ``"12.3 s"`` or ``"2 h 05 min"``."""
     if seconds < 1:
@@ -58,7 +71,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if seconds < 7200:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds < 48 * 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    return f"{seconds / 86400:.1f} days"
 
 
 def align_up(value: int, alignment: int) -> int:

@@ -11,6 +11,14 @@ from typing import Any
 
 from outsize.errors import ConfigError
 
+# Shares of what is free that a budget takes where the user names none: the rest is for the process itself, for what
+# kernels allocate inside themselves, and for other programs.
+DEVICE_SHARE = 0.9
+HOST_SHARE = 0.8
+DISK_SHARE = 0.9
+# cuBLAS keeps a workspace for each stream and thread: here for the compute lane's, and autograd's that works for it.
+CUBLAS_BYTES = 2 * 32 * 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:

@@ -5,7 +5,7 @@ A unit is flat: all its parameters lie in one contiguous range of *elements*, ea
 fp32 moments, fp32 gradient), so a plane is ``unit.numel × itemsize`` bytes and moves in one copy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -112,6 +112,27 @@ class ModelSpec:
     def training_state_bytes(self) -> int:
         """What resident fp32 training holds: weights, gradients and two moments, 16 bytes per trainable parameter."""
         return 16 * self.num_trainable + 4 * (self.num_parameters - self.num_trainable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What one microbatch takes besides weights, as counted or measured.
+
+    Attributes:
+        tokens: of the microbatch.
+        forward_flops: of each streamed unit's forward; a multiply-add counts two.
+        boundary_bytes: of the input of each streamed unit.
+        forward_workspace_bytes: by unit kind, the most that its forward allocates beyond its input.
+        backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
+        held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
+    """
+
+    tokens: int
+    forward_flops: tuple[float, ...]
+    boundary_bytes: tuple[int, ...]
+    forward_workspace_bytes: Mapping[str, int]
+    backward_workspace_bytes: Mapping[str, int]
+    held_bytes: int
 
 
 def pack_unit(

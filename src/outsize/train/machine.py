@@ -8,13 +8,9 @@ import psutil
 import torch
 
 from outsize.config.schema import MemoryConfig
+from outsize.hardware.spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory import Tier
 
-# Shares of what is free that a budget takes where the user names none: the rest is for the process itself, for what
-# kernels allocate inside themselves, and for other programs.
-DEVICE_SHARE = 0.9
-HOST_SHARE = 0.8
-DISK_SHARE = 0.9
 # Where the device's memory is RAM it shares it with the host tier.
 CPU_DEVICE_SHARE = 0.4
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

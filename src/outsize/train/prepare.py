@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
+from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
@@ -31,8 +32,6 @@ from outsize.units import format_bytes, format_count
 Announce = Callable[[str], None]
 # What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
-# cuBLAS keeps a workspace for each stream and thread: here for the compute lane's, and autograd's that works for it.
-CUBLAS_BYTES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

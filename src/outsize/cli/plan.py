@@ -1,0 +1,140 @@
+"""``outsize plan``: what training a model on a machine would take, predicted without the model or the machine."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outsize.cli.console import Output
+from outsize.cli.inspect import Dtype
+from outsize.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from outsize.cli.plan_question import Asked
+    from outsize.planner.prediction import Prediction
+
+
+class Method(StrEnum):
+    """What is trained."""
+
+    FULL = "full"
+
+
+class Home(StrEnum):
+    """Where weights and optimizer state rest."""
+
+    AUTO = "auto"
+    HOST = "host"
+    DISK = "disk"
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or bare config.json.")],
+    gpus: Annotated[
+        str | None, typer.Option(metavar="NxNAME", help="GPUs and a usual host, e.g. 4090, 8x4090, 2xh100.")
+    ] = None,
+    machine: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
+    ] = None,
+    method: Annotated[Method, typer.Option(help="What is trained: all parameters.")] = Method.FULL,
+    dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = Dtype.BF16,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(help="Tokens per optimizer step, a multiple of --seq-len; default: 64 sequences."),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
+    ] = None,
+    home: Annotated[Home, typer.Option(help="Where the training state rests.")] = Home.AUTO,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget in host memory; default: 80 % of it.")
+    ] = None,
+    max_grad_norm: Annotated[
+        float,
+        typer.Option(help="Global norm that gradients are clipped to; 0 is off, and steps overlap more."),
+    ] = 1.0,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Tokens to train on, e.g. 10B, for the time it takes.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="vram=+8GB, ram=+64GB, link=x2, compute=x2, memory=x2, disk=x2, gpus=+1; repeatable.",
+        ),
+    ] = None,
+    data: Annotated[str, typer.Option(help="Data that --output names; it is not read.")] = "data",
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the simulated steps for Perfetto.")
+    ] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write a train.yaml for `outsize train`.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict memory, speed and what would help, from a config.json and the figures of a machine.
+
+    Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
+    """
+    from outsize.cli import plan_question, plan_table
+    from outsize.planner.search import fastest
+    from outsize.planner.what_if import outcome, parse_change, usual_changes
+
+    output = Output(as_json=as_json)
+    with output.guarded():
+        asked = plan_question.ask(
+            model,
+            gpus=gpus,
+            machine=machine,
+            dtype=dtype.value,
+            seq_len=seq_len,
+            tokens_per_step=tokens_per_step,
+            microbatches=microbatches,
+            home=home.value,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            max_grad_norm=max_grad_norm,
+            tokens=tokens,
+            data=data,
+        )
+        changes = what_if or []
+        for change in changes:
+            parse_change(change)
+        if output_file is not None:
+            plan_question.check_one_gpu(asked)
+        prediction = fastest(asked.question)
+        usual = usual_changes(asked.question, prediction)
+        outcomes = [outcome(asked.question, prediction, change) for change in changes]
+        helps = [outcome(asked.question, prediction, change) for change in usual if change not in changes]
+        _write(asked, prediction, timeline, output_file)
+        output.emit(plan_table.to_dict(asked, prediction, outcomes, helps))
+        output.print_result(plan_table.render(asked, prediction, outcomes, helps))
+
+
+def _write(asked: "Asked", prediction: "Prediction", timeline: Path | None, config: Path | None) -> None:
+    """Write the files that were asked for.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    import json
+
+    from outsize.cli import plan_question
+    from outsize.errors import StorageError
+    from outsize.report.chrome import to_chrome
+
+    texts = {}
+    if timeline is not None:
+        texts[timeline] = json.dumps(to_chrome(prediction.timeline))
+    if config is not None:
+        texts[config] = plan_question.train_yaml(asked, prediction)
+    for path, text in texts.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,167 @@
+"""A prediction for people, as tables, and for machines, as one object."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outsize.cli.plan_question import Asked
+from outsize.planner.assumptions import ALWAYS, UsedFigure, figures_used
+from outsize.planner.prediction import Prediction
+from outsize.planner.what_if import Outcome
+from outsize.units import format_bytes, format_count, format_rate, format_seconds
+
+WIDTH = 110
+
+
+def to_dict(
+    asked: Asked, prediction: Prediction, outcomes: Sequence[Outcome], helps: Sequence[Outcome]
+) -> dict[str, Any]:
+    """Return everything that is known, in what JSON knows."""
+    question = asked.question
+    return {
+        "kind": "prediction",
+        "model": str(asked.model_dir),
+        "num_parameters": question.model.num_parameters,
+        "machine": question.machine.name,
+        "dtype": question.model.dtype,
+        "seq_len": question.seq_len,
+        "tokens_per_step": question.tokens_per_step,
+        "verdict": "fits",
+        "budget_bytes": asdict(question.budgets),
+        **prediction.to_dict(),
+        "tokens": asked.tokens,
+        "steps": asked.steps,
+        "eta_s": None if asked.steps is None else asked.steps * prediction.step_s,
+        "what_if": [_outcome_dict(outcome) for outcome in outcomes],
+        "what_would_help": [_outcome_dict(outcome) for outcome in helps],
+        "assumptions": [*ALWAYS, *prediction.assumptions],
+        "figures": [asdict(figure) for figure in figures_used(question, prediction)],
+    }
+
+
+def render(
+    asked: Asked, prediction: Prediction, outcomes: Sequence[Outcome], helps: Sequence[Outcome]
+) -> str:
+    """Return the tables as text."""
+    question = asked.question
+    text = StringIO()
+    console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+    console.print(
+        f"{asked.model_dir.name}: {format_count(question.model.num_parameters)} parameters, {question.model.dtype}, "
+        f"full training on {question.machine.name}"
+    )
+    console.print("A prediction from the figures below, not a measurement.\n")
+    console.print(_memory_table(asked, prediction))
+    console.print(_step_table(asked, prediction))
+    console.print(_share_table("compute waits for", "share of the time", prediction.stalls))
+    console.print(_share_table("in use", "share of the step", prediction.usage))
+    if outcomes:
+        console.print(_outcome_table("what if", outcomes))
+    console.print(_outcome_table("what would help", helps))
+    console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
+    console.print(_figure_table(figures_used(question, prediction)))
+    for assumption in (*ALWAYS, *prediction.assumptions):
+        console.print(f"assumed: {assumption}")
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
+    table.add_column(headers[0])
+    for header in headers[1:]:
+        table.add_column(header, justify="right")
+    return table
+
+
+def _memory_table(asked: Asked, prediction: Prediction) -> Table:
+    table = _table("memory", "bytes", "budget")
+    for tier, classes in prediction.memory.items():
+        total = prediction.total_bytes(tier)
+        if not total:
+            continue
+        each = "each GPU" if tier == "device" else tier
+        budget = getattr(asked.question.budgets, tier)
+        table.add_row(each, format_bytes(total), "" if budget is None else format_bytes(budget))
+        for name, size in classes.items():
+            table.add_row(f"  {name}", format_bytes(size), "")
+    table.add_row("", "", "")
+    return table
+
+
+def _step_table(asked: Asked, prediction: Prediction) -> Table:
+    question, even = asked.question, prediction.break_even
+    table = _table("step", "")
+    rows = [
+        ("tokens", f"{question.tokens_per_step:,}"),
+        (
+            "microbatches",
+            f"{prediction.microbatches} of {prediction.sequences_per_microbatch} x {question.seq_len} tokens",
+        ),
+        ("time", format_seconds(prediction.step_s)),
+        ("tokens/s", f"{prediction.tokens_per_s:,.0f}"),
+        ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),
+        ("bubble, compute idle", f"{prediction.bubble:.1%}"),
+        ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
+    ]
+    if asked.tokens is not None and asked.steps is not None:
+        rows.append(
+            (f"{format_count(asked.tokens)} tokens take", format_seconds(asked.steps * prediction.step_s))
+        )
+    for name, value in rows:
+        table.add_row(f"  {name}", value)
+    table.add_row("", "")
+    return table
+
+
+def _share_table(title: str, what: str, shares: Any) -> Table:
+    table = _table(title, what)
+    for name, share in shares.items():
+        table.add_row(f"  {name}", f"{share:.1%}")
+    if not shares:
+        table.add_row("  nothing", "")
+    table.add_row("", "")
+    return table
+
+
+def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
+    table = _table(title, "tokens/s", "gain")
+    table.add_column("what ends it then")
+    for outcome in outcomes:
+        if outcome.prediction is None:
+            table.add_row(f"  {outcome.change}", "no plan", "", outcome.error)
+            continue
+        gain = "" if outcome.gain is None else f"{outcome.gain:+.1%}"
+        speed = f"{outcome.prediction.tokens_per_s:,.0f}"
+        table.add_row(f"  {outcome.change}", speed, gain, outcome.prediction.ends_it.partition(":")[0])
+    table.add_row("", "", "", "")
+    return table
+
+
+def _figure_table(figures: Sequence[UsedFigure]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
+    for header in ("figures", "", "source"):
+        table.add_column(header, justify="right" if not header else "left")
+    for figure in figures:
+        in_bytes = figure.unit == "B/s"
+        value = format_rate(figure.value) if in_bytes else f"{format_count(figure.value)} {figure.unit}"
+        source = f"measured: {figure.source}" if figure.measured else figure.source
+        table.add_row(f"  {figure.name}", value, source)
+    table.add_row("", "", "")
+    return table
+
+
+def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
+    prediction = outcome.prediction
+    return {
+        "change": outcome.change,
+        "fits": prediction is not None,
+        "gain": outcome.gain,
+        "error": outcome.error or None,
+        "tokens_per_s": None if prediction is None else prediction.tokens_per_s,
+        "step_s": None if prediction is None else prediction.step_s,
+        "ends_it": None if prediction is None else prediction.ends_it,
+    }

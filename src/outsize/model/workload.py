@@ -1,0 +1,74 @@
+"""What a microbatch takes besides weights, from a config's sizes alone: FLOPs, activations, workspace. No torch.
+
+A run measures these on its own model (`runtime.calibrate`); this is for models that are not there. The counts
+follow the tensors that Transformers' decoder blocks keep for a backward: in compute dtype the norms' outputs,
+queries, keys, values, the attention's output and what the MLP makes, and in fp32 what the norms compute in.
+`tests/model/test_workload.py` holds them to what is measured.
+"""
+
+from outsize.model.spec import ITEMSIZE, Workload
+from outsize.model.spec_from_config import Shape, forward_flops
+
+# Bytes per logit of a chunk of the loss: their softmax, and in the backward two more of that size, fp32.
+LOGIT_BYTES = 12
+# ids and labels, int64, for all microbatches of a step.
+ID_BYTES = 16
+
+
+def count_workload(
+    shape: Shape, dtype: str, *, sequences: int, seq_len: int, chunk_tokens: int = 512
+) -> Workload:
+    """Return what a microbatch of ``sequences`` sequences of ``seq_len`` tokens takes.
+
+    Args:
+        shape: of the model.
+        dtype: compute dtype.
+        sequences: of the microbatch.
+        seq_len: tokens of a sequence.
+        chunk_tokens: tokens per chunk of the loss (``train.head_chunk_tokens``).
+    """
+    tokens, size = sequences * seq_len, ITEMSIZE[dtype]
+    boundary = tokens * shape.hidden * size
+    table = shape.vocabulary * shape.hidden * size
+    chunk = min(chunk_tokens, tokens)
+    # The norm before the head is computed in fp32, twice as wide as the hidden state in all.
+    head = LOGIT_BYTES * chunk * shape.vocabulary + tokens * shape.hidden * (8 + 2 * size)
+    return Workload(
+        tokens=tokens,
+        forward_flops=forward_flops(shape, sequences, seq_len),
+        boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
+        forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
+        backward_workspace_bytes={
+            "embedding": table + 2 * boundary,
+            "block": tokens * _block_backward(shape, size),
+            "head": head,
+        },
+        held_bytes=tokens * (size * 2 * (shape.head_dim + shape.hidden) + ID_BYTES),
+    )
+
+
+def _block_forward(shape: Shape, size: int) -> int:
+    """Return the bytes per token alive in a forward that keeps nothing: gate, up, their product, two residuals."""
+    return size * (2 * shape.hidden + 3 * _widest_mlp(shape)) + _routing(shape, size)
+
+
+def _block_backward(shape: Shape, size: int) -> int:
+    """Return the bytes per token alive when the backward of a block's MLP begins: all that the block keeps."""
+    width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
+    kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + 6 * _widest_mlp(shape))
+    norms = 12 * shape.hidden + (size + 4) * (width + kv_width) * shape.head_norms
+    return kept + norms + _routing(shape, size)
+
+
+def _widest_mlp(shape: Shape) -> int:
+    """Return the width that a token goes through, in the block where it is largest."""
+    active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
+    has_dense = any(not shape.is_mixture(layer) for layer in range(shape.layers))
+    return max(active, shape.intermediate * has_dense)
+
+
+def _routing(shape: Shape, size: int) -> int:
+    """Return the bytes per token of its copies for each expert, and of the router's scores in fp32."""
+    if not shape.experts:
+        return 0
+    return 3 * size * shape.active_experts * shape.hidden + 12 * shape.experts

@@ -1,0 +1,39 @@
+"""A step that could be taken: layout, costs and memory, ready for the simulator."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outsize.model.spec import ModelSpec, Workload
+from outsize.planner.layout import StepLayout
+from outsize.planner.memory import Tier
+from outsize.planner.program import Program
+from outsize.planner.simulate import CostModel
+
+Table = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to take the step.
+
+    Attributes:
+        microbatches: of the step.
+        work: what each of them takes.
+        model: as it is planned.
+        home: where weights and optimizer state rest.
+        memory: bytes by tier and class; the device's are those of each GPU.
+        layout: of the last of ``programs``.
+        programs: steps that follow one another.
+        costs: of their ops.
+        assumptions: what was taken for granted to plan it, for people.
+    """
+
+    microbatches: int
+    work: Workload
+    model: ModelSpec
+    home: Tier
+    memory: Table
+    layout: StepLayout
+    programs: Sequence[Program]
+    costs: CostModel
+    assumptions: tuple[str, ...] = ()

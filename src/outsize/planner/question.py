@@ -1,0 +1,63 @@
+"""What is asked of a prediction: a model, a machine, a step, and the memory that may be used."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outsize.hardware.spec import Machine
+from outsize.model.spec import ModelSpec, Workload
+from outsize.planner.memory import Demand
+from outsize.planner.plan import Budgets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A model, a machine and a step.
+
+    Attributes:
+        model: its units.
+        machine: what computes; with several GPUs their budgets are the same.
+        budgets: most bytes in each tier; the device's is of each GPU.
+        home: where weights and optimizer state rest; ``auto`` is the host if the plan fits there.
+        sequences: of an optimizer step.
+        seq_len: tokens of a sequence.
+        microbatches: of a step; None lets the search choose.
+        clip: whether gradients are clipped by their global norm.
+        workload_of: what a microbatch of so many sequences takes.
+        fixed_bytes: what else lies on each device throughout.
+    """
+
+    model: ModelSpec
+    machine: Machine
+    budgets: Budgets
+    home: Literal["auto", "host", "disk"] = "auto"
+    sequences: int
+    seq_len: int
+    microbatches: int | None = None
+    clip: bool = True
+    workload_of: Callable[[int], Workload]
+    fixed_bytes: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.sequences * self.seq_len
+
+    def with_microbatches(self, microbatches: int) -> "Question":
+        """Return the same question for a fixed number of microbatches."""
+        return replace(self, microbatches=microbatches)
+
+    def sequences_per_microbatch(self, microbatches: int) -> int:
+        """Return the sequences of the largest microbatch."""
+        return -(-self.sequences // microbatches)
+
+
+def demand_of(question: Question, work: Workload, shared_bytes: int) -> Demand:
+    """Return what computing takes besides weights, as `plan_step` wants it."""
+    return Demand(
+        boundary_bytes=work.boundary_bytes,
+        forward_workspace_bytes=work.forward_workspace_bytes,
+        backward_workspace_bytes=work.backward_workspace_bytes,
+        shared_bytes=shared_bytes,
+        fixed_bytes=question.fixed_bytes,
+    )

@@ -1,0 +1,80 @@
+"""The fastest predicted step: over numbers of microbatches and homes.
+
+Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So the search
+goes from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent, or where less
+than a percent is left to gain.
+"""
+
+from collections.abc import Iterator
+
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.planner.candidate import Candidate
+from outsize.planner.memory import Tier
+from outsize.planner.one_worker import one_worker
+from outsize.planner.prediction import Prediction, predict
+from outsize.planner.question import Question
+from outsize.planner.several_workers import several_workers
+
+# Sequences per microbatch that are tried.
+SIZES = (1, 2, 4, 8, 16)
+NEAR = 1.01
+# With several GPUs each number of microbatches takes a search for stages. Two are tried, from four for each GPU up:
+# with fewer, filling and draining the stages shows.
+NUM_CHOICES, PER_GPU = 2, 4
+
+
+def fastest(question: Question) -> Prediction:
+    """Return the prediction of the fastest step found.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits; of the plan that is short by the least.
+    """
+    best: Prediction | None = None
+    failures: list[InfeasiblePlanError] = []
+    for microbatches in _choices(question):
+        try:
+            prediction = predict(question, _candidate(question, microbatches))
+        except InfeasiblePlanError as error:
+            failures.append(error)
+            continue
+        if best is not None and prediction.step_s * NEAR >= best.step_s:
+            break
+        best = prediction
+        if best.bubble <= 1 - 1 / NEAR:
+            break
+    if best is None:
+        raise min(failures, key=lambda error: sum(error.short_by.values()))
+    return best
+
+
+def _choices(question: Question) -> Iterator[int]:
+    """Yield numbers of microbatches, the largest microbatches first."""
+    if question.microbatches is not None:
+        yield question.microbatches
+        return
+    sizes = [size for size in SIZES if question.sequences % size == 0]
+    counts = [question.sequences // size for size in reversed(sizes)]
+    num_gpus = len(question.machine.gpus)
+    if num_gpus == 1:
+        yield from counts
+        return
+    enough = [count for count in counts if count >= PER_GPU * num_gpus]
+    yield from enough[:NUM_CHOICES] or counts[-NUM_CHOICES:]
+
+
+def _candidate(question: Question, microbatches: int) -> Candidate:
+    """Return the candidate with the home that was asked for, or the first that fits."""
+    if len(question.machine.gpus) > 1:
+        return several_workers(question, microbatches)
+    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
+    if question.home == "disk" and question.machine.disk is None:
+        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
+    tiers = homes[question.home] if question.machine.disk is not None else ("host",)
+    for tier in tiers[:-1]:
+        try:
+            return one_worker(question, microbatches, tier)
+        except InfeasiblePlanError as error:
+            if "host" not in error.short_by:
+                raise
+    return one_worker(question, microbatches, tiers[-1])

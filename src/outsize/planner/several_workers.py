@@ -1,0 +1,256 @@
+"""The candidate of several GPUs: stages cut for the machine's memory, dealt out in turn, priced on the machine.
+
+Memory is counted as a run of stages would set it aside: slots and accumulators twice, so that one half fills while
+the other is used; activations of two microbatches; workspace for all units of the largest backward stage, which are
+recomputed before the first of them is differentiated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.model.spec import ModelSpec, UnitSpec, Workload, pack_unit
+from outsize.planner.candidate import Candidate, Table
+from outsize.planner.costs import cost_model
+from outsize.planner.hazards import SAVE_WINDOW
+from outsize.planner.layout import StepLayout
+from outsize.planner.memory import home_bytes
+from outsize.planner.partition import Pipeline, partition
+from outsize.planner.program import Program
+from outsize.planner.question import Question
+from outsize.planner.schedule import build_step
+from outsize.planner.stages import Span, Stages, cursor_after, slots_for
+from outsize.planner.unit_times import unit_times
+from outsize.units import format_bytes
+
+# Two follow one another: the second one tells the time of a step among others.
+NUM_STEPS = 2
+# Steps that the partitioner times: enough for an answer in seconds; ten times as many gain a few percent.
+MAX_EVALUATIONS = 300
+# Shares of the device that stages may take, tried in turn: slots are as large as the largest unit at each place, so a
+# cut whose stages each fit may not fit with all of them.
+SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
+_ID_BYTES = 16
+
+ASSUMPTIONS = (
+    "several GPUs: a prediction for programs of stages; `outsize train` runs one GPU so far",
+    "several GPUs: the final norm travels with the head; ids and labels of the step, and masks and position tables of "
+    "two microbatches, lie on every GPU",
+)
+TIED = "several GPUs: the table of tied embeddings is counted twice, as embedding and as head"
+
+
+def several_workers(question: Question, microbatches: int) -> Candidate:
+    """Return stages for all GPUs of the machine.
+
+    Raises:
+        ConfigError: more GPUs than there can be stages, or a home on disk.
+        InfeasiblePlanError: nothing fits, and by how much.
+    """
+    num_workers, machine = len(question.machine.gpus), question.machine
+    if question.home == "disk":
+        raise ConfigError("several GPUs need the home in host memory so far; try --home host, or one GPU")
+    model = without_rest(question.model)
+    most = 2 * len(model.units) - 1
+    if num_workers > most:
+        raise ConfigError(
+            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
+        )
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    times = unit_times(machine, model.dtype, work)
+    layout, memory = _fit(question, model, work, microbatches, times.forward_s, times.backward_s)
+    programs, layout = _steps(layout)
+    return Candidate(
+        microbatches=microbatches,
+        work=work,
+        model=model,
+        home="host",
+        memory=memory,
+        layout=layout,
+        programs=programs,
+        costs=cost_model(machine, model, layout, times, work.boundary_bytes),
+        assumptions=(*ASSUMPTIONS, *((TIED,) if _is_tied(question.model) else ())),
+    )
+
+
+def without_rest(model: ModelSpec) -> ModelSpec:
+    """Return ``model`` with its rest dealt out to the head, and to the embedding where the two are tied."""
+    units = list(model.units[: model.num_streamed])
+    rest = model.units[model.num_streamed :]
+    for extra in rest:
+        units[-1] = _joined(units[-1], extra)
+        if not units[0].tensors:
+            units[0] = _joined(units[0], replace(extra, tensors=extra.tensors[:1]))
+    return ModelSpec(units=tuple(units), dtype=model.dtype)
+
+
+def _is_tied(model: ModelSpec) -> bool:
+    return not model.units[0].tensors
+
+
+def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
+    rows = [(t.name, t.shape, t.trainable, t.decay) for t in (*unit.tensors, *extra.tensors)]
+    return pack_unit(unit.index, unit.name, unit.kind, rows)
+
+
+def _fit(
+    question: Question,
+    model: ModelSpec,
+    work: Workload,
+    microbatches: int,
+    forward_s: tuple[float, ...],
+    backward_s: tuple[float, ...],
+) -> tuple[StepLayout, Table]:
+    """Return the layout of the fastest stages found that fit, and their memory."""
+    machine, budgets = question.machine, question.budgets
+    shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
+    table = partial(_memory, model, work, shared + question.fixed_bytes)
+    smallest = _single_units(model.num_streamed)
+    _check(table(_layout(model, smallest, microbatches, len(machine.gpus))), budgets.device, budgets.host)
+    for share in SHARES:
+        stages = _cut(question, model, work, microbatches, forward_s, backward_s, int(share * budgets.device))
+        if stages is None:
+            continue
+        layout = _layout(model, stages, microbatches, len(machine.gpus))
+        memory = table(layout)
+        if sum(memory["device"].values()) <= budgets.device:
+            return layout, memory
+    layout = _layout(model, smallest, microbatches, len(machine.gpus))
+    return layout, table(layout)
+
+
+def _single_units(count: int) -> Stages:
+    """Return stages of one unit each, which need the least memory."""
+    return Stages(
+        forward=tuple((u, u + 1) for u in range(count - 1)),
+        backward=tuple((u, u + 1) for u in reversed(range(count))),
+        round_size=1,
+    )
+
+
+def _cut(
+    question: Question,
+    model: ModelSpec,
+    work: Workload,
+    microbatches: int,
+    forward_s: tuple[float, ...],
+    backward_s: tuple[float, ...],
+    device_bytes: int,
+) -> Stages | None:
+    """Return stages of which each fits ``device_bytes``; None where no cut does."""
+    weights = [unit.weight_bytes(model.dtype) for unit in model.units]
+    gradients = [unit.gradient_bytes for unit in model.units]
+    workspace = [_workspace(work, unit.kind) for unit in model.units]
+
+    def fits(span: Span, backward: bool) -> bool:
+        units = range(*span)
+        size = 2 * max(*weights, sum(weights[u] for u in units)) + _activations(len(units), work)
+        at_once = units if backward else range(0)
+        size += 2 * max(*gradients, sum(gradients[u] for u in at_once))
+        size += max(*workspace, sum(workspace[u] for u in at_once))
+        return size <= device_bytes
+
+    hop_s = work.boundary_bytes[-1] / min(link.up_bytes_per_s.value for link in question.machine.links)
+    pipeline = Pipeline(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        num_workers=len(question.machine.gpus),
+        num_microbatches=microbatches,
+        hop_s=hop_s,
+        fits=fits,
+    )
+    try:
+        return partition(pipeline, max_evaluations=MAX_EVALUATIONS)
+    except ValueError:
+        return None
+
+
+def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: int) -> StepLayout:
+    weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
+    gradients = tuple(unit.gradient_bytes for unit in model.units)
+    return StepLayout(
+        num_streamed=len(model.units),
+        rest=None,
+        num_microbatches=microbatches,
+        trainable=tuple(unit.trainable for unit in model.units),
+        weight_bytes=weights,
+        gradient_bytes=gradients,
+        slot_bytes=slots_for(stages, weights),
+        accumulator_bytes=slots_for(stages, gradients, only_backward=True),
+        tiles=(0,) * len(model.units),
+        num_workers=num_workers,
+        stages=stages,
+    )
+
+
+def _memory(
+    model: ModelSpec, work: Workload, shared_bytes: int, layout: StepLayout
+) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and class; the device's are those of each GPU."""
+    assert layout.stages is not None
+    stages = layout.stages
+    deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
+    workspace = max(
+        sum(_workspace(work, model.units[u].kind) for u in range(*span)) for span in stages.backward
+    )
+    saved = sum(work.boundary_bytes[1:]) + work.boundary_bytes[-1]  # inputs, and the gradient under way
+    return {
+        "device": {
+            "weight slots": sum(layout.slot_bytes),
+            "gradient accumulators": sum(layout.accumulator_bytes),
+            "activations": _activations(deepest, work),
+            "workspace": workspace,
+            "shared": shared_bytes,
+        },
+        "host": {
+            "saved activations": layout.num_microbatches * saved,
+            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+        },
+        "disk": {},
+    }
+
+
+def _workspace(work: Workload, kind: str) -> int:
+    return work.backward_workspace_bytes.get(kind, 0)
+
+
+def _activations(num_units: int, work: Workload) -> int:
+    """Return the activations of a stage: inputs of this and the next microbatch, gradients, and what is leaving."""
+    return (2 * (num_units + 1) + SAVE_WINDOW) * work.boundary_bytes[-1]
+
+
+def _check(memory: Table, device_bytes: int, host_bytes: int | None) -> None:
+    """Check the least plan.
+
+    Raises:
+        InfeasiblePlanError: it does not fit.
+    """
+    device, host = sum(memory["device"].values()), sum(memory["host"].values())
+    if device > device_bytes:
+        largest = max(memory["device"], key=lambda name: memory["device"][name])
+        advice = "more microbatches, or shorter sequences"
+        if largest in ("weight slots", "gradient accumulators"):
+            advice = f"GPUs with {format_bytes(device)}, or one GPU, which needs no second half of its slots"
+        raise InfeasiblePlanError(
+            f"the smallest stages need {format_bytes(device)} on each GPU, "
+            f"{format_bytes(memory['device'][largest])} of it for {largest}; first try {advice}",
+            {"device": device - device_bytes},
+        )
+    if host_bytes is not None and host > host_bytes:
+        raise InfeasiblePlanError(
+            f"the smallest plan needs {format_bytes(host)} on the host, {format_bytes(memory['host']['home'])} of it "
+            f"for home; first try host memory of {format_bytes(host)}, or one GPU and the home on disk",
+            {"host": host - host_bytes},
+        )
+
+
+def _steps(layout: StepLayout) -> tuple[Sequence[Program], StepLayout]:
+    """Return steps that follow one another, each beginning where the cursor stands, and the layout of the last."""
+    programs = [build_step(layout)]
+    while len(programs) < NUM_STEPS:
+        assert layout.stages is not None
+        cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
+        layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
+        programs.append(build_step(layout))
+    return programs, layout

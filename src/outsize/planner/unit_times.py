@@ -1,0 +1,24 @@
+"""Seconds that a GPU computes for a microbatch, from FLOPs and its figures."""
+
+from outsize.hardware.spec import Machine
+from outsize.model.spec import Workload
+from outsize.planner.costs import UnitTimes
+
+# A backward computes two products for each of the forward's, and recomputes the forward first.
+BACKWARD_FORWARDS = 3
+
+
+def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
+    """Return the times of each streamed unit on the slowest GPU of ``machine``.
+
+    A unit without matrix products, the embedding, takes what its bytes take in the GPU's memory: it reads and writes
+    its output once forward, twice backward.
+
+    Raises:
+        ConfigError: a GPU has no figure for ``dtype``.
+    """
+    rate = min(gpu.flops_per_s(dtype) for gpu in machine.gpus)
+    memory = min(gpu.memory_bytes_per_s.value for gpu in machine.gpus)
+    looked_up_s = 2 * work.boundary_bytes[-1] / memory
+    forward = tuple(flops / rate if flops else looked_up_s for flops in work.forward_flops)
+    return UnitTimes(forward_s=forward, backward_s=tuple(BACKWARD_FORWARDS * time for time in forward))

@@ -1,0 +1,190 @@
+"""Another machine to ask about: one change, such as ``vram=+8GB``, ``link=x2`` or ``gpus=+1``, and what it gains."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.hardware.spec import Figure, Machine
+from outsize.planner.prediction import Prediction
+from outsize.planner.question import Question
+from outsize.planner.search import fastest
+from outsize.units import parse_bytes
+
+_MORE = ("vram", "ram")
+Change = Callable[[Question], Question]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a change would bring.
+
+    Attributes:
+        change: as it was written.
+        prediction: with it; None where nothing fits.
+        gain: tokens per second over those without it, less one; None where either does not fit.
+        error: why there is none; empty where there is one.
+    """
+
+    change: str
+    prediction: Prediction | None
+    gain: float | None
+    error: str = ""
+
+
+def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
+    """Return what the change ``text`` would bring over ``base``.
+
+    With several GPUs, and as many after the change, the number of microbatches stays as it is.
+
+    Raises:
+        ConfigError: not a change.
+    """
+    changed = parse_change(text)(question)
+    num_gpus = len(changed.machine.gpus)
+    if base is not None and num_gpus == base.num_gpus > 1:
+        changed = changed.with_microbatches(base.microbatches)
+    try:
+        prediction = fastest(changed)
+    except (InfeasiblePlanError, ConfigError) as error:
+        return Outcome(change=text, prediction=None, gain=None, error=str(error))
+    if base is not None and text.startswith(_MORE) and prediction.step_s > base.step_s:
+        prediction = base  # what fitted before still does
+    gain = None if base is None else prediction.tokens_per_s / base.tokens_per_s - 1
+    return Outcome(change=text, prediction=prediction, gain=gain)
+
+
+def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
+    """Return the changes that people ask about first: more of each thing that a plan runs on."""
+    disk = ("disk=x2",) if base.home == "disk" else ()
+    stages = 2 * question.model.num_streamed - 1
+    gpu = ("gpus=+1",) if base.num_gpus < stages and question.home != "disk" else ()
+    return ("vram=+8GB", "ram=+64GB", "link=x2", "memory=x2", *disk, "compute=x2", *gpu)
+
+
+def parse_change(text: str) -> Change:
+    """Return the change that ``text`` describes.
+
+    Raises:
+        ConfigError: an unknown thing (suggests the nearest), or not an amount that suits it.
+    """
+    name, equals, amount = (part.strip() for part in text.partition("="))
+    if not equals or name not in CHANGES:
+        near = get_close_matches(name, CHANGES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "write for example vram=+8GB, link=x2 or gpus=+1"
+        raise ConfigError(f"unknown what-if {text!r}; {hint} There are {', '.join(CHANGES)}")
+    how, apply = CHANGES[name]
+    try:
+        if how == "more":
+            return _bound(apply, parse_bytes(_after("+", amount)))
+        if how == "count":
+            return _bound(apply, int(_after("+", amount)))
+        return _bound(apply, float(_after("x", amount)))
+    except ValueError as error:
+        raise ConfigError(f"what-if {text!r}: {EXAMPLES[how]}") from error
+
+
+def _after(sign: str, amount: str) -> str:
+    match = re.fullmatch(rf"\{sign}\s*([0-9.]+\s*[a-zA-Z]*)" if sign == "+" else r"[xX]\s*([0-9.]+)", amount)
+    if match is None or not float(re.sub(r"[^0-9.]", "", match[1])):
+        raise ValueError(amount)
+    return match[1]
+
+
+def _bound(apply: Callable[[Question, float], Question], amount: float) -> Change:
+    return lambda question: apply(question, amount)
+
+
+def _vram(question: Question, num_bytes: float) -> Question:
+    gpus = tuple(
+        replace(gpu, memory_bytes=gpu.memory_bytes + int(num_bytes)) for gpu in question.machine.gpus
+    )
+    budgets = replace(question.budgets, device=question.budgets.device + int(num_bytes))
+    return replace(question, machine=replace(question.machine, gpus=gpus), budgets=budgets)
+
+
+def _ram(question: Question, num_bytes: float) -> Question:
+    host = replace(question.machine.host, memory_bytes=question.machine.host.memory_bytes + int(num_bytes))
+    old = question.budgets.host
+    budgets = replace(question.budgets, host=None if old is None else old + int(num_bytes))
+    return replace(question, machine=replace(question.machine, host=host), budgets=budgets)
+
+
+def _gpus(question: Question, count: float) -> Question:
+    machine = question.machine
+    more = replace(
+        machine,
+        gpus=(*machine.gpus, *[machine.gpus[-1]] * int(count)),
+        links=(*machine.links, *[machine.links[-1]] * int(count)),
+    )
+    return replace(question, machine=more)
+
+
+def _link(question: Question, factor: float) -> Question:
+    machine = question.machine
+    links = tuple(
+        replace(
+            link,
+            up_bytes_per_s=_times(link.up_bytes_per_s, factor),
+            down_bytes_per_s=_times(link.down_bytes_per_s, factor),
+        )
+        for link in machine.links
+    )
+    uplinks = {name: _times(figure, factor) for name, figure in machine.uplinks.items()}
+    return replace(question, machine=replace(machine, links=links, uplinks=uplinks))
+
+
+def _compute(question: Question, factor: float) -> Question:
+    gpus = tuple(
+        replace(
+            gpu,
+            peak_flops_per_s={name: _times(peak, factor) for name, peak in gpu.peak_flops_per_s.items()},
+        )
+        for gpu in question.machine.gpus
+    )
+    return replace(question, machine=replace(question.machine, gpus=gpus))
+
+
+def _memory(question: Question, factor: float) -> Question:
+    """Host memory bandwidth, and with it the optimizer, which it bounds."""
+    host = question.machine.host
+    host = replace(
+        host,
+        bytes_per_s=_times(host.bytes_per_s, factor),
+        adamw_params_per_s=_times(host.adamw_params_per_s, factor),
+    )
+    return replace(question, machine=replace(question.machine, host=host))
+
+
+def _disk(question: Question, factor: float) -> Question:
+    machine: Machine = question.machine
+    if machine.disk is None:
+        raise ConfigError(f"what-if disk: {machine.name} has no disk")
+    disk = replace(
+        machine.disk,
+        read_bytes_per_s=_times(machine.disk.read_bytes_per_s, factor),
+        write_bytes_per_s=_times(machine.disk.write_bytes_per_s, factor),
+    )
+    return replace(question, machine=replace(machine, disk=disk))
+
+
+def _times(figure: Figure, factor: float) -> Figure:
+    return Figure(value=figure.value * factor, source=f"what if: x{factor:g} of {figure.source}")
+
+
+EXAMPLES = {
+    "more": "write how much more, for example +8GB",
+    "count": "write how many more, for example +1",
+    "times": "write how many times as fast, for example x2",
+}
+# What can change: how its amount is written, and what it does.
+CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
+    "vram": ("more", _vram),
+    "ram": ("more", _ram),
+    "gpus": ("count", _gpus),
+    "compute": ("times", _compute),
+    "link": ("times", _link),
+    "memory": ("times", _memory),
+    "disk": ("times", _disk),
+}

@@ -1,0 +1,70 @@
+"""Counted from a config, held to what a run measures on the model itself."""
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from outsize.config import parse_config
+from outsize.model.build import build_skeleton
+from outsize.model.spec_from_config import read_shape
+from outsize.model.walk import Boundaries
+from outsize.model.workload import count_workload
+from outsize.train import prepare
+
+SIZES = {
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {
+    "llama": LlamaConfig(intermediate_size=512, **SIZES),
+    "qwen3": Qwen3Config(intermediate_size=768, head_dim=64, **SIZES),
+    "qwen3_moe": Qwen3MoeConfig(
+        intermediate_size=768,
+        moe_intermediate_size=256,
+        num_experts=8,
+        num_experts_per_tok=2,
+        head_dim=64,
+        **SIZES,
+    ),
+}
+SEQUENCES, SEQ_LEN = 2, 512
+
+
+def measure(config, dtype):
+    run = parse_config(
+        {
+            "model": {"path": "unused"},
+            "data": {"path": "unused", "seq_len": SEQ_LEN},
+            "train": {"tokens_per_step": SEQUENCES * SEQ_LEN},
+        }
+    )
+    parts = prepare.split_model(build_skeleton(config, dtype), dtype, run)
+    with Boundaries(parts.modules) as boundaries:
+        return prepare._measure(run, config, parts, boundaries, lambda _: None)[0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_counts_are_what_a_run_measures(family, dtype):
+    config = CONFIGS[family]
+    measured = measure(config, dtype)
+    counted = count_workload(read_shape(config.to_dict()), dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
+    assert counted.boundary_bytes[1:] == measured.boundary_bytes[1:]
+    units = {"embedding": 0, "block": 1, "head": -1}
+    for kind, unit in units.items():
+        assert counted.backward_workspace_bytes[kind] == pytest.approx(measured.backward_bytes[unit], rel=0.1)
+    assert counted.forward_workspace_bytes["block"] == pytest.approx(measured.forward_bytes[1], rel=0.1)
+    assert counted.held_bytes == pytest.approx(measured.held_bytes, rel=0.1)
+
+
+def test_a_block_takes_a_token_s_share_each():
+    shape = read_shape(CONFIGS["llama"].to_dict())
+    one = count_workload(shape, "bf16", sequences=1, seq_len=1024)
+    four = count_workload(shape, "bf16", sequences=4, seq_len=1024)
+    assert four.tokens == 4 * one.tokens
+    assert four.backward_workspace_bytes["block"] == 4 * one.backward_workspace_bytes["block"]
+    assert sum(four.forward_flops) == pytest.approx(4 * sum(one.forward_flops))
