@@ -2,7 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.units import align_up, format_bytes, format_count, format_rate, format_seconds, parse_bytes
+from outsize.units import (
+    align_up,
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +64,14 @@ def test_counts_and_durations_print_as_people_say_them():
     assert format_seconds(12.34) == "12.3 s"
     assert format_seconds(125) == "2 min 05 s"
     assert format_seconds(7500) == "2 h 05 min"
+    assert format_seconds(6.34 * 86400) == "6.3 days"
+
+
+def test_counts_are_read_as_people_write_them():
+    assert parse_count("10B") == 1e10
+    assert parse_count(" 2.5m ") == 2.5e6
+    assert parse_count("1e9") == 1e9
+    assert parse_count("0") == 0
+    for text in ("", "ten", "-1", "1.2.3", "10GB"):
+        with pytest.raises(ValueError, match="not a count"):
+            parse_count(text)

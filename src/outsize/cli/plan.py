@@ -68,6 +68,7 @@ def plan(
             help="vram=+8GB, ram=+64GB, link=x2, compute=x2, memory=x2, disk=x2, gpus=+1; repeatable.",
         ),
     ] = None,
+    advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True,
     data: Annotated[str, typer.Option(help="Data that --output names; it is not read.")] = "data",
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the simulated steps for Perfetto.")
@@ -82,6 +83,7 @@ def plan(
     Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
     """
     from outsize.cli import plan_question, plan_table
+    from outsize.errors import InfeasiblePlanError
     from outsize.planner.search import fastest
     from outsize.planner.what_if import outcome, parse_change, usual_changes
 
@@ -107,8 +109,13 @@ def plan(
             parse_change(change)
         if output_file is not None:
             plan_question.check_one_gpu(asked)
-        prediction = fastest(asked.question)
-        usual = usual_changes(asked.question, prediction)
+        try:
+            prediction = fastest(asked.question)
+        except InfeasiblePlanError:
+            for found in (outcome(asked.question, None, change) for change in changes):
+                output.say(f"what if {found.change}: {plan_table.in_short(found)}")
+            raise
+        usual = usual_changes(asked.question, prediction) if advice else ()
         outcomes = [outcome(asked.question, prediction, change) for change in changes]
         helps = [outcome(asked.question, prediction, change) for change in usual if change not in changes]
         _write(asked, prediction, timeline, output_file)

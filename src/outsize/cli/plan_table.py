@@ -61,12 +61,20 @@ def render(
     console.print(_share_table("in use", "share of the step", prediction.usage))
     if outcomes:
         console.print(_outcome_table("what if", outcomes))
-    console.print(_outcome_table("what would help", helps))
+    if helps:
+        console.print(_outcome_table("what would help", helps))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
     for assumption in (*ALWAYS, *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def in_short(outcome: Outcome) -> str:
+    """Return an outcome in a line."""
+    if outcome.prediction is None:
+        return outcome.error
+    return f"fits, {outcome.prediction.tokens_per_s:,.0f} tokens/s"
 
 
 def _table(*headers: str) -> Table:

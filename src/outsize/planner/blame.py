@@ -7,8 +7,9 @@ charged with the part of the gap in which it ran.
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable
 
-from outsize.planner.timeline import Event, Timeline
+from outsize.planner.timeline import Event, Stall, Timeline
 
 # What compute waits for, by the name of the op.
 CAUSES = {
@@ -28,14 +29,18 @@ STEP_BEFORE = "the step before to end"
 _NEAR_S = 1e-9
 
 
-def waits_by_cause(timeline: Timeline, lane: str) -> dict[str, float]:
-    """Return the seconds that ``lane`` stood still, by what went on meanwhile, longest first.
+def waits_by_cause(timeline: Timeline, lanes: Iterable[str]) -> list[dict[str, float]]:
+    """Return for each of ``lanes`` the seconds that it stood still, by what went on meanwhile, longest first.
 
     They add up to the gaps of the lane within the timeline's span.
     """
     index = _Index(timeline)
+    return [_waits(timeline.stalls(lane), index) for lane in lanes]
+
+
+def _waits(stalls: Iterable[Stall], index: "_Index") -> dict[str, float]:
     totals: defaultdict[str, float] = defaultdict(float)
-    for stall in timeline.stalls(lane):
+    for stall in stalls:
         event, end_s = index.latest(stall.waited_for, stall.end_s), stall.end_s
         while event is not None and end_s > stall.start_s + _NEAR_S:
             start_s = max(event.start_s, stall.start_s)

@@ -12,6 +12,7 @@ from outsize.planner.candidate import Candidate, Table
 from outsize.planner.memory import Tier
 from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
+from outsize.planner.stages import Stages
 from outsize.planner.timeline import Timeline
 from outsize.planner.unit_times import BACKWARD_FORWARDS
 
@@ -59,6 +60,7 @@ class Prediction:
         stalls: the same by cause, largest first.
         usage: share of a step in which each resource is in use at its full rate, largest first.
         break_even: of a block's weights.
+        stages: how several GPUs share the model; None for one.
         timeline: of all steps simulated.
         assumptions: what was taken for granted.
     """
@@ -75,6 +77,7 @@ class Prediction:
     stalls: Mapping[str, float]
     usage: Mapping[str, float]
     break_even: BreakEven
+    stages: Stages | None
     timeline: Timeline
     assumptions: tuple[str, ...]
 
@@ -129,6 +132,7 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
         stalls=_stalls(steady, lanes),
         usage=_usage(candidate, busy_s / num_gpus, step_s),
         break_even=_break_even(question, candidate),
+        stages=candidate.layout.stages,
         timeline=done.timeline,
         assumptions=candidate.assumptions,
     )
@@ -163,8 +167,8 @@ def _last_step(done: Simulation) -> Timeline:
 def _stalls(steady: Timeline, lanes: list[str]) -> dict[str, float]:
     """Return the share of all GPUs' time spent waiting, by cause, largest first."""
     shares: dict[str, float] = defaultdict(float)
-    for lane in lanes:
-        for cause, stall_s in waits_by_cause(steady, lane).items():
+    for found in waits_by_cause(steady, lanes):
+        for cause, stall_s in found.items():
             shares[cause] += stall_s / (len(lanes) * steady.span_s)
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return {cause: share for cause, share in ordered if share >= LEAST_SHARE}

@@ -1,13 +1,14 @@
 """What is asked of a prediction: a model, a machine, a step, and the memory that may be used."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec, Workload
 from outsize.planner.memory import Demand
 from outsize.planner.plan import Budgets
+from outsize.planner.stages import Stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Question:
         sequences: of an optimizer step.
         seq_len: tokens of a sequence.
         microbatches: of a step; None lets the search choose.
+        stages: how to cut for several GPUs; None lets the search choose.
         clip: whether gradients are clipped by their global norm.
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
@@ -34,6 +36,7 @@ class Question:
     sequences: int
     seq_len: int
     microbatches: int | None = None
+    stages: Stages | None = None
     clip: bool = True
     workload_of: Callable[[int], Workload]
     fixed_bytes: int = 0
@@ -42,10 +45,6 @@ class Question:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step."""
         return self.sequences * self.seq_len
-
-    def with_microbatches(self, microbatches: int) -> "Question":
-        """Return the same question for a fixed number of microbatches."""
-        return replace(self, microbatches=microbatches)
 
     def sequences_per_microbatch(self, microbatches: int) -> int:
         """Return the sequences of the largest microbatch."""

@@ -18,9 +18,9 @@ from outsize.planner.several_workers import several_workers
 # Sequences per microbatch that are tried.
 SIZES = (1, 2, 4, 8, 16)
 NEAR = 1.01
-# With several GPUs each number of microbatches takes a search for stages. Two are tried, from four for each GPU up:
-# with fewer, filling and draining the stages shows.
-NUM_CHOICES, PER_GPU = 2, 4
+# With several GPUs a number of microbatches takes a search for stages, so one is tried: four for each GPU, or the next
+# above. With fewer, filling and draining the stages shows.
+PER_GPU = 4
 
 
 def fastest(question: Question) -> Prediction:
@@ -60,7 +60,7 @@ def _choices(question: Question) -> Iterator[int]:
         yield from counts
         return
     enough = [count for count in counts if count >= PER_GPU * num_gpus]
-    yield from enough[:NUM_CHOICES] or counts[-NUM_CHOICES:]
+    yield enough[0] if enough else counts[-1]
 
 
 def _candidate(question: Question, microbatches: int) -> Candidate:
@@ -78,3 +78,12 @@ def _candidate(question: Question, microbatches: int) -> Candidate:
             if "host" not in error.short_by:
                 raise
     return one_worker(question, microbatches, tiers[-1])
+
+
+def missing_host_bytes(question: Question, microbatches: int) -> int:
+    """Return how much host memory one GPU lacks to have the home there; 0 where it lacks none, or something else."""
+    try:
+        one_worker(question, microbatches, "host")
+    except InfeasiblePlanError as error:
+        return error.short_by.get("host", 0)
+    return 0

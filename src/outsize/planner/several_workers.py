@@ -109,7 +109,9 @@ def _fit(
     smallest = _single_units(model.num_streamed)
     _check(table(_layout(model, smallest, microbatches, len(machine.gpus))), budgets.device, budgets.host)
     for share in SHARES:
-        stages = _cut(question, model, work, microbatches, forward_s, backward_s, int(share * budgets.device))
+        stages = question.stages or _cut(
+            question, model, work, microbatches, forward_s, backward_s, int(share * budgets.device)
+        )
         if stages is None:
             continue
         layout = _layout(model, stages, microbatches, len(machine.gpus))

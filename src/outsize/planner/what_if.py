@@ -9,10 +9,10 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure, Machine
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
-from outsize.planner.search import fastest
+from outsize.planner.search import fastest, missing_host_bytes
 from outsize.units import parse_bytes
 
-_MORE = ("vram", "ram")
+_MEMORY = ("vram", "ram")
 Change = Callable[[Question], Question]
 
 
@@ -36,31 +36,36 @@ class Outcome:
 def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     """Return what the change ``text`` would bring over ``base``.
 
-    With several GPUs, and as many after the change, the number of microbatches stays as it is.
+    Where only a rate changes, microbatches and stages stay; more memory and more GPUs are searched anew.
 
     Raises:
         ConfigError: not a change.
     """
     changed = parse_change(text)(question)
-    num_gpus = len(changed.machine.gpus)
-    if base is not None and num_gpus == base.num_gpus > 1:
-        changed = changed.with_microbatches(base.microbatches)
+    name = text.partition("=")[0].strip()
+    if base is not None and name not in _MEMORY and name != "gpus":
+        changed = replace(changed, microbatches=base.microbatches, stages=base.stages)
     try:
         prediction = fastest(changed)
     except (InfeasiblePlanError, ConfigError) as error:
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
-    if base is not None and text.startswith(_MORE) and prediction.step_s > base.step_s:
+    if base is not None and name in _MEMORY and prediction.step_s > base.step_s:
         prediction = base  # what fitted before still does
     gain = None if base is None else prediction.tokens_per_s / base.tokens_per_s - 1
     return Outcome(change=text, prediction=prediction, gain=gain)
 
 
 def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
-    """Return the changes that people ask about first: more of each thing that a plan runs on."""
-    disk = ("disk=x2",) if base.home == "disk" else ()
-    stages = 2 * question.model.num_streamed - 1
-    gpu = ("gpus=+1",) if base.num_gpus < stages and question.home != "disk" else ()
-    return ("vram=+8GB", "ram=+64GB", "link=x2", "memory=x2", *disk, "compute=x2", *gpu)
+    """Return the changes that people ask about first: more of each thing that a plan runs on.
+
+    Where the home is on disk for want of host memory, that memory is as much as brings it there.
+    """
+    on_disk = base.home == "disk"
+    missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
+    ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
+    disk = ("disk=x2",) if on_disk else ()
+    gpu = () if question.home == "disk" else ("gpus=+1",)
+    return ("vram=+8GB", ram, "link=x2", "memory=x2", *disk, "compute=x2", *gpu)
 
 
 def parse_change(text: str) -> Change:

@@ -1,0 +1,172 @@
+import json
+
+import pytest
+
+from outsize.cli import main
+from outsize.hardware.presets import parse_gpus
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as done:
+        main(["plan", *map(str, arguments)])
+    return done.value.code or 0
+
+
+def answer(capsys, *arguments):
+    assert run(*arguments, "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def test_the_tables_say_that_they_predict_and_from_what(model_dir, capsys):
+    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M") == 0
+    text = capsys.readouterr().out
+    for words in (
+        "A prediction from the figures below, not a measurement",
+        "optimizer state",
+        "1M tokens take",
+        "what would help",
+        "verdict: fits. What ends it is",
+        "NVIDIA Ada GPU architecture white paper",
+        "assumed: a backward takes two forwards",
+    ):
+        assert words in text
+
+
+def test_json_has_it_all(model_dir, capsys):
+    found = answer(
+        capsys,
+        *(model_dir / "config.json", "--gpus", "2x4090", "--seq-len", 128, "--tokens", "1M"),
+        *("--what-if", "vram=+8GB", "--what-if", "gpus=+1", "--no-advice"),
+    )
+    assert found["kind"] == "prediction"
+    assert found["verdict"] == "fits"
+    assert found["tokens_per_step"] == 64 * 128
+    assert found["steps"] == 123
+    assert found["eta_s"] == pytest.approx(123 * found["step_s"])
+    assert set(found["memory"]) == {"device", "host", "disk"}
+    assert [entry["change"] for entry in found["what_if"]] == ["vram=+8GB", "gpus=+1"]
+    assert found["what_would_help"] == []
+    assert all(figure["source"] and not figure["measured"] for figure in found["figures"])
+    assert any("runs one GPU so far" in line for line in found["assumptions"])
+
+
+def test_a_machine_of_one_s_own(model_dir, tmp_path, capsys):
+    machine = tmp_path / "machine.json"
+    machine.write_text(parse_gpus("h100").to_json())
+    options = (model_dir, "--seq-len", 128, "--no-advice")
+    described = answer(capsys, *options, "--machine", machine)
+    named = answer(capsys, *options, "--gpus", "h100")
+    assert described == named
+    machine.write_text("{}")
+    assert run(*options, "--machine", machine) == 2
+    assert "not the description of a machine" in capsys.readouterr().err
+    assert run(*options, "--machine", tmp_path / "none.json") == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_the_timeline_opens_in_perfetto(model_dir, tmp_path):
+    file = tmp_path / "timeline.json"
+    assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", "--timeline", file) == 0
+    trace = json.loads(file.read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in trace if event["ph"] == "M" and "name" in event["args"]}
+    assert {"compute:w0", "compute:w1", "host"} <= rows
+
+
+def test_a_dry_run_of_the_config_plans_what_was_predicted(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    file = tmp_path / "train.yaml"
+    options = ("--gpus", "4090", "--seq-len", 128, "--tokens-per-step", 1024, "--home", "host", "--no-advice")
+    predicted = answer(capsys, tmp_path / "model", *options, "--output", file)
+    with pytest.raises(SystemExit) as done:
+        main(["train", str(file), "--dry-run", "--json"])
+    assert not done.value.code
+    dry = json.loads(capsys.readouterr().out.splitlines()[-1])
+    planned = dry["plan"]["memory_bytes"]
+    assert sum(planned["device"].values()) == pytest.approx(
+        sum(predicted["memory"]["device"].values()), rel=0.05
+    )
+    assert sum(planned["host"].values()) == pytest.approx(sum(predicted["memory"]["host"].values()), rel=0.05)
+    assert dry["plan"]["microbatches"] == predicted["microbatches"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "8x4900"], "unknown GPU '4900'; did you mean 4090"),
+        (["--gpus", "0x4090"], "not a number of GPUs"),
+        ([], "say which machine, once"),
+        (["--gpus", "4090", "--machine", "m.json"], "say which machine, once"),
+        (["--gpus", "16x4090"], "at most 11 stages; use at most 11 GPUs"),
+        (["--gpus", "4090", "--tokens", "0"], "zero tokens take no time"),
+        (["--gpus", "4090", "--tokens", "many"], "not a count"),
+        (["--gpus", "4090", "--tokens-per-step", "0"], "train.tokens_per_step: must be at least 2"),
+        (["--gpus", "4090", "--tokens-per-step", "100"], "not a multiple of data.seq_len (128)"),
+        (["--gpus", "4090", "--microbatches", "65"], "lower train.microbatches"),
+        (["--gpus", "4090", "--device-memory", "2MiB"], "short: device by"),
+        (["--gpus", "4090", "--device-memory", "much"], "not a size"),
+        (["--gpus", "4090", "--home", "host", "--host-memory", "1MiB"], "short: host by"),
+        (["--gpus", "4090", "--what-if", "vrm=+8GB"], "did you mean vram"),
+        (["--gpus", "2x4090", "--output", "x.yaml"], "runs one GPU so far"),
+        (["--gpus", "2x4090", "--home", "disk"], "home in host memory so far"),
+        (["--gpus", "4090", "--timeline", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
+    ],
+)
+def test_mistakes_are_named(model_dir, capsys, options, words):
+    assert run(model_dir, "--seq-len", 128, *options) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_if_answers_where_the_base_does_not_fit(model_dir, capsys):
+    options = ("--seq-len", 128, "--gpus", "4090", "--device-memory", "2MiB", "--what-if", "vram=+1GB")
+    assert run(model_dir, *options) == 2
+    error = capsys.readouterr().err
+    assert "what if vram=+1GB: fits" in error
+    assert "InfeasiblePlanError" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "mamba"}', "no sizes from the config of a 'mamba' model; there are llama"),
+        ('{"model_type": "llama"}', "lacks a size"),
+        ("[1]", "not the config of a model"),
+        ("{", "cannot read"),
+    ],
+)
+def test_configs_that_tell_no_sizes(tmp_path, capsys, text, words):
+    (tmp_path / "config.json").write_text(text)
+    assert run(tmp_path, "--gpus", "4090") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_places_without_a_model(tmp_path, capsys):
+    assert run(tmp_path, "--gpus", "4090") == 2
+    assert "has no config.json" in capsys.readouterr().err
+    assert run(tmp_path / "none", "--gpus", "4090") == 2
+    assert "no such file or directory" in capsys.readouterr().err
+
+
+def test_sequences_longer_than_the_model(model_dir, capsys):
+    assert run(model_dir, "--gpus", "4090", "--seq-len", 8192) == 2
+    assert "longer than the 4096 positions" in capsys.readouterr().err

@@ -1,0 +1,32 @@
+"""Small models on small machines, for the tests of predictions."""
+
+from outsize.hardware.presets import parse_gpus
+from outsize.model.spec_from_config import read_shape, spec_from_config
+from outsize.model.workload import count_workload
+from outsize.planner.plan import Budgets
+from outsize.planner.question import Question
+
+GIB = 2**30
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+
+
+def ask(gpus="4090", *, config=CONFIG, budgets=None, seq_len=1024, **changes):
+    machine = parse_gpus(gpus)
+    shape = read_shape(config)
+    return Question(
+        model=spec_from_config(config, "bf16"),
+        machine=machine,
+        budgets=budgets or Budgets(device=20 * GIB, host=100 * GIB, disk=1000 * GIB),
+        sequences=changes.pop("sequences", 16),
+        seq_len=seq_len,
+        workload_of=lambda count: count_workload(shape, "bf16", sequences=count, seq_len=seq_len),
+        **changes,
+    )

@@ -1,0 +1,92 @@
+from dataclasses import replace
+
+import pytest
+
+from outsize.errors import ConfigError
+from outsize.hardware.presets import parse_gpus
+from outsize.planner.one_worker import SIMULATED_TILES, one_worker
+from outsize.planner.plan import Budgets
+from outsize.planner.prediction import predict
+from outsize.planner.search import fastest, missing_host_bytes
+from planner.questions import GIB, ask
+
+
+def test_a_step_takes_at_least_its_compute_and_the_shares_add_up():
+    question = ask()
+    found = fastest(question)
+    compute_s = 3 * sum(question.workload_of(16).forward_flops) / question.machine.gpus[0].flops_per_s("bf16")
+    assert found.step_s >= compute_s
+    assert sum(found.stalls.values()) == pytest.approx(found.bubble, abs=0.01)
+    assert found.usage["compute"] == pytest.approx(1 - found.bubble, abs=0.02)
+    assert found.tokens_per_s == pytest.approx(question.tokens_per_step / found.step_s)
+    assert 0 < found.mfu <= 0.75
+
+
+def test_a_recompute_is_not_counted_as_work_done():
+    """A block's recompute is its fourth forward, of which three count; the head recomputes nothing."""
+    question = ask(sequences=256)
+    found = fastest(question)
+    *blocks, head = question.workload_of(1).forward_flops
+    counted = 3 * (sum(blocks) + head) / (4 * sum(blocks) + 3 * head)
+    efficiency = question.machine.gpus[0].efficiency.value
+    assert found.binding == "compute"
+    assert found.mfu == pytest.approx(efficiency * counted * (1 - found.bubble), rel=0.02)
+
+
+def test_the_home_is_told_plane_by_plane():
+    question = ask()
+    memory = fastest(question).memory["host"]
+    padded = sum(unit.numel for unit in question.model.units)
+    assert [
+        memory[name] / padded for name in ("weights", "master weights", "optimizer state", "gradients")
+    ] == [
+        2,
+        4,
+        8,
+        4,
+    ]
+
+
+def test_the_home_goes_to_disk_where_memory_is_short():
+    tight = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
+    found = fastest(ask(budgets=tight))
+    assert found.home == "disk"
+    assert "optimizer state" in found.memory["disk"]
+    missing = missing_host_bytes(ask(budgets=tight), found.microbatches)
+    enough = replace(tight, host=tight.host + missing)
+    assert fastest(ask(budgets=enough, microbatches=found.microbatches)).home == "host"
+    assert missing_host_bytes(ask(budgets=enough), found.microbatches) == 0
+
+
+def test_tiles_are_simulated_coarsely_and_take_the_same_time():
+    question = ask(home="disk", microbatches=2)
+    candidate = one_worker(question, 2, "disk")
+    assert max(candidate.layout.tiles) == SIMULATED_TILES
+    coarse_s = predict(question, candidate).step_s
+    import outsize.planner.one_worker as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SIMULATED_TILES", 10**6)
+        fine = one_worker(question, 2, "disk")
+    assert max(fine.layout.tiles) > 4 * SIMULATED_TILES
+    assert coarse_s == pytest.approx(predict(question, fine).step_s, rel=0.05)
+
+
+def test_a_machine_without_a_disk():
+    machine = replace(parse_gpus("4090"), disk=None)
+    with pytest.raises(ConfigError, match="no disk"):
+        fastest(replace(ask(), machine=machine, home="disk"))
+    assert fastest(replace(ask(), machine=machine)).home == "host"
+
+
+def test_a_load_hides_behind_the_tokens_of_the_break_even():
+    """On a step with fewer tokens than that, compute waits for weights; with many more it does not."""
+    even = fastest(ask()).break_even
+    few = fastest(ask(sequences=1, clip=False))
+    many = fastest(ask(sequences=256))
+    assert few.break_even.tokens_per_visit < even.tokens < many.break_even.tokens_per_visit
+    assert few.bubble > 0.3 > 0.05 > many.bubble
+
+
+def test_the_same_question_has_the_same_answer():
+    assert fastest(ask("2x4090")).to_dict() == fastest(ask("2x4090")).to_dict()

@@ -1,0 +1,82 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.planner.plan import Budgets
+from outsize.planner.several_workers import TIED, several_workers, without_rest
+from outsize.planner.simulate import simulate
+from outsize.planner.validate import validate
+from planner.questions import CONFIG, GIB, ask
+
+
+def test_the_norm_travels_with_the_head():
+    model = ask().model
+    dealt = without_rest(model)
+    assert [unit.kind for unit in dealt.units] == ["embedding", *["block"] * 6, "head"]
+    assert dealt.num_parameters == model.num_parameters
+    assert dealt.units[-1].tensors[-1].name == "model.norm.weight"
+
+
+def test_a_tied_table_is_counted_twice_and_says_so():
+    question = ask("2x4090", config={**CONFIG, "tie_word_embeddings": True})
+    table = CONFIG["vocab_size"] * CONFIG["hidden_size"]
+    assert without_rest(question.model).num_parameters == question.model.num_parameters + table
+    assert TIED in several_workers(question, 8).assumptions
+    assert TIED not in several_workers(ask("2x4090"), 8).assumptions
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    gpus=st.integers(2, 5),
+    microbatches=st.sampled_from([1, 2, 5, 16]),
+    device_gib=st.sampled_from([4, 6, 20]),
+    clip=st.booleans(),
+)
+def test_steps_obey_the_rules_and_hold_no_more_than_is_counted(gpus, microbatches, device_gib, clip):
+    budgets = Budgets(device=device_gib * GIB, host=100 * GIB)
+    question = ask(f"{gpus}x4090", budgets=budgets, clip=clip)
+    try:
+        candidate = several_workers(question, microbatches)
+    except InfeasiblePlanError:
+        assert microbatches < 16  # microbatches too large for the device
+        return
+    validate(candidate.programs[-1], candidate.layout)
+    assert sum(candidate.memory["device"].values()) <= budgets.device
+    boundary = candidate.work.boundary_bytes
+    done = simulate(candidate.programs, candidate.layout, candidate.costs, boundary_bytes=boundary)
+    device = candidate.memory["device"]
+    places = device["weight slots"] + device["gradient accumulators"] + device["activations"]
+    for worker in range(gpus):
+        assert done.peak_bytes[f"device:w{worker}"] <= places
+    assert done.peak_bytes["host"] <= candidate.memory["host"]["saved activations"]
+
+
+def test_more_gpus_than_stages():
+    with pytest.raises(ConfigError, match="16 GPUs, but 8 units make at most 15 stages; use at most 15"):
+        several_workers(ask("16x4090"), 16)
+
+
+def test_what_is_short_is_said():
+    budgets = Budgets(device=GIB, host=100 * GIB)
+    with pytest.raises(InfeasiblePlanError, match=r"first try") as raised:
+        several_workers(ask("2x4090", budgets=budgets), 16)
+    assert raised.value.short_by["device"] > 0
+    with pytest.raises(InfeasiblePlanError, match="one GPU and the home on disk") as raised:
+        several_workers(ask("2x4090", budgets=Budgets(device=20 * GIB, host=GIB)), 16)
+    assert raised.value.short_by["host"] > 0
+
+
+def test_a_home_on_disk_is_refused():
+    with pytest.raises(ConfigError, match="home in host memory"):
+        several_workers(ask("2x4090", home="disk"), 8)
+
+
+def test_given_stages_are_kept():
+    question = ask("2x4090")
+    found = several_workers(question, 8)
+    first = replace(found.layout.stages, cursor=0)
+    again = several_workers(replace(question, stages=first), 8)
+    assert again.layout == found.layout

@@ -1,0 +1,77 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outsize.errors import ConfigError
+from outsize.planner.plan import Budgets
+from outsize.planner.search import fastest
+from outsize.planner.what_if import outcome, parse_change, usual_changes
+from planner.questions import GIB, ask
+
+TIGHT = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
+
+
+def test_changes_change_what_they_name():
+    question = ask("2x4090")
+    assert parse_change("vram=+8GB")(question).budgets.device == 20 * GIB + 8 * 10**9
+    assert parse_change("ram=+1GiB")(question).budgets.host == 101 * GIB
+    assert len(parse_change("gpus=+3")(question).machine.links) == 5
+    faster = parse_change("link=x2")(question).machine.links[1].up_bytes_per_s
+    assert faster.value == 2 * question.machine.links[1].up_bytes_per_s.value
+    assert faster.source.startswith("what if")
+    assert parse_change("disk = x1.5")(question).machine.disk.read_bytes_per_s.value == pytest.approx(10.5e9)
+    assert parse_change("compute=x2")(question).machine.gpus[0].flops_per_s("bf16") == pytest.approx(
+        2 * question.machine.gpus[0].flops_per_s("bf16")
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("vrm=+8GB", "did you mean vram"),
+        ("vram", "unknown what-if|write how much more"),
+        ("vram=8GB", "write how much more"),
+        ("vram=+0GB", "write how much more"),
+        ("vram=+8parsecs", "write how much more"),
+        ("gpus=+1.5", "how many more"),
+        ("gpus=x2", "how many more"),
+        ("link=+2", "how many times"),
+        ("link=x0", "how many times"),
+        ("", "unknown what-if"),
+    ],
+)
+def test_what_is_no_change_is_named(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_change(text)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    name=st.sampled_from(["vram=+4GB", "ram=+4GB", "link=x{}", "memory=x{}", "disk=x{}", "compute=x{}"]),
+    factor=st.sampled_from([1, 2, 4]),
+    home=st.sampled_from(["host", "disk"]),
+)
+def test_more_of_anything_costs_nothing(name, factor, home):
+    question = ask(home=home, microbatches=4)
+    found = outcome(question, fastest(question), name.format(factor))
+    assert found.gain >= -0.01
+    if factor == 1 and "{" in name:
+        assert found.gain == pytest.approx(0, abs=1e-9)
+
+
+def test_the_memory_that_brings_the_home_to_the_host_is_among_what_helps():
+    question = ask(budgets=TIGHT)
+    base = fastest(question)
+    changes = usual_changes(question, base)
+    (ram,) = (change for change in changes if change.startswith("ram"))
+    found = outcome(question, base, ram)
+    assert found.prediction.home == "host"
+    assert found.gain > 0
+    assert "disk=x2" in changes
+
+
+def test_what_fits_no_more_says_why():
+    question = ask(budgets=TIGHT)
+    found = outcome(question, fastest(question), "gpus=+1")
+    assert found.prediction is None
+    assert "host" in found.error
