@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -170,3 +172,15 @@ def test_places_without_a_model(tmp_path, capsys):
 def test_sequences_longer_than_the_model(model_dir, capsys):
     assert run(model_dir, "--gpus", "4090", "--seq-len", 8192) == 2
     assert "longer than the 4096 positions" in capsys.readouterr().err
+
+
+def test_a_plan_is_made_without_torch(model_dir):
+    """A machine without it, or without the seconds that importing it takes, plans as well."""
+    script = (
+        "import sys\nfrom outsize.cli import main\n"
+        f"try:\n    main(['plan', {str(model_dir)!r}, '--gpus', '2x4090', '--seq-len', '128'])\n"
+        "except SystemExit as done:\n    assert not done.code\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

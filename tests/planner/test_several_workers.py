@@ -60,7 +60,7 @@ def test_more_gpus_than_stages():
 
 
 def test_what_is_short_is_said():
-    budgets = Budgets(device=GIB, host=100 * GIB)
+    budgets = Budgets(device=GIB // 2, host=100 * GIB)
     with pytest.raises(InfeasiblePlanError, match=r"first try") as raised:
         several_workers(ask("2x4090", budgets=budgets), 16)
     assert raised.value.short_by["device"] > 0

@@ -47,7 +47,7 @@ def test_what_is_no_change_is_named(text, words):
 
 @settings(max_examples=8, deadline=None)
 @given(
-    name=st.sampled_from(["vram=+4GB", "ram=+4GB", "link=x{}", "memory=x{}", "disk=x{}", "compute=x{}"]),
+    name=st.sampled_from(["vram=+4GB", "ram=+4GB", "link=x{}", "bandwidth=x{}", "disk=x{}", "compute=x{}"]),
     factor=st.sampled_from([1, 2, 4]),
     home=st.sampled_from(["host", "disk"]),
 )
@@ -75,3 +75,11 @@ def test_what_fits_no_more_says_why():
     found = outcome(question, fastest(question), "gpus=+1")
     assert found.prediction is None
     assert "host" in found.error
+
+
+def test_a_rate_that_stays_keeps_stages_and_time():
+    question = ask("2x4090")
+    base = fastest(question)
+    found = outcome(question, base, "link=x1")
+    assert found.prediction.stages.forward == base.stages.forward
+    assert found.gain == pytest.approx(0, abs=1e-6)

@@ -65,7 +65,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="CHANGE",
-            help="vram=+8GB, ram=+64GB, link=x2, compute=x2, memory=x2, disk=x2, gpus=+1; repeatable.",
+            help="vram=+8GB, ram=+64GB, link=x2, compute=x2, bandwidth=x2, disk=x2, gpus=+1; repeatable.",
         ),
     ] = None,
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True,

@@ -28,13 +28,13 @@ class Asked:
     """What was asked, in the planner's words and in those of a run.
 
     Attributes:
-        model_dir: where the config lies.
+        name: the model, as the user wrote it.
         question: for the planner.
         config: of the run that is asked about; its microbatches are those given, or one.
         tokens: to train on; None where the user named none.
     """
 
-    model_dir: Path
+    name: str
     question: Question
     config: Config
     tokens: float | None
@@ -103,7 +103,7 @@ def ask(
         workload_of=lambda sequences: count_workload(shape, dtype, sequences=sequences, seq_len=seq_len),
         fixed_bytes=CUBLAS_BYTES,
     )
-    return Asked(model_dir=directory, question=question, config=config, tokens=_tokens(tokens))
+    return Asked(name=model, question=question, config=config, tokens=_tokens(tokens))
 
 
 def check_one_gpu(asked: Asked) -> None:

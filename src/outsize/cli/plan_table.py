@@ -24,7 +24,7 @@ def to_dict(
     question = asked.question
     return {
         "kind": "prediction",
-        "model": str(asked.model_dir),
+        "model": asked.name,
         "num_parameters": question.model.num_parameters,
         "machine": question.machine.name,
         "dtype": question.model.dtype,
@@ -51,7 +51,7 @@ def render(
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
     console.print(
-        f"{asked.model_dir.name}: {format_count(question.model.num_parameters)} parameters, {question.model.dtype}, "
+        f"{asked.name}: {format_count(question.model.num_parameters)} parameters, {question.model.dtype}, "
         f"full training on {question.machine.name}"
     )
     console.print("A prediction from the figures below, not a measurement.\n")

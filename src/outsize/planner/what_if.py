@@ -65,7 +65,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     gpu = () if question.home == "disk" else ("gpus=+1",)
-    return ("vram=+8GB", ram, "link=x2", "memory=x2", *disk, "compute=x2", *gpu)
+    return ("vram=+8GB", ram, "link=x2", "bandwidth=x2", *disk, "compute=x2", *gpu)
 
 
 def parse_change(text: str) -> Change:
@@ -151,7 +151,7 @@ def _compute(question: Question, factor: float) -> Question:
     return replace(question, machine=replace(question.machine, gpus=gpus))
 
 
-def _memory(question: Question, factor: float) -> Question:
+def _bandwidth(question: Question, factor: float) -> Question:
     """Host memory bandwidth, and with it the optimizer, which it bounds."""
     host = question.machine.host
     host = replace(
@@ -190,6 +190,6 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "gpus": ("count", _gpus),
     "compute": ("times", _compute),
     "link": ("times", _link),
-    "memory": ("times", _memory),
+    "bandwidth": ("times", _bandwidth),
     "disk": ("times", _disk),
 }
