@@ -63,7 +63,7 @@ def test_json_has_it_all(model_dir, capsys):
     assert found["tokens_per_step"] == 64 * 128
     assert found["steps"] == 123
     assert found["eta_s"] == pytest.approx(123 * found["step_s"])
-    assert set(found["memory"]) == {"device", "host", "disk"}
+    assert set(found["memory_bytes"]) == {"device", "host", "disk"}
     assert [entry["change"] for entry in found["what_if"]] == ["vram=+8GB", "gpus=+1"]
     assert found["what_would_help"] == []
     assert all(figure["source"] and not figure["measured"] for figure in found["figures"])
@@ -106,9 +106,11 @@ def test_a_dry_run_of_the_config_plans_what_was_predicted(tmp_path, capsys):
     dry = json.loads(capsys.readouterr().out.splitlines()[-1])
     planned = dry["plan"]["memory_bytes"]
     assert sum(planned["device"].values()) == pytest.approx(
-        sum(predicted["memory"]["device"].values()), rel=0.05
+        sum(predicted["memory_bytes"]["device"].values()), rel=0.05
     )
-    assert sum(planned["host"].values()) == pytest.approx(sum(predicted["memory"]["host"].values()), rel=0.05)
+    assert sum(planned["host"].values()) == pytest.approx(
+        sum(predicted["memory_bytes"]["host"].values()), rel=0.05
+    )
     assert dry["plan"]["microbatches"] == predicted["microbatches"]
 
 

@@ -1,14 +1,9 @@
-from dataclasses import replace
-
 import pytest
 
-from outsize.errors import ConfigError
-from outsize.hardware.presets import parse_gpus
 from outsize.planner.one_worker import SIMULATED_TILES, one_worker
-from outsize.planner.plan import Budgets
 from outsize.planner.prediction import predict
-from outsize.planner.search import fastest, missing_host_bytes
-from planner.questions import GIB, ask
+from outsize.planner.search import fastest
+from planner.questions import ask
 
 
 def test_a_step_takes_at_least_its_compute_and_the_shares_add_up():
@@ -47,17 +42,6 @@ def test_the_home_is_told_plane_by_plane():
     ]
 
 
-def test_the_home_goes_to_disk_where_memory_is_short():
-    tight = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
-    found = fastest(ask(budgets=tight))
-    assert found.home == "disk"
-    assert "optimizer state" in found.memory["disk"]
-    missing = missing_host_bytes(ask(budgets=tight), found.microbatches)
-    enough = replace(tight, host=tight.host + missing)
-    assert fastest(ask(budgets=enough, microbatches=found.microbatches)).home == "host"
-    assert missing_host_bytes(ask(budgets=enough), found.microbatches) == 0
-
-
 def test_tiles_are_simulated_coarsely_and_take_the_same_time():
     question = ask(home="disk", microbatches=2)
     candidate = one_worker(question, 2, "disk")
@@ -70,13 +54,6 @@ def test_tiles_are_simulated_coarsely_and_take_the_same_time():
         fine = one_worker(question, 2, "disk")
     assert max(fine.layout.tiles) > 4 * SIMULATED_TILES
     assert coarse_s == pytest.approx(predict(question, fine).step_s, rel=0.05)
-
-
-def test_a_machine_without_a_disk():
-    machine = replace(parse_gpus("4090"), disk=None)
-    with pytest.raises(ConfigError, match="no disk"):
-        fastest(replace(ask(), machine=machine, home="disk"))
-    assert fastest(replace(ask(), machine=machine)).home == "host"
 
 
 def test_a_load_hides_behind_the_tokens_of_the_break_even():

@@ -101,6 +101,7 @@ class Prediction:
         """Return the prediction in what JSON knows, without its timeline."""
         fields = asdict(replace(self, timeline=Timeline(())))
         del fields["timeline"]
+        fields["memory_bytes"] = fields.pop("memory")
         return {**fields, "binding": self.binding, "ends_it": self.ends_it}
 
     def total_bytes(self, tier: str) -> int:

@@ -18,9 +18,10 @@ from outsize.planner.several_workers import several_workers
 # Sequences per microbatch that are tried.
 SIZES = (1, 2, 4, 8, 16)
 NEAR = 1.01
-# With several GPUs a number of microbatches takes a search for stages, so one is tried: four for each GPU, or the next
-# above. With fewer, filling and draining the stages shows.
-PER_GPU = 4
+# With several GPUs each number of microbatches takes a search for stages, so one is tried: the least that gives each GPU
+# four, since with fewer filling and draining the stages shows, and whose microbatches are no larger than what fills a
+# GPU: on 4 x 2,048 tokens layers run at their rate (the published layer times of bench/bench_bubble.py).
+PER_GPU, FULL_TOKENS = 4, 8192
 
 
 def fastest(question: Question) -> Prediction:
@@ -59,7 +60,8 @@ def _choices(question: Question) -> Iterator[int]:
     if num_gpus == 1:
         yield from counts
         return
-    enough = [count for count in counts if count >= PER_GPU * num_gpus]
+    most = max(1, FULL_TOKENS // question.seq_len)
+    enough = [count for count in counts if count >= PER_GPU * num_gpus and question.sequences <= most * count]
     yield enough[0] if enough else counts[-1]
 
 

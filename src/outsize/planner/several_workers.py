@@ -26,8 +26,8 @@ from outsize.units import format_bytes
 
 # Two follow one another: the second one tells the time of a step among others.
 NUM_STEPS = 2
-# Steps that the partitioner times: enough for an answer in seconds; ten times as many gain a few percent.
-MAX_EVALUATIONS = 300
+# Steps that the partitioner times: enough for an answer in seconds; more gain little, see docs/log.md.
+MAX_EVALUATIONS = 1000
 # Shares of the device that stages may take, tried in turn: slots are as large as the largest unit at each place, so a
 # cut whose stages each fit may not fit with all of them.
 SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)

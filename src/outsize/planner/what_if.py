@@ -36,14 +36,16 @@ class Outcome:
 def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     """Return what the change ``text`` would bring over ``base``.
 
-    Where only a rate changes, microbatches and stages stay; more memory and more GPUs are searched anew.
+    Where only a rate changes, microbatches and stages stay, and so they do with more host memory for several GPUs,
+    whose home is there already. More memory otherwise, and more GPUs, are searched anew.
 
     Raises:
         ConfigError: not a change.
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
-    if base is not None and name not in _MEMORY and name != "gpus":
+    stays = name not in ("vram", "gpus") and (name != "ram" or len(changed.machine.gpus) > 1)
+    if base is not None and stays:
         changed = replace(changed, microbatches=base.microbatches, stages=base.stages)
     try:
         prediction = fastest(changed)

@@ -1,0 +1,33 @@
+from dataclasses import replace
+
+import pytest
+
+from outsize.errors import ConfigError
+from outsize.hardware.presets import find_gpu, parse_gpus
+from outsize.planner.unit_times import unit_times
+from planner.questions import ask
+
+WORK = ask().workload_of(2)
+
+
+def test_blocks_take_their_flops_and_the_embedding_its_bytes():
+    machine = parse_gpus("4090")
+    times = unit_times(machine, "bf16", WORK)
+    rate = 165.2e12 * 0.75
+    assert times.forward_s[1:] == pytest.approx([flops / rate for flops in WORK.forward_flops[1:]])
+    assert times.forward_s[0] == pytest.approx(2 * WORK.boundary_bytes[1] / 1008e9)
+    assert times.backward_s == pytest.approx([3 * time for time in times.forward_s])
+
+
+def test_the_slowest_gpu_sets_the_time():
+    pair = parse_gpus("2x4090")
+    mixed = replace(pair, gpus=(pair.gpus[0], find_gpu("3090")))
+    assert (
+        unit_times(mixed, "bf16", WORK).forward_s[1:]
+        == unit_times(parse_gpus("3090"), "bf16", WORK).forward_s[1:]
+    )
+
+
+def test_a_dtype_without_a_figure():
+    with pytest.raises(ConfigError, match="no rate for fp8"):
+        unit_times(parse_gpus("4090"), "fp8", WORK)
