@@ -68,7 +68,8 @@ def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float],
             prepared.config, prepared.split, masters, prepared.chunk_tokens, prepared.measured.shifted
         )
         losses = list(trainer.steps(batches))
-        return losses, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        return losses, {name: parameters[name].detach().cpu() for name in masters}
 
 
 @dataclass(frozen=True, slots=True)
