@@ -11,7 +11,7 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import set_thresholds, trim
+from outsize.runtime.allocator import keep_no_kernel_buffers, set_thresholds, trim
 from outsize.train import checkpoint
 from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
@@ -81,6 +81,8 @@ def train(
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         set_thresholds(heap=prepared.heap)
+        if not prepared.heap:
+            keep_no_kernel_buffers()
         trim()
         store = Path(config.memory.store_dir or run_dir / "store")
         trainer = stack.enter_context(StreamedTrainer(prepared, store))
