@@ -1,7 +1,7 @@
 """Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
 
 A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
-every 4 KiB: a fifth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap
+every 4 KiB: a fifth of the processor time of a step (docs/log.md). Kept in glibc's heap they cost nothing, but the heap
 fragments, and grew to 1.6 times a tight budget. So where the plan has room for some holes, memory stays in the heap,
 and whenever the process is seen over its limit, in the middle of a backward too, the free pages are handed back; where
 it has none, every large tensor is a mapping of its own, gone when the tensor is.

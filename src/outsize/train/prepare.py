@@ -17,7 +17,7 @@ from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
-from outsize.optim.spec import bytes_per_parameter
+from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, trim
@@ -93,7 +93,7 @@ def prepare(
         source.load_buffers(model)
     parts = split_model(model, dtype, config)
     spec = parts.spec
-    state_bytes = sum(unit.numel * bytes_per_parameter(dtype) for unit in spec.units)
+    state_bytes = sum(home_bytes(unit, dtype) for unit in spec.units)
     store_dir = Path(config.memory.store_dir or run_dir / "store")
     machine = describe_machine(config.memory, state_bytes, store_dir)
     announce(

@@ -112,12 +112,14 @@ def _digest(weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode())
-        digest.update(weights[name].contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        digest.update(_bytes(weights[name]).numpy().data)
     return digest.hexdigest()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; a NaN is a NaN."""
-    if torch.equal(one, other):
-        return True
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    """Whether two tensors hold the same bits: -0 is not 0."""
+    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8).cpu()
