@@ -59,6 +59,18 @@ def set_thresholds(*, heap: bool) -> bool:
     return done
 
 
+def begin_run(*, heap: bool) -> None:
+    """Start with little that is free: for the steps of a run, after all that measured and tokenised.
+
+    Args:
+        heap: whether its plan has room for what a heap keeps.
+    """
+    set_thresholds(heap=heap)
+    if not heap:
+        keep_no_kernel_buffers()
+    trim()
+
+
 def keep_no_kernel_buffers() -> None:
     """Have MKL give its packing buffers back after each call, for the rest of the process, where torch has MKL.
 
