@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["
 
 
 @pytest.fixture
-def send(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def send(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Sends this process a signal from any thread, and returns when it has been taken note of."""
     taken = threading.Event()
     handle = Interrupt._handle
@@ -33,17 +33,19 @@ def send(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         handle(self, number, frame)
 
     monkeypatch.setattr(Interrupt, "_handle", noted)
+    former = signal.signal(signal.SIGUSR1, lambda *_: None)
 
     def send_it(number: int) -> None:
         taken.clear()
         signal.pthread_kill(threading.main_thread().ident or 0, number)
         if threading.current_thread() is threading.main_thread():
             return
-        # A signal that comes just before the main thread goes to sleep wakes it only when it comes again.
+        # A signal that comes just before the main thread goes to sleep does not wake it; another one does.
         while not taken.wait(1):
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
-    return send_it
+    yield send_it
+    signal.signal(signal.SIGUSR1, former)
 
 
 @pytest.fixture(autouse=True)

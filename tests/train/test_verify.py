@@ -37,6 +37,19 @@ def test_one_microbatch_of_a_tied_encoder(tmp_path: Path):
     assert verify(run).equal
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+def test_tied_weights_are_equal_bit_for_bit(loss: str, dtype: str, tmp_path: Path):
+    run = make_run(
+        tmp_path,
+        "llama_tied",
+        model={"dtype": dtype},
+        train={"microbatches": 3, "loss": loss, "head_chunk_tokens": 5},
+    )
+    result = verify(run)
+    assert (result.equal, result.differing) == (True, [])
+
+
 def test_a_difference_is_found_named_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def tampered(*arguments):
         losses, weights = run_resident(*arguments)

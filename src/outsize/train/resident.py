@@ -3,7 +3,10 @@
 Short on purpose, so that a reader sees that it is ordinary: a model, `torch.optim.AdamW`, `clip_grad_norm_`, and a loop
 over microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16
 and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
-chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there.
+chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The
+gradient of a weight that several modules share (tied embeddings) is summed module by module, each over all
+microbatches, in the order in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds
+differently.
 """
 
 import contextlib
@@ -48,15 +51,19 @@ class ResidentTrainer:
         self._chunk_tokens = chunk_tokens
         self._shifted = shifted
         self._model = split.model
-        self._parameters = dict(self._model.named_parameters())
+        self._parameters = {n: p for n, p in self._model.named_parameters() if n in masters}
         self._device = next(self._model.parameters()).device
         self.masters = masters
         decay = {t.name: t.decay for unit in split.spec.units for t in unit.tensors if t.trainable}
-        for name, parameter in self._parameters.items():
-            parameter.requires_grad_(name in decay)
-            if name in decay:
-                parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
+        for name, places in split.owners.items():
+            for module, attribute in places:
+                parameter = module._parameters[attribute]
+                assert parameter is not None
+                parameter.requires_grad_(name in decay)
+                if name in decay:
+                    parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
         self._sums: dict[str, Tensor] = {}
+        self._late: dict[str, dict[int, list[Tensor]]] = {}
         groups = [
             {
                 "params": [masters[n] for n, d in decay.items() if d],
@@ -110,17 +117,36 @@ class ResidentTrainer:
         return float(loss.detach() / scale)
 
     def _adder(self, name: str) -> Callable[[Tensor], None]:
-        """The hook that adds each fresh gradient of a parameter to its fp32 sum."""
+        """The hook that adds each fresh gradient of a parameter to its fp32 sum.
+
+        Of the modules that share a weight the first that a backward reaches is added at once, the others wait.
+        """
 
         def add(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                held = self._sums.get(name)
-                self._sums[name] = parameter.grad.float() if held is None else held.add_(parameter.grad)
-                parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
+            users = self._late.setdefault(name, {id(parameter): []})
+            if next(iter(users)) == id(parameter):
+                self._add(name, gradient)
+            else:
+                users.setdefault(id(parameter), []).append(gradient)
 
         return add
 
+    def _add(self, name: str, gradient: Tensor) -> None:
+        held = self._sums.get(name)
+        self._sums[name] = gradient.float() if held is None else held.add_(gradient)
+
+    def _add_late(self) -> None:
+        """Add what the other users of shared weights have brought."""
+        for name, users in self._late.items():
+            for gradient in (gradient for waiting in users.values() for gradient in waiting):
+                self._add(name, gradient)
+        self._late.clear()
+
     def _update(self, lr: float) -> None:
+        self._add_late()
         names = [name for name in self._parameters if name in self._sums]
         gradients = [self._sums.pop(name).div_(self._scale.value) for name in names]
         limit = self._config.optimizer.max_grad_norm or float("inf")
@@ -146,6 +172,8 @@ class ResidentTrainer:
 def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
     """Give the model real parameters, read from its checkpoint, for as long as the context lasts.
 
+    Modules that share a weight have a parameter each, in the same memory, so that their gradients come apart.
+
     Yields:
         The fp32 masters by name, in host memory: the parameters themselves where the model computes there in fp32.
     """
@@ -160,10 +188,10 @@ def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
             master = torch.empty(tensor.shape, dtype=torch.float32)
             prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
             weights = master.to(device, dtype)
-            parameter = nn.Parameter(weights)
-            masters[tensor.name] = parameter if weights is master else master
-            for module, attribute in split.owners[tensor.name]:
+            parameters = [nn.Parameter(weights) for _ in split.owners[tensor.name]]
+            for (module, attribute), parameter in zip(split.owners[tensor.name], parameters, strict=True):
                 module._parameters[attribute] = parameter
+            masters[tensor.name] = parameters[0] if weights is master else master
         with buffers_on(split.model, device):
             yield masters
     finally:
