@@ -18,9 +18,9 @@ from outsize.planner.several_workers import several_workers
 # Sequences per microbatch that are tried.
 SIZES = (1, 2, 4, 8, 16)
 NEAR = 1.01
-# With several GPUs each number of microbatches takes a search for stages, so one is tried. It gives each GPU four, since
-# with fewer filling and draining the stages shows. And its microbatches are no larger than what fills a GPU: on 4 x 2,048
-# tokens layers run at their rate (the published layer times of bench/bench_bubble.py).
+# With several GPUs each number of microbatches takes a search for stages, so one is tried. It gives each GPU four:
+# with fewer the filling and draining of stages shows. And its microbatches are no larger than what fills a GPU: on
+# 4 x 2,048 tokens layers run at their rate (the published layer times of bench/bench_bubble.py).
 PER_GPU, FULL_TOKENS = 4, 8192
 
 
