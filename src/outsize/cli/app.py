@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from outsize import __version__
 from outsize.cli.export import export
 from outsize.cli.inspect import inspect
+from outsize.cli.probe import probe
 from outsize.cli.train import train
 from outsize.cli.verify import verify
 from outsize.errors import OutsizeError
@@ -56,5 +57,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (train, verify, inspect, export):
+for _command in (probe, train, verify, inspect, export):
     app.command()(_command)
