@@ -14,7 +14,8 @@ class Effort:
         mode: its name.
         sample_s: seconds of samples per measurement.
         num_samples_min: samples of each measurement, however long they take.
-        array_bytes: of each array of the DRAM loops, and of each plane of AdamW; larger than any cache.
+        array_bytes: of each array of the DRAM loops: three, and larger than any cache.
+        plane_bytes: of each fp32 plane of AdamW: four.
         disk_bytes: size of the file that the disk is timed with.
         disk_s: seconds per queue depth and direction.
         queue_depths: requests in flight.
@@ -27,6 +28,7 @@ class Effort:
     sample_s: float
     num_samples_min: int
     array_bytes: int
+    plane_bytes: int
     disk_bytes: int
     disk_s: float
     queue_depths: tuple[int, ...]
@@ -40,6 +42,7 @@ QUICK = Effort(
     sample_s=0.1,
     num_samples_min=3,
     array_bytes=128 * MIB,
+    plane_bytes=64 * MIB,
     disk_bytes=128 * MIB,
     disk_s=0.2,
     queue_depths=(1, 4, 16),
@@ -52,6 +55,7 @@ FULL = Effort(
     sample_s=3.0,
     num_samples_min=5,
     array_bytes=256 * MIB,
+    plane_bytes=256 * MIB,
     disk_bytes=2048 * MIB,
     disk_s=2.5,
     queue_depths=(1, 2, 4, 8, 16),
@@ -59,9 +63,8 @@ FULL = Effort(
     copy_s=0.5,
     matmul_s=0.5,
 )
-# Of free memory, the share that one array may take: AdamW holds five at once, copies both ways four.
-_ARRAY_SHARE = 0.1
-_COPY_SHARE = 0.1
+# Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.
+_SHARE = 0.1
 _LEAST_BYTES = MIB
 
 
@@ -73,12 +76,10 @@ def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
     """
     if free_bytes is None:
         return effort
+    most = max(_LEAST_BYTES, 1 << max(0, int(free_bytes * _SHARE).bit_length() - 1))
     return replace(
         effort,
-        array_bytes=min(effort.array_bytes, _power_of_two(free_bytes * _ARRAY_SHARE)),
-        copy_bytes_max=min(effort.copy_bytes_max, _power_of_two(free_bytes * _COPY_SHARE)),
+        array_bytes=min(effort.array_bytes, most),
+        plane_bytes=min(effort.plane_bytes, most),
+        copy_bytes_max=min(effort.copy_bytes_max, most),
     )
-
-
-def _power_of_two(num_bytes: float) -> int:
-    return max(_LEAST_BYTES, 1 << max(0, int(num_bytes).bit_length() - 1))

@@ -42,7 +42,7 @@ def measure_adamw(effort: Effort, dtype: str) -> Measurement:
         effort: how long.
         dtype: compute dtype: with bf16 the step also writes the rounded weights.
     """
-    rows = max(1, effort.array_bytes // 4 // _MATRIX_COLUMNS)
+    rows = max(1, effort.plane_bytes // 4 // _MATRIX_COLUMNS)
     unit = pack_unit(0, "probe", "block", [("weight", (rows, _MATRIX_COLUMNS), True, True)])
     with Arena() as arena:
         master, exp_avg, exp_avg_sq, gradient = (

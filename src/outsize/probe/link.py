@@ -92,7 +92,9 @@ class _Copier:
         self._ends = ends
         self._is_cuda = device.startswith("cuda")
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in ends]  # type: ignore[no-untyped-call] if self._is_cuda else []
+        self._streams = []
+        if self._is_cuda:
+            self._streams = [torch.cuda.Stream(device) for _ in ends]  # type: ignore[no-untyped-call]
         self._threads = (
             stack.enter_context(ThreadPoolExecutor(len(ends), "probe-copy")) if len(ends) > 1 else None
         )
