@@ -5,10 +5,10 @@ of parent groups hold as well, so the tightest one on the way up counts. Both ve
 ``cgroups(7)``: version 2 has one tree, version 1 one tree for each controller.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from outsize.hardware.readings import Fact
+from outsize.hardware.readings import Fact, explain
 
 # Version 1 writes "no limit" as the largest multiple of a page in 63 bits; no machine has as much as half of it.
 _V1_NO_LIMIT_BYTES = 2**62
@@ -28,7 +28,7 @@ def memory_usage_bytes(root: Path) -> Fact:
                 return int((group / name).read_text())
         return None
 
-    groups = list(_groups(root, "memory"))
+    groups = _groups(root, "memory")
     return Fact.of(groups[0], lambda: usage(groups[0])) if groups else Fact.absent(_no_groups(root))
 
 
@@ -38,13 +38,13 @@ def cpu_quota_cores(root: Path) -> Fact:
 
 
 def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | None]) -> Fact:
-    groups = list(_groups(root, controller))
+    groups = _groups(root, controller)
     if not groups:
         return Fact.absent(_no_groups(root))
     try:
         limits = [(limit, group) for group in groups if (limit := limit_of(group)) is not None]
     except (OSError, ValueError) as error:
-        return Fact.absent(f"{groups[0]}: {error}")
+        return Fact.absent(f"{groups[0]}: {explain(error)}")
     if not limits:
         return Fact.read(None, f"{groups[0]}: no limit is set")
     limit, group = min(limits)
@@ -55,26 +55,23 @@ def _no_groups(root: Path) -> str:
     return f"{root / 'proc/self/cgroup'}: no control group is visible"
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of the process's group and its parents, the innermost first."""
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the directories of the process's group and its parents, the innermost first; none where hidden."""
+    mount = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
+        unified = (mount / "cgroup.controllers").exists()
+        for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+            is_first_version = controller in controllers.split(",")
+            if is_first_version or (number == "0" and unified):
+                base = mount / controller if is_first_version else mount
+                # In a container the path may be that of the host, of which only the top is mounted here.
+                inner = base / path.strip("/")
+                ways = (inner, *inner.parents)
+                return [group for group in ways if group.is_relative_to(base) and group.is_dir()]
     except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            base = mount / controller
-        elif number == "0" and (mount / "cgroup.controllers").exists():
-            base = mount
-        else:
-            continue
-        # In a container the path may be that of the host, of which only the top is mounted here.
-        inner = base / path.strip("/")
-        yield from (
-            group for group in (inner, *inner.parents) if group.is_relative_to(base) and group.is_dir()
-        )
+        return []
+    return []
 
 
 def _memory_limit(group: Path) -> float | None:

@@ -47,11 +47,11 @@ def _version(package: str) -> str:
 
 
 def _container(root: Path) -> Fact:
-    for name in (".dockerenv", "run/.containerenv"):
-        if (root / name).exists():
-            return Fact.read("container", str(root / name))
     groups = root / "proc/self/cgroup"
     try:
+        for name in (".dockerenv", "run/.containerenv"):
+            if (root / name).exists():
+                return Fact.read("container", str(root / name))
         text = groups.read_text()
     except OSError as error:
         return Fact.absent(f"{groups}: {error.strerror}")

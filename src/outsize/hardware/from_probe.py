@@ -1,15 +1,30 @@
 """A probed machine as the planner reads machines: `hardware.spec.Machine`, every rate measured."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from outsize.errors import ConfigError
-from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile
+from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
 from outsize.hardware.readings import Measurement
-from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
+from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, from_json
 
 # The planner multiplies peak by efficiency; a measured product already is what is reached.
 _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
 _SOURCE = "outsize probe"
+
+
+def read_machine(path: Path) -> Machine:
+    """Return the machine of a file: what ``outsize probe`` wrote, or the description of a `Machine`.
+
+    Raises:
+        ConfigError: it cannot be read, is neither of them, or lacks what no plan can do without.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    # Only a probe's file has a schema; whichever it is, its own reader says what is wrong with it.
+    return machine_of(parse(text)) if '"schema_version"' in text else from_json(text)
 
 
 def machine_of(found: MachineFile, name: str = "this machine") -> Machine:
