@@ -30,6 +30,8 @@ from outsize.probe.effort import QUICK, Effort
 from outsize.probe.host import measure_dram
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES
 
+# As the engine's buffers have: requests into small pages are cut up, which halves the rate of direct I/O.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # J. McCalpin's triad: 24 bytes per element, fp64, write-allocate not counted. Every repetition is printed.
 STREAM = r"""
 #include <stdio.h>
@@ -71,7 +73,7 @@ def stream_rates(program: Path, effort: Effort, repeats: int) -> list[float]:
         capture_output=True,
         text=True,
         check=True,
-        env={"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        env={"OMP_NUM_THREADS": str(torch.get_num_threads()), **HUGE_PAGES},
     )
     return [float(line) for line in done.stdout.split()]
 
@@ -106,6 +108,7 @@ def fio_rate(
             f"--iodepth={depth}",
             "--ioengine=libaio",
             "--direct=1",
+            "--iomem_align=2m",
             f"--size={effort.disk_bytes}",
             "--output-format=json",
             *duration,
@@ -113,8 +116,7 @@ def fio_rate(
         capture_output=True,
         text=True,
         check=True,
-        # Huge pages, as the engine's buffers have: requests into small ones are cut up, which halves the rate.
-        env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+        env={**os.environ, **HUGE_PAGES},
     )
     return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
 

@@ -24,7 +24,7 @@ TINY = replace(
     disk_s=0.0,
     queue_depths=(1, 4),
     copy_bytes_max=MIB,
-    copy_s=0.0,
+    num_copy_rounds=2,
     matmul_s=0.0,
 )
 
@@ -126,5 +126,5 @@ def test_little_memory_makes_little_arrays():
 
 def test_the_first_repetition_does_not_count():
     calls = []
-    assert len(sample(lambda: calls.append(1), seconds=0.0, num_min=3, num_calls=2)) == 3
-    assert len(calls) == 1 + 3 * 2
+    assert len(sample(lambda: calls.append(1), seconds=0.0, num_min=3)) == 3
+    assert len(calls) == 4

@@ -77,10 +77,13 @@ def _rows(found: MachineFile) -> Iterable[tuple[str, ...]]:
 
 
 def _disk_rows(disk: DiskRates) -> Iterable[tuple[str, ...]]:
+    if disk.direct.value is None:
+        yield (f"disk of {disk.directory}", _UNKNOWN, "")
+        return
     kind = "direct" if disk.direct.value else "buffered"
     for depth in disk.depths:
         for verb, rate in (("read", depth.read_bytes_per_s), ("write", depth.write_bytes_per_s)):
-            yield (f"disk {verb}, {kind}, depth {depth.queue_depth}", *_rate(rate))
+            yield (f"{disk.directory}: {kind} {verb}, depth {depth.queue_depth}", *_rate(rate))
 
 
 def _device_rows(device: DeviceRates) -> Iterable[tuple[str, ...]]:

@@ -20,7 +20,7 @@ class Effort:
         disk_s: seconds per queue depth and direction.
         queue_depths: requests in flight.
         copy_bytes_max: largest copy over a link.
-        copy_s: seconds of samples per size of copy.
+        num_copy_rounds: samples of each size of copy.
         matmul_s: how long one matrix product may take, which sets its size.
     """
 
@@ -33,22 +33,22 @@ class Effort:
     disk_s: float
     queue_depths: tuple[int, ...]
     copy_bytes_max: int
-    copy_s: float
+    num_copy_rounds: int
     matmul_s: float
 
 
 QUICK = Effort(
     mode="quick",
-    sample_s=0.1,
+    sample_s=0.08,
     num_samples_min=3,
     array_bytes=128 * MIB,
     plane_bytes=64 * MIB,
     disk_bytes=128 * MIB,
-    disk_s=0.2,
+    disk_s=0.12,
     queue_depths=(1, 4, 16),
-    copy_bytes_max=256 * MIB,
-    copy_s=0.015,
-    matmul_s=0.03,
+    copy_bytes_max=128 * MIB,
+    num_copy_rounds=11,
+    matmul_s=0.02,
 )
 FULL = Effort(
     mode="full",
@@ -60,7 +60,7 @@ FULL = Effort(
     disk_s=2.5,
     queue_depths=(1, 2, 4, 8, 16),
     copy_bytes_max=1024 * MIB,
-    copy_s=0.5,
+    num_copy_rounds=25,
     matmul_s=0.5,
 )
 # Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.

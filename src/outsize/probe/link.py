@@ -4,7 +4,8 @@ Where the CPU is the device, its link is DRAM: loads and gradients are copies fr
 move on from copy to copy, through more memory than any cache holds, because a streamed unit is never warm.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Literal, cast
@@ -17,11 +18,12 @@ from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import Direction, LinkPoint, LinkRates
 from outsize.hardware.readings import Measurement, explain
 from outsize.probe.effort import Effort
-from outsize.probe.timing import sample
 from outsize.storage.arena import Arena, CudaPinner
 
 SMALLEST_BYTES = 2**10
-_REPETITION_S = 2e-3  # short copies are timed together until they take this long
+# Short copies are timed together until they take this long, or are so many.
+_REPETITION_S = 2e-3
+_NUM_COPIES_MAX = 1000
 _Path = Literal["pinned", "pageable", "dram copy"]
 
 
@@ -54,9 +56,10 @@ def _measure_link(
 ) -> LinkRates:
     with ExitStack() as stack:
         copier = _Copier(device, ends, stack)
+        chosen = sizes(effort.copy_bytes_max)
+        copy_s = copier.measure([size for size, _ in chosen], effort.num_copy_rounds)
         points = [
-            LinkPoint(num_bytes=size, held_out=held_out, copy_s=copier.measure(size, effort))
-            for size, held_out in sizes(effort.copy_bytes_max)
+            LinkPoint(num_bytes=size, held_out=held_out, copy_s=copy_s[size]) for size, held_out in chosen
         ]
     times = {point.num_bytes: point.copy_s.median or 0.0 for point in points if not point.held_out}
     unseen = {point.num_bytes: point.copy_s.median or 0.0 for point in points if point.held_out}
@@ -100,15 +103,33 @@ class _Copier:
         )
         self._offset = 0
 
-    def measure(self, num_bytes: int, effort: Effort) -> Measurement:
-        """Return the seconds of one copy of ``num_bytes`` in each direction."""
+    def measure(self, copy_sizes: Sequence[int], num_rounds: int) -> dict[int, Measurement]:
+        """Return the seconds of one copy of each size, in each direction.
+
+        Every round goes through all sizes: what else the machine does, now more and now less, then meets all of them
+        alike, instead of bending the line.
+        """
+        num_copies = {size: self._num_copies(size) for size in copy_sizes}
+        samples: dict[int, list[float]] = {size: [] for size in copy_sizes}
+        for _ in range(num_rounds):
+            for size, count in num_copies.items():
+                samples[size].append(self._seconds(size, count) / count)
+        return {
+            size: Measurement.of(samples[size], f"mean of {count} copies")
+            for size, count in num_copies.items()
+        }
+
+    def _num_copies(self, num_bytes: int) -> int:
+        """Return how many copies are long enough for the clock."""
         num_trials = 8 if num_bytes < 2**20 else 1
-        (trial,) = sample(lambda: self._copy(num_bytes, num_trials), seconds=0.0, num_min=1)
-        num_copies = max(1, min(1000, int(_REPETITION_S * num_trials / trial)))
-        samples = sample(
-            lambda: self._copy(num_bytes, num_copies), seconds=effort.copy_s, num_min=effort.num_samples_min
-        )
-        return Measurement.of((seconds / num_copies for seconds in samples), f"mean of {num_copies} copies")
+        self._seconds(num_bytes, num_trials)
+        trial_s = self._seconds(num_bytes, num_trials) / num_trials
+        return max(1, min(_NUM_COPIES_MAX, int(_REPETITION_S / trial_s)))
+
+    def _seconds(self, num_bytes: int, num_copies: int) -> float:
+        started = time.perf_counter()
+        self._copy(num_bytes, num_copies)
+        return time.perf_counter() - started
 
     def _copy(self, num_bytes: int, num_copies: int) -> None:
         """Copy in all directions, ``num_copies`` each, and wait for the last."""

@@ -10,7 +10,6 @@ def sample(
     seconds: float,
     num_min: int,
     finish: Callable[[], object] = lambda: None,
-    num_calls: int = 1,
 ) -> list[float]:
     """Return the seconds that ``work()`` took, again and again, after one repetition that does not count.
 
@@ -19,7 +18,6 @@ def sample(
         seconds: no repetition starts later than this, beyond ``num_min`` of them.
         num_min: repetitions at least.
         finish: waits for work that was only queued, e.g. ``torch.cuda.synchronize``.
-        num_calls: calls per repetition, of which the mean is taken: a clock is too coarse for one short call.
     """
     work()
     finish()
@@ -27,8 +25,7 @@ def sample(
     stop = time.perf_counter() + seconds
     while len(samples) < num_min or time.perf_counter() < stop:
         started = time.perf_counter()
-        for _ in range(num_calls):
-            work()
+        work()
         finish()
-        samples.append((time.perf_counter() - started) / num_calls)
+        samples.append(time.perf_counter() - started)
     return samples
