@@ -124,6 +124,10 @@ def test_little_memory_makes_little_arrays():
     assert within_memory(FULL, 0).array_bytes == MIB
 
 
+def test_little_memory_makes_little_matrices():
+    assert measure_matmul("cpu", "fp32", replace(TINY, matmul_s=1e9)).source.endswith("n = 512")
+
+
 def test_the_first_repetition_does_not_count():
     calls = []
     assert len(sample(lambda: calls.append(1), seconds=0.0, num_min=3)) == 3

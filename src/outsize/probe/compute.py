@@ -52,7 +52,10 @@ def measure_matmul(device: str, dtype: str, effort: Effort) -> Measurement:
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
-    return _measure(device, effort, _SIDES, prepare, lambda n: 2.0 * n**3, f"{dtype} n x n product, n =")
+    sides = _SIDES
+    if device == "cpu":  # three matrices beside everything else: each no larger than a DRAM array
+        sides = tuple(n for n in _SIDES if n == _SIDES[0] or 4 * n * n <= effort.array_bytes)
+    return _measure(device, effort, sides, prepare, lambda n: 2.0 * n**3, f"{dtype} n x n product, n =")
 
 
 def measure_attention(device: str, dtype: str, effort: Effort) -> Measurement:

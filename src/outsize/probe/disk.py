@@ -33,7 +33,7 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
         with Arena() as arena:
             buffer = arena.take(_SAMPLE_BYTES, "disk buffer")
             # Not zeros: a drive or a file system may leave those out.
-            buffer.copy_(torch.randint(0, 256, (_SAMPLE_BYTES,), dtype=torch.uint8))
+            buffer.random_(0, 256)
             for depth in effort.queue_depths:
                 with (
                     IOPool(max(1, depth - 1), name="probe-io") as pool,
