@@ -11,7 +11,7 @@ from outsize.probe.effort import Effort
 from outsize.probe.timing import sample
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_SIDES = (256, 512, 1024, 2048, 4096, 8192)
+_SIDES: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
 _HEADS, _HEAD_DIM = 8, 128
 _SEQ_LENS = (256, 512, 1024, 2048, 4096, 8192)
 
