@@ -16,7 +16,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -201,38 +200,6 @@ def reset_peak_rss() -> bool:
     except OSError:
         return False
     return True
-
-
-class RssSampler:
-    """Follows the resident memory of a process from a thread, for a curve or for another process's peak.
-
-    For this process's own peak prefer ``peak_rss_bytes``: the kernel misses nothing, a sampler may.
-    """
-
-    def __init__(self, pid: int | str = "self", interval_s: float = 0.02) -> None:
-        self._pid = pid
-        self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="rss-sampler", daemon=True)
-        self.samples_bytes: list[int] = []
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.samples_bytes, default=0)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _follow(self) -> None:
-        while True:
-            self.samples_bytes.append(rss_bytes(self._pid))
-            if self._stop.wait(self._interval_s):
-                return
 
 
 def _proc_fields(path: str) -> dict[str, int]:

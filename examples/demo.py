@@ -1,4 +1,4 @@
-"""Train a 40M-parameter model in an eighth of its training state, from disk, and prove the result exact.
+"""Train a 40M-parameter model in a fifth of its training state, from disk, and prove the result exact.
 
 Run it with ``make demo``. It works in ``.demo/`` at the root of the repository and needs no network:
 

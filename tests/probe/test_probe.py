@@ -24,7 +24,8 @@ TINY = replace(
     disk_s=0.0,
     queue_depths=(1, 4),
     copy_bytes_max=MIB,
-    num_copy_rounds=2,
+    num_copy_rounds=9,
+    copy_s=0.0,
     matmul_s=0.0,
 )
 
@@ -84,6 +85,7 @@ def test_the_link_of_a_cpu_is_memory_in_three_directions():
         assert link.fit is not None, link.note
         assert [point.num_bytes for point in link.points] == [2**power for power in range(10, 21)]
         assert link.fit.held_out_median is not None
+        assert {len(point.copy_s.samples) for point in link.points} == {TINY.num_samples_min}
 
 
 def test_sizes_from_a_kilobyte_every_other_one_held_out():

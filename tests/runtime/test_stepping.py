@@ -8,8 +8,7 @@ import torch
 
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import AdamW
-from outsize.optim.spec import planes_for
-from outsize.planner.memory import tile_element_bytes
+from outsize.optim.spec import bytes_per_parameter, planes_for
 from outsize.planner.program import parse_op
 from outsize.runtime.stepping import OptimizerOps
 from outsize.storage.arena import Arena
@@ -56,7 +55,7 @@ def context(skipped: bool = False, **changes):
 
 
 def tiled_steps(home, model: ModelSpec, arena: Arena, num_buffers: int, contexts) -> OptimizerOps:
-    buffers = [arena.take(TILE * tile_element_bytes(model.dtype), "tile") for _ in range(num_buffers)]
+    buffers = [arena.take(TILE * bytes_per_parameter(model.dtype), "tile") for _ in range(num_buffers)]
     ops = OptimizerOps(model, home, AdamW(weight_decay=0.1), buffers, TILE)
     for each in contexts:
         for tile in range(model.units[0].numel // TILE):
@@ -110,7 +109,7 @@ def test_a_skipped_step_moves_and_counts_nothing(tmp_path):
 def test_a_tile_buffer_holds_all_planes_side_by_side():
     model = spec("bf16")
     with Arena() as arena:
-        buffer = arena.take(TILE * tile_element_bytes("bf16"), "tile")
+        buffer = arena.take(TILE * bytes_per_parameter("bf16"), "tile")
         with HostHome(model, planes_for("bf16"), arena) as home:
             (planes,) = OptimizerOps(model, home, AdamW(), [buffer], TILE)._buffers
         ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in planes.values())

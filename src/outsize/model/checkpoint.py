@@ -90,13 +90,6 @@ class CheckpointReader:
         else:
             self._read_converted(source, start, stop, into.view(-1))
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which the checkpoint holds parameter ``name``."""
-        source = self._stored_name[name]
-        if source in self._map.plain:
-            return self._map.plain[source].dtype
-        return self._map.converted[source].sources[0][1].dtype
-
     def load_buffers(self, model: nn.Module) -> None:
         """Copy the buffers that the checkpoint stores (router corrections, say) into those of ``model``."""
         buffers = dict(model.named_buffers(remove_duplicate=False))

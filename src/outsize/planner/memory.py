@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.model.spec import ModelSpec, UnitSpec
+from outsize.optim.spec import bytes_per_parameter, planes_for, step_read_planes, step_write_planes
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
 from outsize.planner.ops import Kind, Op
@@ -26,9 +27,6 @@ from outsize.units import align_up
 
 Tier = Literal["host", "disk"]
 
-# exp_avg and exp_avg_sq, fp32.
-_MOMENTS_BYTES = 8
-_FP32_BYTES = 4
 # Extents of `storage.scratch` are whole sectors.
 _EXTENT_BYTES = 4096
 
@@ -38,11 +36,11 @@ class Demand:
     """What computing the model takes besides its weights, as measured or estimated for one step.
 
     Attributes:
-        boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over
-        microbatches. forward_workspace_bytes: by unit kind, the most that its forward allocates.
+        boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over microbatches.
+        forward_workspace_bytes: by unit kind, the most that its forward allocates.
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
-        shared_bytes: ids, labels, masks and the like, for all microbatches. fixed_bytes: whatever else lies
-        on the device throughout.
+        shared_bytes: ids, labels, masks and the like, for all microbatches.
+        fixed_bytes: whatever else lies on the device throughout.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -80,12 +78,7 @@ def home_bytes(unit: UnitSpec, dtype: str) -> int:
     """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient."""
     if not unit.trainable:
         return unit.weight_bytes(dtype)
-    return unit.numel * tile_element_bytes(dtype)
-
-
-def tile_element_bytes(dtype: str) -> int:
-    """Return the bytes per element of a tile: master, moments, gradient, and weights unless they are fp32."""
-    return _FP32_BYTES + _MOMENTS_BYTES + _FP32_BYTES + (0 if dtype == "fp32" else ITEMSIZE[dtype])
+    return unit.numel * bytes_per_parameter(dtype)
 
 
 def _device_table(demand: Demand, layout: StepLayout, activations: Live) -> dict[str, int]:
@@ -129,7 +122,7 @@ def memory_table(
     """
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
-    ring = layout.num_tile_buffers * tile_elements * tile_element_bytes(model.dtype)
+    ring = layout.num_tile_buffers * tile_elements * bytes_per_parameter(model.dtype)
     table["device" if below == "disk" else "host"]["optimizer tiles"] = ring
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
@@ -149,8 +142,9 @@ def count_traffic(
 ) -> Traffic:
     """Return the bytes that ``program`` moves, counted op by op."""
     moved: Counter[str] = Counter()
-    weights_bytes = 0 if model.dtype == "fp32" else ITEMSIZE[model.dtype]
-    state_bytes = _FP32_BYTES + _MOMENTS_BYTES
+    planes = planes_for(model.dtype)
+    read_bytes = sum(planes[plane] for plane in step_read_planes(model.dtype))
+    written_bytes = sum(planes[plane] for plane in step_write_planes(model.dtype))
 
     def elements(op: Op) -> int:
         numel = model.units[op.unit or 0].numel
@@ -176,9 +170,9 @@ def count_traffic(
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += layout.weight_bytes[unit]
         elif op.kind is Kind.READ:
-            moved["disk_read"] += elements(op) * (state_bytes + _FP32_BYTES)
+            moved["disk_read"] += elements(op) * read_bytes
         elif op.kind is Kind.WRITE and op.tile is None:
             moved["disk_written"] += layout.gradient_bytes[unit]
         elif op.kind is Kind.WRITE:
-            moved["disk_written"] += elements(op) * (state_bytes + weights_bytes)
+            moved["disk_written"] += elements(op) * written_bytes
     return Traffic(**moved)

@@ -11,9 +11,10 @@ from typing import Any
 
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
+from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
-from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table, tile_element_bytes
+from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table
 from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
@@ -181,7 +182,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         program=program,
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
-        tile_buffer_bytes=knobs.tile_elements * tile_element_bytes(dtype),
+        tile_buffer_bytes=knobs.tile_elements * bytes_per_parameter(dtype),
         memory=memory,
         budgets=budgets,
         traffic=traffic,

@@ -21,6 +21,7 @@ class Effort:
         queue_depths: requests in flight.
         copy_bytes_max: largest copy over a link.
         num_copy_rounds: samples of each size of copy.
+        copy_s: seconds after which no further round begins, beyond ``num_samples_min`` of them.
         matmul_s: how long one matrix product may take, which sets its size.
     """
 
@@ -34,6 +35,7 @@ class Effort:
     queue_depths: tuple[int, ...]
     copy_bytes_max: int
     num_copy_rounds: int
+    copy_s: float
     matmul_s: float
 
 
@@ -48,6 +50,7 @@ QUICK = Effort(
     queue_depths=(1, 4, 16),
     copy_bytes_max=128 * MIB,
     num_copy_rounds=11,
+    copy_s=1.0,
     matmul_s=0.02,
 )
 FULL = Effort(
@@ -61,6 +64,7 @@ FULL = Effort(
     queue_depths=(1, 2, 4, 8, 16),
     copy_bytes_max=1024 * MIB,
     num_copy_rounds=25,
+    copy_s=15.0,
     matmul_s=0.5,
 )
 # Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.

@@ -57,7 +57,7 @@ def _measure_link(
     with ExitStack() as stack:
         copier = _Copier(device, ends, stack)
         chosen = sizes(effort.copy_bytes_max)
-        copy_s = copier.measure([size for size, _ in chosen], effort.num_copy_rounds)
+        copy_s = copier.measure([size for size, _ in chosen], effort)
         points = [
             LinkPoint(num_bytes=size, held_out=held_out, copy_s=copy_s[size]) for size, held_out in chosen
         ]
@@ -103,7 +103,7 @@ class _Copier:
         )
         self._offset = 0
 
-    def measure(self, copy_sizes: Sequence[int], num_rounds: int) -> dict[int, Measurement]:
+    def measure(self, copy_sizes: Sequence[int], effort: Effort) -> dict[int, Measurement]:
         """Return the seconds of one copy of each size, in each direction.
 
         Every round goes through all sizes: what else the machine does, now more and now less, then meets all of them
@@ -111,7 +111,10 @@ class _Copier:
         """
         num_copies = {size: self._num_copies(size) for size in copy_sizes}
         samples: dict[int, list[float]] = {size: [] for size in copy_sizes}
-        for _ in range(num_rounds):
+        stop = time.perf_counter() + effort.copy_s
+        for index in range(effort.num_copy_rounds):
+            if index >= effort.num_samples_min and time.perf_counter() >= stop:
+                break
             for size, count in num_copies.items():
                 samples[size].append(self._seconds(size, count) / count)
         return {

@@ -1,7 +1,7 @@
 """Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
 
 A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
-every 4 KiB: a fifth of the processor time of a step here. Kept in glibc's heap they cost nothing, but the heap
+every 4 KiB: a fifth of the processor time of a step (docs/log.md). Kept in glibc's heap they cost nothing, but the heap
 fragments, and grew to 1.6 times a tight budget. So where the plan has room for some holes, memory stays in the heap,
 and whenever the process is seen over its limit, in the middle of a backward too, the free pages are handed back; where
 it has none, every large tensor is a mapping of its own, gone when the tensor is.
@@ -31,7 +31,7 @@ HEAP_WORKSPACES = 0.5
 TRIM_THRESHOLD_BYTES = 2**30
 # What one lane frees another one can take, and one heap is trimmed as a whole.
 ARENA_MAX = 1
-# What kernels and libraries keep inside themselves, beside a twentieth of the budget.
+# What kernels and libraries keep inside themselves.
 TOLERANCE_BYTES = 8 * 2**20
 # After a trim what is left is alive; to trim again pays once more than this was taken.
 AGAIN_BYTES = 8 * 2**20
@@ -59,6 +59,29 @@ def set_thresholds(*, heap: bool) -> bool:
     return done
 
 
+def begin_run(*, heap: bool) -> None:
+    """Start with little that is free: for the steps of a run, after all that measured and tokenised.
+
+    Args:
+        heap: whether its plan has room for what a heap keeps.
+    """
+    set_thresholds(heap=heap)
+    if not heap:
+        keep_no_kernel_buffers()
+    trim()
+
+
+def keep_no_kernel_buffers() -> None:
+    """Have MKL give its packing buffers back after each call, for the rest of the process, where torch has MKL.
+
+    They are some 10 MiB per thread. The function is behind ``mkl_disable_fast_mm`` of MKL's own reference.
+    """
+    try:
+        ctypes.CDLL("libtorch_cpu.so").mkl_serv_disable_fast_mm()
+    except (OSError, AttributeError):
+        _log.debug("torch was built without MKL, or hides it")
+
+
 def trim() -> None:
     """Hand every free page of the heap back, e.g. after tokenising and before the first step."""
     malloc_trim = getattr(_libc(), "malloc_trim", None)
@@ -79,23 +102,30 @@ class ResidentLimit:
 
     def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
         self.num_trims = 0
-        tolerance = budget_bytes // 20 + TOLERANCE_BYTES
-        self._limit_bytes = resident_bytes() + host_bytes + budget_bytes + tolerance
+        self._limit_bytes = resident_bytes() + host_bytes + budget_bytes + TOLERANCE_BYTES
         self._trim_above = self._limit_bytes
 
     def keep(self) -> None:
         """Trim if need be; a look costs some microseconds, a trim about a millisecond."""
-        if resident_bytes() > self._trim_above:
+        resident = resident_bytes()
+        if resident > self._trim_above:
             trim()
             self.num_trims += 1
-            self._trim_above = max(self._limit_bytes, resident_bytes() + AGAIN_BYTES)
+            resident = resident_bytes()
+            self._trim_above = resident + AGAIN_BYTES
+        # What is left after a trim is alive, and may die: then the limit counts again.
+        self._trim_above = max(self._limit_bytes, min(self._trim_above, resident + AGAIN_BYTES))
 
     def watched(self) -> AbstractContextManager[None]:
         """A context that keeps the limit at every tensor that autograd saves or uses: all through a backward."""
         self.keep()
-        return torch.autograd.graph.saved_tensors_hooks(self._pass, self._pass)
+        return torch.autograd.graph.saved_tensors_hooks(self._saved, self._used)
 
-    def _pass(self, tensor: Tensor) -> Tensor:
+    def _saved(self, tensor: Tensor) -> Tensor:
+        self.keep()
+        return tensor.detach()  # a result that its own graph holds would keep that graph alive for ever
+
+    def _used(self, tensor: Tensor) -> Tensor:
         self.keep()
         return tensor
 

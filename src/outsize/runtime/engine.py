@@ -6,7 +6,6 @@ program keep every weight exact.
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +69,6 @@ class StepHandle:
     context: StepContext
     tasks: list[Task]
     decisive: list[Task]
-    begun_s: float
 
 
 class Engine:
@@ -147,10 +145,9 @@ class Engine:
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
-        begun = time.perf_counter()
         tasks = self._executor.submit(self.plan.program.ops, context)
         kinds = {Kind.CLIP} if self.plan.layout.clip else _COMPUTE_KINDS | {Kind.GRAD}
-        return StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds], begun)
+        return StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.

@@ -11,7 +11,7 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import set_thresholds, trim
+from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.train import checkpoint
 from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
@@ -48,6 +48,8 @@ def train(
 ) -> TrainResult:
     """Train as ``config`` says.
 
+    On a CPU this chooses what malloc keeps of freed memory, for the whole process and for good.
+
     Args:
         config: the run.
         progress: called after each step.
@@ -80,8 +82,7 @@ def train(
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
-        set_thresholds(heap=prepared.heap)
-        trim()
+        begin_run(heap=prepared.heap)
         store = Path(config.memory.store_dir or run_dir / "store")
         trainer = stack.enter_context(StreamedTrainer(prepared, store))
         trainer.fill()

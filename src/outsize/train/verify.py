@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
+from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.storage.directory import needed_directory
 from outsize.train.data.batch import Batch
 from outsize.train.machine import choose_device
@@ -39,6 +40,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
                 deterministic=config.train.deterministic, device=choose_device(config.memory.device)
             )
         )
+        set_thresholds(heap=False)
         prepared = prepare(config, directory, announce)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
@@ -46,6 +48,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         streamed_losses: list[float] = []
         streamed: dict[str, Tensor] = {}
         announce("streamed run")
+        begin_run(heap=prepared.heap)
         with StreamedTrainer(prepared, store) as trainer:
             trainer.fill()
             for outcome in trainer.steps(batches):
@@ -112,12 +115,14 @@ def _digest(weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode())
-        digest.update(weights[name].contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        digest.update(_bytes(weights[name]).numpy().data)
     return digest.hexdigest()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; a NaN is a NaN."""
-    if torch.equal(one, other):
-        return True
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    """Whether two tensors hold the same bits: -0 is not 0."""
+    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8).cpu()
