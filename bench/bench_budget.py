@@ -256,7 +256,9 @@ def main() -> None:
             )
             print(json.dumps(result))
         return
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="bench-budget-") as name:
+    build = Path("build")
+    build.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=build, prefix="bench-budget-") as name:
         directory = arguments.dir or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         report(arguments, list(results(arguments, directory)))

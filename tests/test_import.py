@@ -50,7 +50,14 @@ def test_importing_the_package_does_nothing():
 def test_help_needs_no_heavy_library():
     report, printed = run("""
 from outsize.cli import main
-for arguments in (["--help"], ["train", "--help"], ["inspect", "--help"], ["plan", "--help"], ["--version"]):
+for arguments in (
+    ["--help"],
+    ["train", "--help"],
+    ["probe", "--help"],
+    ["inspect", "--help"],
+    ["plan", "--help"],
+    ["--version"],
+):
     try:
         main(arguments)
     except SystemExit as done:

@@ -10,6 +10,7 @@ from outsize import __version__
 from outsize.cli.export import export
 from outsize.cli.inspect import inspect
 from outsize.cli.plan import plan
+from outsize.cli.probe import probe
 from outsize.cli.train import train
 from outsize.cli.verify import verify
 from outsize.errors import OutsizeError
@@ -57,5 +58,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (plan, train, verify, inspect, export):
+for _command in (probe, plan, train, verify, inspect, export):
     app.command()(_command)

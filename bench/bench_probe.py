@@ -1,0 +1,232 @@
+"""Does ``outsize probe`` say what independent programs say?
+
+DRAM: STREAM's triad in C, compiled here by gcc with OpenMP, and the probe's take turns, with arrays of the same
+size and as many threads. Disk: fio with direct I/O and the probe take turns, with requests of the same size and as
+many in flight; where fio is not installed, this is left out. Link: how far the fitted line lies from copies of sizes
+that it has not seen. Time: whole quick probes, each in a fresh process.
+
+    python bench/bench_probe.py --dir /path/on/the/disk
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Spread, finish, machine, print_table, ratio
+
+from outsize.hardware.machine_file import parse
+from outsize.probe.disk import measure_disk
+from outsize.probe.effort import QUICK, Effort
+from outsize.probe.host import measure_dram
+from outsize.storage.disk import DEFAULT_REQUEST_BYTES
+
+# As the engine's buffers have: requests into small pages are cut up, which halves the rate of direct I/O.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# J. McCalpin's triad: 24 bytes per element, fp64, write-allocate not counted. Every repetition is printed.
+STREAM = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <omp.h>
+int main(int argc, char **argv) {
+    long n = atol(argv[1]), repeats = atol(argv[2]);
+    double *a, *b, *c;
+    if (posix_memalign((void **)&a, 1 << 21, n * 8) || posix_memalign((void **)&b, 1 << 21, n * 8) ||
+        posix_memalign((void **)&c, 1 << 21, n * 8)) return 1;
+    #pragma omp parallel for schedule(static)
+    for (long i = 0; i < n; i++) { a[i] = 1.0; b[i] = 2.0; c[i] = 0.0; }
+    for (long k = 0; k < repeats + 1; k++) {
+        double started = omp_get_wtime();
+        #pragma omp parallel for schedule(static)
+        for (long i = 0; i < n; i++) a[i] = b[i] + 3.0 * c[i];
+        double seconds = omp_get_wtime() - started;
+        if (k) printf("%.9g\n", 24.0 * n / seconds);
+    }
+    return a[n / 2] == 2.0 ? 0 : 1;
+}
+"""
+
+
+def compile_stream(directory: Path) -> Path | None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        return None
+    source, program = directory / "stream.c", directory / "stream"
+    source.write_text(STREAM)
+    # The plain flags of STREAM's own makefile.
+    subprocess.run([compiler, "-O3", "-march=native", "-fopenmp", source, "-o", program], check=True)
+    return program
+
+
+def stream_rates(program: Path, effort: Effort, repeats: int) -> list[float]:
+    done = subprocess.run(
+        [program, str(effort.array_bytes // 8), str(repeats)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"OMP_NUM_THREADS": str(torch.get_num_threads()), **HUGE_PAGES},
+    )
+    return [float(line) for line in done.stdout.split()]
+
+
+def compare_dram(effort: Effort, rounds: int) -> dict[str, Any]:
+    """Return both medians over all rounds; each round runs both."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="bench-probe-") as directory:
+        program = compile_stream(Path(directory))
+        for _ in range(rounds):
+            ours += measure_dram(effort)[1].samples
+            if program is not None:
+                theirs += stream_rates(program, effort, repeats=10)
+    if program is None:
+        print("gcc is not installed: no STREAM to compare with")
+    return _pair(ours, theirs)
+
+
+def fio_rate(
+    fio: str, path: Path, effort: Effort, depth: int, kind: str, *, seconds: float | None = None
+) -> float:
+    """Return bytes per second of one sequential job with ``depth`` requests in flight; one pass without ``seconds``."""
+    duration = [] if seconds is None else [f"--runtime={seconds}", "--time_based"]
+    done = subprocess.run(
+        [
+            fio,
+            "--name=probe",
+            f"--filename={path}",
+            f"--rw={kind}",
+            f"--bs={DEFAULT_REQUEST_BYTES}",
+            f"--iodepth={depth}",
+            "--ioengine=libaio",
+            "--direct=1",
+            "--iomem_align=2m",
+            f"--size={effort.disk_bytes}",
+            "--output-format=json",
+            *duration,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **HUGE_PAGES},
+    )
+    return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
+
+
+def compare_disk(directory: Path, effort: Effort, rounds: int, fio: str | None) -> dict[str, Any]:
+    """Return reads and writes by queue depth, the probe's and fio's."""
+    ours: dict[tuple[str, int], list[float]] = {}
+    theirs: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        for depth in measure_disk(directory, effort).depths:
+            for kind, rate in (("read", depth.read_bytes_per_s), ("write", depth.write_bytes_per_s)):
+                if rate.median is None:
+                    raise SystemExit(f"{directory}: {rate.source}")
+                ours.setdefault((kind, depth.queue_depth), []).append(rate.median)
+        if fio is not None:
+            with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
+                path = Path(scratch) / "fio"
+                # A write fills the file, so that no read is of a hole.
+                fio_rate(fio, path, effort, 16, "write")
+                for kind, depth in ours:
+                    rate = fio_rate(fio, path, effort, depth, kind, seconds=effort.disk_s)
+                    theirs.setdefault((kind, depth), []).append(rate)
+    return {
+        f"{kind} depth {depth}": _pair(ours[kind, depth], theirs.get((kind, depth), []))
+        for kind, depth in ours
+    }
+
+
+def _pair(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    probe, other = Spread.of(ours), Spread.of(theirs) if theirs else None
+    return {
+        "probe_bytes_per_s": probe.median,
+        "probe_spread": probe.relative,
+        "other_bytes_per_s": other.median if other else None,
+        "other_spread": other.relative if other else None,
+        "ratio": ratio(probe.median, other.median if other else None),
+        "ratio_of_best": ratio(probe.high, other.high if other else None),
+    }
+
+
+def whole_probe(directory: Path) -> dict[str, Any]:
+    """Run a quick probe in a fresh process; return its wall time, its links, and what it left behind."""
+    before = set(directory.iterdir())
+    command = [sys.executable, "-m", "outsize", "probe", "--quick", "--json", "--directory", str(directory)]
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    wall_s = time.perf_counter() - started
+    found = parse(done.stdout)
+    links = {
+        f"{device.device} {link.path} {link.direction}": link.fit.held_out_median
+        for device in found.devices
+        for link in device.links
+        if link.fit is not None
+    }
+    left = sorted(str(path) for path in set(directory.iterdir()) - before if "outsize-probe" in path.name)
+    return {"wall_s": wall_s, "held_out_median_error": links, "files_left": left}
+
+
+def _gigabytes(value: float | None) -> str | None:
+    return None if value is None else f"{value / 1e9:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--fio", default=shutil.which("fio"), help="the program, where it is not on the path")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    effort = replace(QUICK, disk_s=1.0, disk_bytes=1024 * 2**20)
+    dram = compare_dram(effort, arguments.rounds)
+    if arguments.fio is None:
+        print("fio is not installed: the disk is not compared")
+    disk = compare_disk(arguments.dir, effort, arguments.rounds, arguments.fio)
+    runs = [whole_probe(arguments.dir) for _ in range(arguments.rounds)]
+
+    rows = [
+        [
+            name,
+            _gigabytes(pair["probe_bytes_per_s"]),
+            _gigabytes(pair["other_bytes_per_s"]),
+            pair["ratio"],
+            pair["ratio_of_best"],
+        ]
+        for name, pair in {"DRAM triad": dram, **disk}.items()
+    ]
+    print_table(
+        ["GB/s", "probe", "STREAM, fio", "ratio", "of best"], rows, title="The same machine by other programs"
+    )
+    held_out = {
+        name: statistics.median(run["held_out_median_error"][name] for run in runs)
+        for name in runs[0]["held_out_median_error"]
+    }
+    print_table(["link", "median error on sizes not seen"], [[k, f"{v:.1%}"] for k, v in held_out.items()])
+    print(f"\nquick probe: {Spread.of(run['wall_s'] for run in runs)} s")
+    finish(
+        {
+            "benchmark": "probe",
+            "machine": machine(),
+            "fio": arguments.fio is not None,
+            "dram_triad": dram,
+            "disk": disk,
+            "held_out_median_error": held_out,
+            "quick_wall_s": [run["wall_s"] for run in runs],
+            "files_left": [path for run in runs for path in run["files_left"]],
+        },
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

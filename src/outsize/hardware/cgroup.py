@@ -1,0 +1,92 @@
+"""Limits of the control group that the process lives in: quota of processor time, limit of memory.
+
+A container sees the processors and the memory of its host, and is stopped or killed at these limits instead. Limits
+of parent groups hold as well, so the tightest one on the way up counts. Both versions of the hierarchy are read, see
+``cgroups(7)``: version 2 has one tree, version 1 one tree for each controller.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from outsize.hardware.readings import Fact, explain
+
+# Version 1 writes "no limit" as the largest multiple of a page in 63 bits; no machine has as much as half of it.
+_V1_NO_LIMIT_BYTES = 2**62
+
+
+def memory_limit_bytes(root: Path) -> Fact:
+    """Return the least limit of memory on the way up; the value is None where none is set."""
+    return _tightest(root, "memory", _memory_limit)
+
+
+def memory_usage_bytes(root: Path) -> Fact:
+    """Return what the process's own group uses, page cache included."""
+
+    def usage(group: Path) -> float | None:
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            if (group / name).exists():
+                return int((group / name).read_text())
+        return None
+
+    groups = _groups(root, "memory")
+    return Fact.of(groups[0], lambda: usage(groups[0])) if groups else Fact.absent(_no_groups(root))
+
+
+def cpu_quota_cores(root: Path) -> Fact:
+    """Return how many cores' worth of time the group may take; the value is None where no quota is set."""
+    return _tightest(root, "cpu", _cpu_quota)
+
+
+def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | None]) -> Fact:
+    groups = _groups(root, controller)
+    if not groups:
+        return Fact.absent(_no_groups(root))
+    try:
+        limits = [(limit, group) for group in groups if (limit := limit_of(group)) is not None]
+    except (OSError, ValueError) as error:
+        return Fact.absent(f"{groups[0]}: {explain(error)}")
+    if not limits:
+        return Fact.read(None, f"{groups[0]}: no limit is set")
+    limit, group = min(limits)
+    return Fact.read(limit, str(group))
+
+
+def _no_groups(root: Path) -> str:
+    return f"{root / 'proc/self/cgroup'}: no control group is visible"
+
+
+def _groups(root: Path, controller: str) -> list[Path]:
+    """Return the directories of the process's group and its parents, the innermost first; none where hidden."""
+    mount = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        unified = (mount / "cgroup.controllers").exists()
+        for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+            is_first_version = controller in controllers.split(",")
+            if is_first_version or (number == "0" and unified):
+                base = mount / controller if is_first_version else mount
+                # In a container the path may be that of the host, of which only the top is mounted here.
+                inner = base / path.strip("/")
+                ways = (inner, *inner.parents)
+                return [group for group in ways if group.is_relative_to(base) and group.is_dir()]
+    except OSError:
+        return []
+    return []
+
+
+def _memory_limit(group: Path) -> float | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        if (group / name).exists():
+            text = (group / name).read_text().strip()
+            return None if text == "max" or int(text) >= _V1_NO_LIMIT_BYTES else int(text)
+    return None
+
+
+def _cpu_quota(group: Path) -> float | None:
+    if (group / "cpu.max").exists():
+        quota, period = (group / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    if (group / "cpu.cfs_quota_us").exists():
+        quota_us = int((group / "cpu.cfs_quota_us").read_text())
+        return None if quota_us <= 0 else quota_us / int((group / "cpu.cfs_period_us").read_text())
+    return None

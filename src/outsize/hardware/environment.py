@@ -1,0 +1,75 @@
+"""What the machine runs in and on: container, virtual machine, versions."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+from outsize.hardware.readings import Fact, Record
+
+_PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy", "nvidia-ml-py")
+
+
+class Environment(Record):
+    """Surroundings of the process; hints, since neither a container nor a virtual machine has to show itself.
+
+    Attributes:
+        container: which sign of a container was found; ``none seen`` else.
+        virtual_machine: which sign of a hypervisor was found; ``none seen`` else.
+        kernel: release of the kernel.
+        python: version of the interpreter.
+        packages: versions of what a run uses.
+    """
+
+    container: Fact
+    virtual_machine: Fact
+    kernel: Fact
+    python: Fact
+    packages: dict[str, Fact]
+
+
+def read_environment(root: Path) -> Environment:
+    """Return the surroundings that ``root`` shows."""
+    release = root / "proc/sys/kernel/osrelease"
+    return Environment(
+        container=_container(root),
+        virtual_machine=_virtual_machine(root),
+        kernel=Fact.of(release, lambda: release.read_text().strip()),
+        python=Fact.read(platform.python_version(), "the interpreter"),
+        packages={name: Fact.of("installed packages", lambda n=name: _version(n)) for name in _PACKAGES},  # type: ignore[misc]
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"{package} is not installed") from None
+
+
+def _container(root: Path) -> Fact:
+    groups = root / "proc/self/cgroup"
+    try:
+        for name in (".dockerenv", "run/.containerenv"):
+            if (root / name).exists():
+                return Fact.read("container", str(root / name))
+        text = groups.read_text()
+    except OSError as error:
+        return Fact.absent(f"{groups}: {error.strerror}")
+    for word in ("docker", "kubepods", "containerd", "lxc", "podman"):
+        if word in text:
+            return Fact.read(word, str(groups))
+    return Fact.read("none seen", f"{root / '.dockerenv'}, {groups}")
+
+
+def _virtual_machine(root: Path) -> Fact:
+    release, info = root / "proc/sys/kernel/osrelease", root / "proc/cpuinfo"
+    vendor = root / "sys/class/dmi/id/sys_vendor"
+    try:
+        if release.exists() and "microsoft" in release.read_text().lower():
+            return Fact.read("WSL", str(release))
+        if "hypervisor" in info.read_text(errors="replace").split():
+            name = vendor.read_text().strip() if vendor.exists() else ""
+            return Fact.read(name or "hypervisor", f"{info}, {vendor}")
+    except OSError as error:
+        return Fact.absent(f"{info}: {error.strerror}")
+    return Fact.read("none seen", str(info))

@@ -1,0 +1,113 @@
+"""A probed machine as the planner reads machines: `hardware.spec.Machine`, every rate measured."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from outsize.errors import ConfigError
+from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
+from outsize.hardware.readings import Measurement
+from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, from_json
+
+# The planner multiplies peak by efficiency; a measured product already is what is reached.
+_REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
+_SOURCE = "outsize probe"
+
+
+def read_machine(path: Path) -> Machine:
+    """Return the machine of a file: what ``outsize probe`` wrote, or the description of a `Machine`.
+
+    Raises:
+        ConfigError: it cannot be read, is neither of them, or lacks what no plan can do without.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    # Only a probe's file has a schema; whichever it is, its own reader says what is wrong with it.
+    return machine_of(parse(text)) if '"schema_version"' in text else from_json(text)
+
+
+def machine_of(found: MachineFile, name: str = "this machine") -> Machine:
+    """Return what the planner needs of ``found``; on a machine without a GPU the CPU is the device.
+
+    Raises:
+        ConfigError: something that no plan can do without was not measured; says what.
+    """
+    memory = found.inventory.memory.usable_bytes()
+    if memory is None:
+        raise ConfigError(
+            "the probe found neither RAM nor a limit of it; no plan can be made for this machine"
+        )
+    cores = found.inventory.cpu.num_physical_cores.number() or found.inventory.cpu.num_usable_cpus.number()
+    return Machine(
+        name=name,
+        gpus=tuple(_gpu(device, found) for device in found.devices),
+        links=tuple(_link(device) for device in found.devices),
+        host=Host(
+            memory_bytes=memory,
+            bytes_per_s=_figure(found.host.dram_triad_bytes_per_s, "DRAM triad"),
+            cores=int(cores or 1),
+            adamw_params_per_s=_figure(found.host.adamw_params_per_s["fp32"], "AdamW"),
+        ),
+        disk=_disk(found),
+    )
+
+
+def _figure(measurement: Measurement, what: str) -> Figure:
+    if measurement.median is None:
+        raise ConfigError(f"the probe did not measure {what}: {measurement.source}")
+    return Figure(value=measurement.median, source=f"{_SOURCE}: {measurement.source}", measured=True)
+
+
+def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
+    rates = {
+        dtype: _figure(rate, dtype)
+        for dtype, rate in device.matmul_flops_per_s.items()
+        if rate.median is not None
+    }
+    generation = 0
+    if device.device.startswith("cuda:"):
+        index = int(device.device.partition(":")[2])
+        if index < len(found.inventory.gpus):
+            generation = int(found.inventory.gpus[index].pcie_generation_max.number() or 0)
+    return Gpu(
+        name=device.name,
+        memory_bytes=int(device.memory_bytes.number() or 0),
+        peak_flops_per_s=rates,
+        efficiency=_REACHED,
+        memory_bytes_per_s=_figure(device.memory_triad_bytes_per_s, f"the memory of {device.device}"),
+        pcie_generation=generation,
+    )
+
+
+def _link(device: DeviceRates) -> Link:
+    up, down = (_best(device.links, direction) for direction in ("up", "down"))
+    if up.fit is None or down.fit is None:
+        raise ConfigError(f"the probe did not measure the link of {device.device}: {up.note}")
+    source = f"{_SOURCE}: {up.path}"
+    return Link(
+        up_bytes_per_s=Figure(value=up.fit.bytes_per_s, source=source, measured=True),
+        down_bytes_per_s=Figure(value=down.fit.bytes_per_s, source=source, measured=True),
+        # A figure is above zero; no copy costs less than a nanosecond.
+        latency_s=Figure(value=max(up.fit.latency_s, 1e-9), source=source, measured=True),
+    )
+
+
+def _best(links: Iterable[LinkRates], direction: str) -> LinkRates:
+    """Return the fastest path: pinned memory where it could be had."""
+    candidates = [link for link in links if link.direction == direction]
+    return max(candidates, key=lambda link: link.fit.bytes_per_s if link.fit else 0.0)
+
+
+def _disk(found: MachineFile) -> Disk | None:
+    """Return the first directory whose disk was measured, at its best queue depth."""
+    for place, rates in zip(found.inventory.disks, found.disks, strict=True):
+        reads = [depth.read_bytes_per_s for depth in rates.depths if depth.read_bytes_per_s.median]
+        writes = [depth.write_bytes_per_s for depth in rates.depths if depth.write_bytes_per_s.median]
+        if reads and writes:
+            return Disk(
+                capacity_bytes=int(place.free_bytes.number() or 0),
+                read_bytes_per_s=_figure(max(reads, key=lambda rate: rate.median or 0.0), "reads"),
+                write_bytes_per_s=_figure(max(writes, key=lambda rate: rate.median or 0.0), "writes"),
+            )
+    return None

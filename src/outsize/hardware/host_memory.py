@@ -1,0 +1,72 @@
+"""RAM, its limits, and what may be locked."""
+
+import re
+from pathlib import Path
+
+from outsize.hardware import cgroup
+from outsize.hardware.readings import Fact, Record
+
+
+class HostMemory(Record):
+    """What host memory there is, and what this process may have of it.
+
+    Attributes:
+        total_bytes: RAM of the machine.
+        available_bytes: what the kernel could give without swapping.
+        cgroup_limit_bytes: limit of the control group; None for none.
+        cgroup_usage_bytes: what the group uses now.
+        swap_total_bytes: swap space.
+        swap_free_bytes: unused swap space.
+        memlock_limit_bytes: what a process may lock, and so pin; None for no limit.
+    """
+
+    total_bytes: Fact
+    available_bytes: Fact
+    cgroup_limit_bytes: Fact
+    cgroup_usage_bytes: Fact
+    swap_total_bytes: Fact
+    swap_free_bytes: Fact
+    memlock_limit_bytes: Fact
+
+    def usable_bytes(self) -> int | None:
+        """Return the least of RAM and the limit of the control group; None where neither is known."""
+        known = [fact.number() for fact in (self.total_bytes, self.cgroup_limit_bytes)]
+        return min((int(value) for value in known if value is not None), default=None)
+
+    def free_bytes(self) -> int | None:
+        """Return what may still be taken: what is available, within the control group; None where unknown."""
+        available, limit = self.available_bytes.number(), self.cgroup_limit_bytes.number()
+        within = None if limit is None else max(0.0, limit - (self.cgroup_usage_bytes.number() or 0.0))
+        return min((int(value) for value in (available, within) if value is not None), default=None)
+
+
+def read_host_memory(root: Path) -> HostMemory:
+    """Return the memory that ``root/proc`` and ``root/sys`` describe."""
+    return HostMemory(
+        total_bytes=_meminfo(root, "MemTotal"),
+        available_bytes=_meminfo(root, "MemAvailable"),
+        cgroup_limit_bytes=cgroup.memory_limit_bytes(root),
+        cgroup_usage_bytes=cgroup.memory_usage_bytes(root),
+        swap_total_bytes=_meminfo(root, "SwapTotal"),
+        swap_free_bytes=_meminfo(root, "SwapFree"),
+        memlock_limit_bytes=Fact.of(root / "proc/self/limits", lambda: _memlock(root / "proc/self/limits")),
+    )
+
+
+def _meminfo(root: Path, name: str) -> Fact:
+    path = root / "proc/meminfo"
+
+    def read() -> int:
+        match = re.search(rf"^{name}:\s*(\d+) kB", path.read_text(), re.MULTILINE)
+        if match is None:
+            raise ValueError(f"has no {name}")
+        return int(match[1]) * 1024
+
+    return Fact.of(path, read)
+
+
+def _memlock(limits: Path) -> int | None:
+    match = re.search(r"^Max locked memory\s+(\S+)", limits.read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError("has no 'Max locked memory'")
+    return None if match[1] == "unlimited" else int(match[1])

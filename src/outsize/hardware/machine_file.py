@@ -1,0 +1,240 @@
+"""``machine.json``: what a probe found, in a form that is checked when it is read back.
+
+Every field that is a number of its own says its unit in its name, and every fact and measurement where it comes
+from (`outsize.hardware.readings`). A change that an older reader would misread raises `SCHEMA_VERSION`.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from outsize.errors import ConfigError
+from outsize.hardware.inventory import Inventory
+from outsize.hardware.readings import Fact, Measurement, Record
+
+SCHEMA_VERSION: Final = 1
+
+Direction = Literal["up", "down", "both"]
+
+
+class HostRates(Record):
+    """What processor and host memory reach together.
+
+    Attributes:
+        dram_copy_bytes_per_s: of ``a = b``, bytes read and bytes written together.
+        dram_triad_bytes_per_s: of ``a = b + s * c``, counted the same way; STREAM's definition.
+        adamw_params_per_s: parameters that the engine's optimizer steps, by compute dtype.
+    """
+
+    dram_copy_bytes_per_s: Measurement
+    dram_triad_bytes_per_s: Measurement
+    adamw_params_per_s: dict[str, Measurement]
+
+
+class DepthRates(Record):
+    """A disk with a number of requests in flight.
+
+    Attributes:
+        queue_depth: requests in flight.
+        read_bytes_per_s: sequential reads.
+        write_bytes_per_s: sequential writes over allocated blocks.
+    """
+
+    queue_depth: int
+    read_bytes_per_s: Measurement
+    write_bytes_per_s: Measurement
+
+
+class DiskRates(Record):
+    """A disk by queue depth.
+
+    Attributes:
+        directory: where.
+        direct: whether the file system took direct I/O; else the page cache was in between.
+        request_bytes: size of one request.
+        depths: from the shallowest to the deepest.
+    """
+
+    directory: str
+    direct: Fact
+    request_bytes: int
+    depths: tuple[DepthRates, ...]
+
+
+class LinkPoint(Record):
+    """Copies of one size.
+
+    Attributes:
+        num_bytes: of one copy; with both directions at once, of each.
+        held_out: whether the fit has not seen it.
+        copy_s: time of one copy, or of two at once.
+    """
+
+    num_bytes: int
+    held_out: bool
+    copy_s: Measurement
+
+
+class LinkFit(Record):
+    """``latency_s + num_bytes / bytes_per_s``, and how far copies lie from it, as shares of their time.
+
+    Attributes:
+        latency_s: fixed cost of a copy.
+        bytes_per_s: rate per direction beyond it.
+        residual_median: over the sizes that the fit has seen.
+        residual_max: the worst of them.
+        held_out_median: over sizes that it has not seen; None where there are none.
+        held_out_max: the worst of them.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    residual_median: float
+    residual_max: float
+    held_out_median: float | None
+    held_out_max: float | None
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Return the predicted time of a copy in seconds."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+class LinkRates(Record):
+    """One way of moving bytes between host and device.
+
+    Attributes:
+        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device.
+        direction: ``up`` to the device, ``down`` from it, or ``both`` at once.
+        points: from the smallest size to the largest.
+        fit: None where nothing was measured.
+        note: what the path is, or why there is no fit.
+    """
+
+    path: Literal["pinned", "pageable", "dram copy"]
+    direction: Direction
+    points: tuple[LinkPoint, ...]
+    fit: LinkFit | None
+    note: str
+
+
+class DeviceRates(Record):
+    """What one device computes, and what reaches it.
+
+    Attributes:
+        device: ``cpu`` or ``cuda:i``.
+        name: of the part.
+        num_sms: streaming multiprocessors; not measured on a CPU.
+        memory_bytes: its memory; on a CPU what this process may use.
+        memory_triad_bytes_per_s: of ``a = b + s * c`` in its own memory; on a CPU the host's stands for it.
+        matmul_flops_per_s: of large square products, 2 n³ operations each, by dtype.
+        attention_flops_per_s: of causal attention forward, 2 s² h d operations, by dtype.
+        links: by path and direction.
+    """
+
+    device: str
+    name: str
+    num_sms: Fact
+    memory_bytes: Fact
+    memory_triad_bytes_per_s: Measurement
+    matmul_flops_per_s: dict[str, Measurement]
+    attention_flops_per_s: dict[str, Measurement]
+    links: tuple[LinkRates, ...]
+
+
+class MachineFile(Record):
+    """All that a probe found.
+
+    Attributes:
+        schema_version: `SCHEMA_VERSION` of the writer.
+        created_at: time of the probe, UTC, ISO 8601.
+        mode: ``quick`` or ``full``.
+        duration_s: how long the probe took.
+        inventory: what the machine has.
+        host: rates of processor and memory.
+        disks: rates of the candidate directories.
+        devices: rates of each device; the CPU is one of its own only where there is no GPU.
+    """
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    created_at: str
+    mode: Literal["quick", "full"]
+    duration_s: float
+    inventory: Inventory
+    host: HostRates
+    disks: tuple[DiskRates, ...]
+    devices: tuple[DeviceRates, ...]
+
+    def to_json(self) -> str:
+        """Return the file's text; `parse` reads it back."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def parse(text: str) -> MachineFile:
+    """Return the machine that ``text`` describes.
+
+    Raises:
+        ConfigError: not such a file, or one of another schema version.
+    """
+    try:
+        found = json.loads(text)
+        version = found["schema_version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            "not a machine.json; write one with `outsize probe --output machine.json`"
+        ) from error
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"this machine.json has schema version {version}, not {SCHEMA_VERSION}; run `outsize probe` again"
+        )
+    try:
+        return MachineFile.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"machine.json: {where}: {first['msg']}; run `outsize probe` again") from error
+
+
+def read(path: Path) -> MachineFile:
+    """Return the machine that the file at ``path`` describes.
+
+    Raises:
+        ConfigError: it cannot be read, or see `parse`.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def readings(part: object, name: str = "") -> Iterator[tuple[str, Fact | Measurement]]:
+    """Yield every fact and measurement below ``part`` with its dotted name, in the order of the file."""
+    children: list[tuple[str, object]] = []
+    if isinstance(part, Fact | Measurement):
+        yield name, part
+    elif isinstance(part, LinkRates):
+        # A path is known by what it is: sizes stand for themselves.
+        yield from ((f"{name}.{point.num_bytes}.copy_s", point.copy_s) for point in part.points)
+    elif isinstance(part, BaseModel):
+        children = [(key, getattr(part, key)) for key in type(part).model_fields]
+    elif isinstance(part, dict):
+        children = [(str(key), value) for key, value in part.items()]
+    elif isinstance(part, tuple):
+        children = [(_label(value, index), value) for index, value in enumerate(part)]
+    for key, value in children:
+        yield from readings(value, f"{name}.{key}" if name else key)
+
+
+def _label(part: object, index: int) -> str:
+    match part:
+        case DiskRates():
+            return part.directory
+        case DepthRates():
+            return f"depth {part.queue_depth}"
+        case DeviceRates():
+            return part.device
+        case LinkRates():
+            return f"{part.path} {part.direction}"
+    return str(index)

@@ -1,0 +1,100 @@
+"""Direct reads and writes of a directory's disk by queue depth, through the engine's own file and pool."""
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outsize.errors import StorageError
+from outsize.hardware.machine_file import DepthRates, DiskRates
+from outsize.hardware.readings import Fact, Measurement, explain
+from outsize.probe.effort import Effort
+from outsize.storage.arena import Arena
+from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile
+from outsize.storage.pool import IOPool
+
+# One sample moves this much: each queue depth up to 16 has its requests in flight.
+_SAMPLE_BYTES = 16 * DEFAULT_REQUEST_BYTES
+
+
+def measure_disk(directory: Path, effort: Effort) -> DiskRates:
+    """Return the rates of the disk under ``directory``; where it cannot be written, why.
+
+    The file has no name while it is used, so that nothing stays behind, however the process ends.
+    """
+    path = directory / f".outsize-probe-{uuid.uuid4().hex}"
+    num_bytes = max(_SAMPLE_BYTES, effort.disk_bytes // _SAMPLE_BYTES * _SAMPLE_BYTES)
+    depths: list[DepthRates] = []
+    direct = Fact.absent("nothing was measured")
+    try:
+        with Arena() as arena:
+            buffer = arena.take(_SAMPLE_BYTES, "disk buffer")
+            # Not zeros: a drive or a file system may leave those out.
+            buffer.random_(0, 256)
+            for depth in effort.queue_depths:
+                with (
+                    IOPool(max(1, depth - 1), name="probe-io") as pool,
+                    DirectFile(path, num_bytes, pool=pool, temporary=True) as file,
+                ):
+                    depths.append(_measure_depth(file, buffer, depth, effort))
+                    buffered = file.statistics().num_buffered_fallbacks > 0
+                    direct = Fact.read(not buffered, "O_DIRECT on the file system")
+    except (StorageError, OSError) as error:
+        why = explain(error)
+        if not depths:
+            direct = Fact.absent(why)
+            absent = Measurement.absent(why)
+            depths = [
+                DepthRates(queue_depth=depth, read_bytes_per_s=absent, write_bytes_per_s=absent)
+                for depth in effort.queue_depths
+            ]
+    return DiskRates(
+        directory=str(directory.resolve()),
+        direct=direct,
+        request_bytes=DEFAULT_REQUEST_BYTES,
+        depths=tuple(depths),
+    )
+
+
+def _measure_depth(file: DirectFile, buffer: Tensor, depth: int, effort: Effort) -> DepthRates:
+    how = f"{depth} x {DEFAULT_REQUEST_BYTES // 2**20} MiB in flight"
+    # Blocks that were never written read as zeros without a disk, and their first write costs more than a later one.
+    once = _rates(file.write_from, buffer, depth, file.num_bytes, seconds=effort.disk_s, passes=1)
+    region = len(once) * _SAMPLE_BYTES
+    writes = _rates(file.write_from, buffer, depth, region, seconds=effort.disk_s)
+    reads = _rates(file.read_into, buffer, depth, region, seconds=effort.disk_s)
+    return DepthRates(
+        queue_depth=depth,
+        write_bytes_per_s=Measurement.of(writes, f"sequential writes, {how}"),
+        read_bytes_per_s=Measurement.of(reads, f"sequential reads, {how}"),
+    )
+
+
+def _rates(
+    move: Callable[[Tensor, int], None],
+    buffer: Tensor,
+    depth: int,
+    region: int,
+    *,
+    seconds: float,
+    passes: int | None = None,
+) -> list[float]:
+    """Return bytes per second of one buffer after the other, round and round the first ``region`` bytes of the file.
+
+    Ends after ``seconds``, or after ``passes`` rounds; a slow disk has moved one buffer by then.
+    """
+    # The pool's caller works too, so one call of one request is all that is in flight at depth 1.
+    pieces = torch.split(buffer, DEFAULT_REQUEST_BYTES) if depth == 1 else (buffer,)
+    most = None if passes is None else passes * region // _SAMPLE_BYTES
+    rates: list[float] = []
+    stop = time.perf_counter() + seconds
+    while not rates or (time.perf_counter() < stop and len(rates) != most):
+        offset = len(rates) * _SAMPLE_BYTES % region
+        started = time.perf_counter()
+        for index, piece in enumerate(pieces):
+            move(piece, offset + index * DEFAULT_REQUEST_BYTES)
+        rates.append(_SAMPLE_BYTES / (time.perf_counter() - started))
+    return rates

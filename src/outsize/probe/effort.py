@@ -1,0 +1,89 @@
+"""How long a probe tries: seconds per measurement and sizes, for ``--quick`` and ``--full``."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much of everything.
+
+    Attributes:
+        mode: its name.
+        sample_s: seconds of samples per measurement.
+        num_samples_min: samples of each measurement, however long they take.
+        array_bytes: of each array of the DRAM loops: three, and larger than any cache.
+        plane_bytes: of each fp32 plane of AdamW: four.
+        disk_bytes: size of the file that the disk is timed with.
+        disk_s: seconds per queue depth and direction.
+        queue_depths: requests in flight.
+        copy_bytes_max: largest copy over a link.
+        num_copy_rounds: samples of each size of copy.
+        copy_s: seconds after which no further round begins, beyond ``num_samples_min`` of them.
+        matmul_s: how long one matrix product may take, which sets its size.
+    """
+
+    mode: Literal["quick", "full"]
+    sample_s: float
+    num_samples_min: int
+    array_bytes: int
+    plane_bytes: int
+    disk_bytes: int
+    disk_s: float
+    queue_depths: tuple[int, ...]
+    copy_bytes_max: int
+    num_copy_rounds: int
+    copy_s: float
+    matmul_s: float
+
+
+QUICK = Effort(
+    mode="quick",
+    sample_s=0.08,
+    num_samples_min=3,
+    array_bytes=128 * MIB,
+    plane_bytes=64 * MIB,
+    disk_bytes=128 * MIB,
+    disk_s=0.12,
+    queue_depths=(1, 4, 16),
+    copy_bytes_max=128 * MIB,
+    num_copy_rounds=11,
+    copy_s=1.0,
+    matmul_s=0.02,
+)
+FULL = Effort(
+    mode="full",
+    sample_s=3.0,
+    num_samples_min=5,
+    array_bytes=256 * MIB,
+    plane_bytes=256 * MIB,
+    disk_bytes=2048 * MIB,
+    disk_s=2.5,
+    queue_depths=(1, 2, 4, 8, 16),
+    copy_bytes_max=1024 * MIB,
+    num_copy_rounds=25,
+    copy_s=15.0,
+    matmul_s=0.5,
+)
+# Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.
+_SHARE = 0.1
+_LEAST_BYTES = MIB
+
+
+def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
+    """Return ``effort`` with sizes that leave a machine of ``free_bytes`` enough to live; None changes nothing.
+
+    Below four times the last-level cache the DRAM figures are too good; what they were measured with is in
+    their source.
+    """
+    if free_bytes is None:
+        return effort
+    most = max(_LEAST_BYTES, 1 << max(0, int(free_bytes * _SHARE).bit_length() - 1))
+    return replace(
+        effort,
+        array_bytes=min(effort.array_bytes, most),
+        plane_bytes=min(effort.plane_bytes, most),
+        copy_bytes_max=min(effort.copy_bytes_max, most),
+    )

@@ -1,0 +1,80 @@
+"""Host memory and the optimizer that it bounds: copy, triad, AdamW parameters per second."""
+
+import torch
+
+from outsize.hardware.machine_file import HostRates
+from outsize.hardware.readings import Measurement
+from outsize.model.spec import pack_unit
+from outsize.optim.adamw import AdamW, step_planes
+from outsize.probe.effort import Effort
+from outsize.probe.timing import sample
+from outsize.storage.arena import Arena
+from outsize.units import format_bytes
+
+_SCALAR = 3.0  # of STREAM's triad
+_MATRIX_COLUMNS = 2048  # the planes hold one parameter of this width, as large as the effort allows
+
+
+def measure_dram(effort: Effort) -> tuple[Measurement, Measurement]:
+    """Return what ``a = b`` and ``a = b + s * c`` move in host memory, bytes per second, reads and writes together.
+
+    As in STREAM (McCalpin) the write-allocate read of ``a`` is not counted, and the numbers are fp64.
+    """
+    with Arena() as arena:
+        a, b, c = (arena.take(effort.array_bytes, "DRAM array").view(torch.float64).fill_(1.0) for _ in "abc")
+        how = f"fp64 arrays of {format_bytes(effort.array_bytes)}, {torch.get_num_threads()} threads"
+        copies = sample(lambda: a.copy_(b), seconds=effort.sample_s, num_min=effort.num_samples_min)
+        triads = sample(
+            lambda: torch.add(b, c, alpha=_SCALAR, out=a),
+            seconds=effort.sample_s,
+            num_min=effort.num_samples_min,
+        )
+        return (
+            Measurement.of((2 * effort.array_bytes / s for s in copies), f"torch copy_, {how}"),
+            Measurement.of((3 * effort.array_bytes / s for s in triads), f"torch.add with alpha, {how}"),
+        )
+
+
+def measure_adamw(effort: Effort, dtype: str) -> Measurement:
+    """Return the parameters per second of `outsize.optim.adamw.step_planes`, with nothing beside it.
+
+    Args:
+        effort: how long.
+        dtype: compute dtype: with bf16 the step also writes the rounded weights.
+    """
+    rows = max(1, effort.plane_bytes // 4 // _MATRIX_COLUMNS)
+    unit = pack_unit(0, "probe", "block", [("weight", (rows, _MATRIX_COLUMNS), True, True)])
+    with Arena() as arena:
+        master, exp_avg, exp_avg_sq, gradient = (
+            arena.take(4 * unit.numel, "AdamW plane").view(torch.float32).fill_(0.01) for _ in range(4)
+        )
+        weights = arena.take(2 * unit.numel, "weights").view(torch.bfloat16) if dtype == "bf16" else None
+        samples = sample(
+            lambda: step_planes(
+                AdamW(),
+                unit,
+                start=0,
+                stop=unit.numel,
+                master=master,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                gradient=gradient,
+                weights=weights,
+                step=1,
+                lr=1e-5,
+            ),
+            seconds=effort.sample_s,
+            num_min=effort.num_samples_min,
+        )
+    how = f"the engine's AdamW, {unit.numel} parameters, {torch.get_num_threads()} threads, {dtype} compute"
+    return Measurement.of((unit.numel / seconds for seconds in samples), how)
+
+
+def measure_host(effort: Effort) -> HostRates:
+    """Return the rates of processor and host memory."""
+    copy, triad = measure_dram(effort)
+    return HostRates(
+        dram_copy_bytes_per_s=copy,
+        dram_triad_bytes_per_s=triad,
+        adamw_params_per_s={dtype: measure_adamw(effort, dtype) for dtype in ("fp32", "bf16")},
+    )

@@ -1,0 +1,153 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hardware.fake_machine import CGROUP_V1, CGROUP_V2, SERVER, build, no_nvml
+from outsize.hardware.disks import read_disk
+from outsize.hardware.gpus import read_gpus
+from outsize.hardware.inventory import take_inventory
+from outsize.hardware.machine_file import readings
+
+
+def inventory(root, *directories):
+    return take_inventory(directories, root=root, load_nvml=no_nvml)
+
+
+def test_a_server_is_read_from_proc_and_sys(tmp_path):
+    found = inventory(build(tmp_path, SERVER))
+    cpu, memory = found.cpu, found.memory
+    assert cpu.model.value == "Example 9000"
+    assert cpu.num_physical_cores.value == 2  # four hyper-threads: two sockets, core 7 of each
+    assert cpu.num_usable_cpus.value == 3
+    assert cpu.simd.value == "sse4_2 avx2 avx512f"
+    assert cpu.last_level_cache_bytes.value == 96 * 2**20
+    assert [(node.cpus.value, node.memory_bytes.value) for node in cpu.numa_nodes] == [
+        ("0-1", 1024000),
+        ("2-3", 2048000),
+    ]
+    assert memory.total_bytes.value == 2**33
+    assert (memory.swap_total_bytes.value, memory.swap_free_bytes.value) == (2**20, 2**19)
+    assert memory.memlock_limit_bytes.value == 65536
+    assert found.environment.kernel.value == "6.1.0-example"
+
+
+def test_without_any_source_everything_says_why(tmp_path):
+    found = inventory(tmp_path, tmp_path / "absent")
+    told = dict(readings(found))
+    for name in ("cpu.model", "cpu.num_physical_cores", "memory.total_bytes", "memory.memlock_limit_bytes"):
+        assert told[name].status == "not measured"
+        assert "no such file" in told[name].source
+    assert told["memory.cgroup_limit_bytes"].status == "not measured"
+    assert told["disks.0.free_bytes"].value is None
+    assert "nvidia-ml-py is not installed" in found.num_gpus.source
+    assert found.memory.usable_bytes() is None
+    assert all(reading.source for reading in told.values())
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"proc/cpuinfo": "", "proc/meminfo": "", "proc/self/limits": "", "proc/self/cgroup": "nonsense\n"},
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/cgroup.controllers": "",
+            "sys/fs/cgroup/memory.max": "?",
+        },
+        {"proc/self/mountinfo": "garbage\n", "sys/devices/system/cpu/cpu0/cache/index0/size": "big\n"},
+        {"proc/meminfo": "MemTotal: many kB\n", "sys/devices/system/node/node0/cpulist": "0\n"},
+    ],
+)
+def test_files_that_say_something_else_are_no_crash(tmp_path, tree):
+    found = inventory(build(tmp_path, tree), tmp_path)
+    assert found.memory.total_bytes.status == "not measured"
+    assert found.memory.cgroup_limit_bytes.status == "not measured"
+
+
+def test_the_tightest_limit_on_the_way_up_holds(tmp_path):
+    found = inventory(build(tmp_path, SERVER, CGROUP_V2))
+    assert found.memory.cgroup_limit_bytes.value == 2**30
+    assert found.memory.usable_bytes() == 2**30
+    assert found.memory.free_bytes() == 2**30 - 2**28
+    assert found.cpu.quota_cores.value == 1.5
+
+
+def test_version_1_in_a_container_shows_only_its_top(tmp_path):
+    found = inventory(build(tmp_path, SERVER, CGROUP_V1))
+    assert found.memory.cgroup_limit_bytes.value == 512 * 2**20
+    assert found.cpu.quota_cores.value == 0.5
+    assert found.environment.container.value == "docker"
+
+
+def test_no_limit_is_a_report_and_not_a_gap(tmp_path):
+    tree = {
+        "proc/self/cgroup": "4:memory:/\n2:cpu:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "proc/self/limits": "Max locked memory  unlimited unlimited bytes\n",
+    }
+    found = inventory(build(tmp_path, SERVER, tree))
+    for fact in (found.memory.cgroup_limit_bytes, found.cpu.quota_cores, found.memory.memlock_limit_bytes):
+        assert (fact.value, fact.status) == (None, "reported")
+
+
+def test_cores_come_from_cpuinfo_where_sys_is_hidden(tmp_path):
+    block = "physical id : 0\ncore id : {}\n\n"
+    build(tmp_path, {"proc/cpuinfo": "".join(block.format(core) for core in (0, 0, 1, 1))})
+    assert inventory(tmp_path).cpu.num_physical_cores.value == 2
+
+
+def test_the_innermost_mount_and_its_drive(tmp_path):
+    root = build(tmp_path, SERVER)
+    drive = build(root / "sys/devices/sdb", {"queue/rotational": "0\n", "device/model": "Fast One\n"})
+    (drive / "sdb1").mkdir()
+    (root / "sys/dev/block").mkdir(parents=True)
+    (root / "sys/dev/block/8:17").symlink_to(drive / "sdb1")
+    found = read_disk(Path("/data sets/x"), root)
+    assert (found.file_system.value, found.device.value) == ("xfs", "/dev/sdb1")
+    assert (found.model.value, found.rotational.value) == ("Fast One", False)
+    assert read_disk(Path("/data/x"), root).file_system.value == "tmpfs"
+    assert read_disk(Path("/database"), root).file_system.value == "ext4"
+
+
+class NvmlError(Exception):
+    pass
+
+
+def fake_nvml(**replaced):
+    def refuse(*_):
+        raise NvmlError("Not Supported")
+
+    functions = {
+        "NVMLError": NvmlError,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlSystemGetDriverVersion": lambda: "555.1",
+        "nvmlDeviceGetName": lambda _: b"Example GPU",
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=2**34, free=2**33),
+        "nvmlDeviceGetCurrPcieLinkGeneration": refuse,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda _: 8,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
+    }
+    return SimpleNamespace(**functions | replaced)
+
+
+def test_what_a_driver_does_not_say_leaves_the_rest():
+    (gpu,), count = read_gpus(fake_nvml)
+    assert count.value == 1
+    assert (gpu.name.value, gpu.capability.value, gpu.driver.value) == ("Example GPU", "9.0", "555.1")
+    assert (gpu.memory_total_bytes.value, gpu.memory_free_bytes.value) == (2**34, 2**33)
+    assert (gpu.pcie_lanes.value, gpu.pcie_lanes_max.value) == (8, 16)
+    assert "Not Supported" in gpu.pcie_generation.source
+    assert gpu.numa_node.status == "not measured"  # the module has no such function
+
+
+def test_a_library_without_a_driver_is_told():
+    def refuse():
+        raise NvmlError("Driver Not Loaded")
+
+    assert read_gpus(lambda: fake_nvml(nvmlInit=refuse))[1].source == "NVML: Driver Not Loaded"

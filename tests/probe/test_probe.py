@@ -1,0 +1,136 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outsize.hardware.machine_file import parse
+from outsize.hardware.readings import Measurement
+from outsize.probe.compute import measure_matmul
+from outsize.probe.disk import measure_disk
+from outsize.probe.effort import FULL, QUICK, within_memory
+from outsize.probe.link import measure_links, sizes
+from outsize.probe.run import probe
+from outsize.probe.timing import sample
+
+MIB = 2**20
+TINY = replace(
+    QUICK,
+    sample_s=0.0,
+    num_samples_min=2,
+    array_bytes=MIB,
+    plane_bytes=MIB,
+    disk_bytes=64 * MIB,
+    disk_s=0.0,
+    queue_depths=(1, 4),
+    copy_bytes_max=MIB,
+    num_copy_rounds=9,
+    copy_s=0.0,
+    matmul_s=0.0,
+)
+
+
+def test_a_whole_probe_and_what_it_leaves_behind(tmp_path):
+    told = []
+    found = probe(TINY, [tmp_path], announce=lambda name, index, total: told.append((index, total)))
+    assert told == [(index, len(told)) for index in range(len(told))]
+    assert list(tmp_path.iterdir()) == []
+    assert found.host.dram_triad_bytes_per_s.median > 0
+    assert len(found.host.dram_triad_bytes_per_s.samples) >= 2
+    assert found.host.adamw_params_per_s["bf16"].median > 0
+    assert [depth.queue_depth for depth in found.disks[0].depths] == [1, 4]
+    assert all(depth.read_bytes_per_s.median > 0 for depth in found.disks[0].depths)
+    assert found.devices[0].matmul_flops_per_s["fp32"].median > 0
+    assert found.devices[0].attention_flops_per_s["bf16"].median > 0
+    assert parse(found.to_json()) == found
+
+
+def test_without_proc_and_sys_everything_is_still_timed(tmp_path):
+    found = probe(TINY, [tmp_path], root=tmp_path / "empty")
+    assert found.inventory.memory.total_bytes.status == "not measured"
+    assert found.host.dram_copy_bytes_per_s.status == "measured"
+
+
+def test_one_thread_is_enough(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = probe(TINY, [])
+    finally:
+        torch.set_num_threads(threads)
+    assert "1 threads" in found.host.dram_triad_bytes_per_s.source
+    assert found.disks == ()
+
+
+def test_a_directory_that_cannot_be_written_is_told():
+    # Not even root may create a file there.
+    rates = measure_disk(Path("/proc"), TINY)
+    for depth in rates.depths:
+        assert depth.read_bytes_per_s.status == "not measured"
+        assert "cannot create /proc/" in depth.write_bytes_per_s.source
+    assert rates.direct.value is None
+
+
+def test_a_directory_that_is_not_there_is_told(tmp_path):
+    rates = measure_disk(tmp_path / "absent", TINY)
+    assert "cannot create" in rates.depths[0].read_bytes_per_s.source
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU is no device beside a GPU")
+def test_the_link_of_a_cpu_is_memory_in_three_directions():
+    links = {link.direction: link for link in measure_links("cpu", TINY)}
+    assert list(links) == ["up", "down", "both"]
+    for link in links.values():
+        assert link.path == "dram copy"
+        assert link.fit is not None, link.note
+        assert [point.num_bytes for point in link.points] == [2**power for power in range(10, 21)]
+        assert link.fit.held_out_median is not None
+        assert {len(point.copy_s.samples) for point in link.points} == {TINY.num_samples_min}
+
+
+def test_sizes_from_a_kilobyte_every_other_one_held_out():
+    assert sizes(FULL.copy_bytes_max)[0] == (1024, False)
+    assert sizes(FULL.copy_bytes_max)[-1] == (2**30, False)
+    assert [held_out for _, held_out in sizes(8192)] == [False, True, False, True]
+
+
+def test_copies_never_run_over_the_end(monkeypatch):
+    copied = []
+    real = torch.Tensor.copy_
+
+    def spy(target, source, **options):
+        copied.append((target.nbytes, source.nbytes))
+        return real(target, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", spy)
+    links = list(measure_links("cpu", TINY))
+    assert {point.num_bytes for point in links[0].points} == {size for size, _ in copied}
+    assert all(size == other for size, other in copied)
+
+
+def test_a_dtype_that_the_device_lacks_is_a_gap(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("not implemented for 'BFloat16'\nand a trace")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    assert measure_matmul("cpu", "bf16", TINY) == Measurement.absent(
+        "bf16 n x n product, n =: not implemented for 'BFloat16'"
+    )
+
+
+def test_little_memory_makes_little_arrays():
+    small = within_memory(FULL, 512 * MIB)
+    assert small.array_bytes == small.copy_bytes_max == 32 * MIB
+    assert within_memory(FULL, None) == FULL
+    assert within_memory(FULL, 10**12) == FULL
+    assert within_memory(FULL, 0).array_bytes == MIB
+
+
+def test_little_memory_makes_little_matrices():
+    assert measure_matmul("cpu", "fp32", replace(TINY, matmul_s=1e9)).source.endswith("n = 512")
+
+
+def test_the_first_repetition_does_not_count():
+    calls = []
+    assert len(sample(lambda: calls.append(1), seconds=0.0, num_min=3)) == 3
+    assert len(calls) == 4
