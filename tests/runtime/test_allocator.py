@@ -37,21 +37,21 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def test_nothing_is_handed_back_within_the_limit(memory: Memory):
-    limit = ResidentLimit(BUDGET, HOST)
+    limit = ResidentLimit(START, BUDGET, HOST)
     memory.resident = LIMIT
     limit.keep()
     assert memory.num_trims == 0
 
 
 def test_free_memory_over_the_limit_is_handed_back(memory: Memory):
-    limit = ResidentLimit(BUDGET, HOST)
+    limit = ResidentLimit(START, BUDGET, HOST)
     memory.resident, memory.free = LIMIT + 1, 40 * MIB
     limit.keep()
     assert (memory.num_trims, memory.resident) == (1, LIMIT + 1 - 40 * MIB)
 
 
 def test_what_a_trim_leaves_is_alive_and_is_not_trimmed_at_every_look(memory: Memory):
-    limit = ResidentLimit(BUDGET, HOST)
+    limit = ResidentLimit(START, BUDGET, HOST)
     memory.resident = LIMIT + 20 * MIB
     limit.keep()
     limit.keep()
@@ -64,7 +64,7 @@ def test_what_a_trim_leaves_is_alive_and_is_not_trimmed_at_every_look(memory: Me
 
 
 def test_the_limit_comes_back_down_when_the_live_memory_is_gone(memory: Memory):
-    limit = ResidentLimit(BUDGET, HOST)
+    limit = ResidentLimit(START, BUDGET, HOST)
     memory.resident = LIMIT + 100 * MIB
     limit.keep()
     memory.resident = LIMIT - 50 * MIB
@@ -75,7 +75,7 @@ def test_the_limit_comes_back_down_when_the_live_memory_is_gone(memory: Memory):
 
 
 def test_the_limit_is_kept_in_the_middle_of_a_backward(memory: Memory):
-    limit = ResidentLimit(BUDGET)
+    limit = ResidentLimit(START, BUDGET)
     weight = torch.ones(3, requires_grad=True)
     with limit.watched():
         loss = (weight.exp() * weight).sum()
@@ -88,7 +88,7 @@ def test_the_limit_is_kept_in_the_middle_of_a_backward(memory: Memory):
 
 def test_a_watched_graph_without_a_backward_is_freed(memory: Memory):
     """A result that its own graph saves (exp does) would hold itself through the hooks."""
-    with ResidentLimit(BUDGET).watched():
+    with ResidentLimit(START, BUDGET).watched():
         result = torch.ones(3, requires_grad=True).exp()
     gone = weakref.ref(result)
     del result

@@ -31,8 +31,8 @@ HEAP_WORKSPACES = 0.5
 TRIM_THRESHOLD_BYTES = 2**30
 # What one lane frees another one can take, and one heap is trimmed as a whole.
 ARENA_MAX = 1
-# What kernels and libraries keep inside themselves.
-TOLERANCE_BYTES = 8 * 2**20
+# Pages of the libraries' own code that are touched by and by: some 20 MiB were seen.
+TOLERANCE_BYTES = 16 * 2**20
 # After a trim what is left is alive; to trim again pays once more than this was taken.
 AGAIN_BYTES = 8 * 2**20
 
@@ -93,16 +93,17 @@ class ResidentLimit:
     """Hands free memory of the heap back where the process is over its budget.
 
     Args:
-        budget_bytes: of the device: what its computations may add to the resident memory of this moment.
+        before_bytes: resident memory before anything was done.
+        budget_bytes: of the device: what its computations may add to that.
         host_bytes: what else is going to be added, to the byte.
 
     Attributes:
         num_trims: how often memory was handed back.
     """
 
-    def __init__(self, budget_bytes: int, host_bytes: int = 0) -> None:
+    def __init__(self, before_bytes: int, budget_bytes: int, host_bytes: int = 0) -> None:
         self.num_trims = 0
-        self._limit_bytes = resident_bytes() + host_bytes + budget_bytes + TOLERANCE_BYTES
+        self._limit_bytes = before_bytes + host_bytes + budget_bytes + TOLERANCE_BYTES
         self._trim_above = self._limit_bytes
 
     def keep(self) -> None:

@@ -21,7 +21,7 @@ from outsize.optim.groups import decay_parameter_names
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.validate import validate
-from outsize.runtime.allocator import HEAP_WORKSPACES, trim
+from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
@@ -51,6 +51,7 @@ class Prepared:
         measured: what a microbatch needs on the device.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         plan: memory sizes and the program of a step.
+        before_bytes: resident memory of the process, its imports included, before it did anything.
         heap: whether the plan has room for what the C allocator keeps of freed memory.
     """
 
@@ -63,6 +64,7 @@ class Prepared:
     measured: Measured
     chunk_tokens: int | None
     plan: Plan
+    before_bytes: int
     heap: bool
 
 
@@ -86,6 +88,7 @@ def prepare(
     check_length(config, hf_config)
     model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
     trim()  # building a model takes its weights for a moment, one after the other
+    before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
     if source is None:
         source = CheckpointReader(directory, model)
@@ -117,6 +120,7 @@ def prepare(
         measured=measured,
         chunk_tokens=chunk_tokens,
         plan=plan,
+        before_bytes=before_bytes,
         heap=heap,
     )
 

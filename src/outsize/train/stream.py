@@ -124,7 +124,7 @@ class StreamedTrainer:
                         machine.device,
                         self.ledger,
                         rate * 1e9 if rate else None,
-                        ResidentLimit(machine.device_bytes, plan.total_bytes("host")),
+                        ResidentLimit(prepared.before_bytes, machine.device_bytes, plan.total_bytes("host")),
                     )
                 )
             )
