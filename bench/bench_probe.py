@@ -2,8 +2,9 @@
 
 DRAM: STREAM's triad in C, compiled here by gcc with OpenMP, and the probe's take turns, with arrays of the same
 size and as many threads. Disk: fio with direct I/O and the probe take turns, with requests of the same size and as
-many in flight; where fio is not installed, this is left out. Link: how far the fitted line lies from copies of sizes
-that it has not seen. Time: whole quick probes, each in a fresh process.
+many in flight; where fio is not installed, this is left out. At depth 1 fio fills one buffer again and again, which
+stays in the cache, and the probe 64 MiB, as streaming does: there it may be a fifth slower. Link: how far the
+fitted line lies from copies of sizes that it has not seen. Time: whole quick probes, each in a fresh process.
 
     python bench/bench_probe.py --dir /path/on/the/disk
 """
