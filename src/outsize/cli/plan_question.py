@@ -9,8 +9,9 @@ from typing import Any, Literal, cast
 
 from outsize.config import Config, dump_config, load_config
 from outsize.errors import CheckpointError, ConfigError, ModelError
+from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine, from_json
+from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
 from outsize.planner.plan import Budgets
@@ -164,10 +165,7 @@ def _machine(gpus: str | None, file: Path | None) -> Machine:
     if gpus is not None:
         return parse_gpus(gpus)
     assert file is not None
-    try:
-        return from_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+    return read_machine(file)
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:
