@@ -102,7 +102,8 @@ def ask(
         microbatches=microbatches,
         clip=max_grad_norm > 0 or dtype == "fp16",
         workload_of=lambda sequences: count_workload(shape, dtype, sequences=sequences, seq_len=seq_len),
-        fixed_bytes=CUBLAS_BYTES,
+        # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
+        fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in box.gpus) else 0,
     )
     return Asked(name=model, question=question, config=config, tokens=_tokens(tokens))
 
