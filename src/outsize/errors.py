@@ -12,7 +12,7 @@ The tree, and whose mistake each branch is::
     │   └── BudgetExceededError   ours: a tier would hold more than was promised
     ├── NonFiniteError         the numbers: loss or gradient norm is NaN or infinite
     ├── ProgramError           ours: a program breaks a rule of `planner.validate`
-    └── ExecutionError         an op failed; the cause is chained, the op and its neighbours are shown
+    └── ExecutionError         ours: an op failed, and on which lane; the cause is chained
 
 Commands print the message of an `OutsizeError` and exit with status 2; anything else is a bug of outsize and keeps
 its traceback. In a library call, ``except outsize.OutsizeError`` catches what a user can act upon.
