@@ -7,7 +7,7 @@ but the hop between stages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.planner.stages import Span, Stages
 
@@ -57,7 +57,7 @@ def stage_times(
         StageTimes(sum(forward_s[first:end]), up_s=sum(weights_s[first:end])) for first, end in stages.forward
     ]
     both = sum(forward_s[u] for u in range(*fused) if u != last)
-    times.append(StageTimes(both + sum(backward_s[slice(*fused)]), **_copies(fused, weights_s, gradients_s)))
+    times.append(_backward(StageTimes(both + sum(backward_s[slice(*fused)])), fused, weights_s, gradients_s))
     stage_of = [index for index, (first, end) in enumerate(stages.forward) for _ in range(first, end)]
     for first, end in stages.backward[1:]:
         seconds, recompute_s = sum(backward_s[first:end]), sum(forward_s[first:end])
@@ -65,15 +65,17 @@ def stage_times(
         if end > 1:  # the input of the top unit comes out of the unit below
             source = stage_of[end - 2]
             early_s = sum(forward_s[end : stages.forward[source][1]]) if stage_of[end - 1] == source else 0.0
-        copies = _copies((first, end), weights_s, gradients_s)
-        times.append(StageTimes(seconds, recompute_s, source, early_s, **copies))
+        stage = StageTimes(seconds, recompute_s, source, early_s)
+        times.append(_backward(stage, (first, end), weights_s, gradients_s))
     return times
 
 
-def _copies(span: Span, weights_s: Sequence[float], gradients_s: Sequence[float]) -> dict[str, float]:
-    """Return what a backward stage moves over the link besides activations."""
+def _backward(
+    stage: StageTimes, span: Span, weights_s: Sequence[float], gradients_s: Sequence[float]
+) -> StageTimes:
+    """Return the stage with what a backward moves over the link besides activations."""
     gradients = sum(gradients_s[slice(*span)])
-    return {"up_s": sum(weights_s[slice(*span)]), "sum_s": gradients, "down_s": gradients}
+    return replace(stage, up_s=sum(weights_s[slice(*span)]), sum_s=gradients, down_s=gradients)
 
 
 _Lines = dict[float, float]
