@@ -26,6 +26,7 @@ from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
+from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
@@ -83,6 +84,16 @@ def train(
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
+        # Entered first, so that it still watches while everything else is given back.
+        watchdog = stack.enter_context(
+            Watchdog(
+                run_dir,
+                announce,
+                action=config.train.on_stall,
+                factor=config.train.stall_factor,
+                floor_s=config.train.stall_floor_s,
+            )
+        )
         store = Path(config.memory.store_dir or run_dir / "store")
         trainer = stack.enter_context(StreamedTrainer(prepared, store))
         trainer.fill()
@@ -92,7 +103,7 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
-        run = _Run(config, prepared, run_dir, trainer, heartbeat, progress, announce, position)
+        run = _Run(config, prepared, run_dir, trainer, heartbeat, watchdog, progress, announce, position)
         return run.go(dataset, interrupt)
 
 
@@ -105,6 +116,7 @@ class _Run:
     run_dir: Path
     trainer: StreamedTrainer
     heartbeat: Heartbeat
+    watchdog: Watchdog
     progress: Progress | None
     announce: Announce
     position: Position
@@ -122,6 +134,7 @@ class _Run:
         config = self.config
         self.disk, self.link = self.trainer.disk_bytes(), self._link()
         interrupt.can_finish = True
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
@@ -156,6 +169,7 @@ class _Run:
         self.position = Position(
             former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
         )
+        self.watchdog.step_ended(outcome.seconds)
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
         record = self._record(outcome)
@@ -210,7 +224,8 @@ class _Run:
             return
         self.trainer.settle()
         self._account_end()
-        path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
+        with self.watchdog.paused():
+            path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
         self.disk = self.trainer.disk_bytes()
         self.saved_step = self.position.step
         self.announce(f"saved {path}")
