@@ -17,6 +17,7 @@ from pathlib import Path
 from outsize.config import Config
 from outsize.errors import OutsizeError
 from outsize.testing.faults import Fault, Key, Layer, Operation, faults_of, layered
+from outsize.testing.tiny import tiny_run
 from outsize.train.run import train
 
 # What a run writes under another name first, or under a name that is gone at once.
@@ -47,17 +48,20 @@ class Campaign:
     Args:
         config: of the run; its ``run_dir`` is removed before each.
         root: directory of all its files, whose names are told relative to it.
+        begin: a run directory to go on from, copied before each; None starts afresh.
     """
 
-    def __init__(self, config: Config, root: Path) -> None:
+    def __init__(self, config: Config, root: Path, begin: Path | None = None) -> None:
         assert config.train.run_dir is not None
+        self._begin = begin
         self._config = config
         self._root = root
         self._run_dir = Path(config.train.run_dir)
-        self._go(config)  # whatever libraries open and start once
+        self._reset()
+        train(config)  # whatever libraries open and start once
         self._reset()
         with layered(Layer(root)) as layer:
-            self._go(config)
+            train(config)
         self.operations: tuple[Operation, ...] = tuple(layer.operations)
         self._expected = digest(self._run_dir)
 
@@ -76,7 +80,7 @@ class Campaign:
         error = ""
         with layered(Layer(self._root, {key: fault})) as layer:
             try:
-                self._go(self._config)
+                train(self._config)
             except OutsizeError as refusal:
                 error = f"{type(refusal).__name__}: {refusal}"
             except Exception as other:
@@ -84,21 +88,18 @@ class Campaign:
                 problems.append(f"not an error of ours: {error}")
         problems += self._left(threads, files, key.kind in ("unlink", "rmdir"))
         if error and not problems:
-            self._go(self._config.model_copy(update={"train": self._resumed()}))
+            resumed = self._config.train.model_copy(update={"resume": "auto"})
+            train(self._config.model_copy(update={"train": resumed}))
             problems += self._left(threads, files, False)
         if not problems and digest(self._run_dir) != self._expected:
             problems.append("ends with other weights, state or losses" + (" when resumed" if error else ""))
         outcome = "missed" if not layer.sprung else "refused" if error else "equal"
         return Verdict(outcome, error, tuple(problems))
 
-    def _go(self, config: Config) -> None:
-        train(config)
-
-    def _resumed(self) -> object:
-        return self._config.train.model_copy(update={"resume": "auto"})
-
     def _reset(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._begin is not None:
+            shutil.copytree(self._begin, self._run_dir)
 
     def _left(self, threads: set[threading.Thread], files: dict[str, str], names_may_stay: bool) -> list[str]:
         """Return what a run left behind that it should not have."""
@@ -148,3 +149,24 @@ def _open_files() -> dict[str, str]:
         except OSError:  # the one that lists the directory
             continue
     return found
+
+
+def scenario(name: str, root: Path) -> Campaign:
+    """A tiny run to put faults into: ``host`` or ``disk`` from the start, ``resume`` from one after two steps."""
+    memory = {"home": "host" if name == "host" else "disk", "offload": True}
+    save = {"save_every": 2}
+    if name != "resume":
+        return Campaign(tiny_run(root, train=save, memory=memory), root)
+    train(tiny_run(root, train={"steps": 2, **save}, memory=memory))
+    (root / "run").rename(root / "before")
+    return Campaign(tiny_run(root, train={"resume": "auto", **save}, memory=memory), root, root / "before")
+
+
+def does_harm(operation: Operation, fault: Fault) -> bool:
+    """Whether a fault may change how a run ends; late calls and lost syncs alone do not."""
+    return fault not in (Fault.DELAY, Fault.LOST) and is_noticed(operation, fault)
+
+
+def is_noticed(operation: Operation, fault: Fault) -> bool:
+    """Whether somebody can tell: one bit of a file without a checksum is a different file, not a damaged one."""
+    return fault is not Fault.FLIP
