@@ -11,7 +11,7 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
 from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
@@ -19,6 +19,7 @@ from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.interrupt import Interrupt
+from outsize.train.lane_times import lane_times
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
@@ -186,7 +187,8 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        stalls = timeline.stall_s_by_owner()
+        times = lane_times(timeline)
+        stalls = times.stall_s
         for lane, seconds in stalls.items():
             self.owners_s[lane] = self.owners_s.get(lane, 0.0) + seconds
         stalled = sum(stalls.values())
@@ -210,6 +212,13 @@ class _Run:
             stall_share=min(stalled / outcome.seconds, 1.0),
             stall_owner=next(iter(stalls), None),
             skipped=outcome.skipped,
+            skipped_steps=self.position.skipped,
+            busy_s=times.busy_s,
+            stall_s=times.stall_s,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            update_s=times.update_s,
+            rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
         )
 
