@@ -64,7 +64,7 @@ def test_the_first_signal_finishes_the_step_and_saves(
             engine.ComputeOps, "_find", lambda: send(number)
         )
         outcome = world.command(world.config(train=SIX))
-    assert (outcome.status, outcome.result["steps"]) == (130, 2)
+    assert (outcome.status, outcome.result["steps"]) == (0, 2)
     assert "interrupted after step 2; saving" in outcome.err
     assert "interrupted and saved; --resume auto --run-dir" in outcome.err
     again = world.command(world.config(train=SIX), "--resume", "auto")
@@ -129,14 +129,14 @@ def test_a_signal_before_the_first_step_leaves_nothing(
 SCRIPT = """
 import os, signal, sys
 from outsize.runtime import engine
-handle = engine._handle
+handle = engine.run_op
 def watched(table, op, context):
     if (str(op), context.number) == ("F 1.1@w0", 2):
         os.kill(os.getpid(), signal.SIGINT)
     if (str(op), context.number) == ("B 1.1@w0", 2):
         os.kill(os.getpid(), signal.SIGINT)
     handle(table, op, context)
-engine._handle = watched
+engine.run_op = watched
 from outsize.cli import main
 main(sys.argv[1:])
 """
