@@ -38,7 +38,7 @@ def _warmup(config: "Config") -> list[str]:
     if config.warmup_steps >= steps:
         return [
             f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
-            f"train.steps ({steps})"
+            f"train.steps ({steps}); lower it, for example to 0, or train for more steps"
         ]
     return []
 
