@@ -24,6 +24,7 @@ from outsize.optim.spec import GRADIENT, WEIGHTS, planes_for
 from outsize.storage.directory import needed_directory
 from outsize.storage.prealloc import explain
 from outsize.train.heartbeat import write_json, write_whole
+from outsize.train.state_kinds import check_kinds
 from outsize.train.stream import StreamedTrainer
 
 CHECKPOINTS = "checkpoints"
@@ -223,8 +224,7 @@ def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
 def _read_state(directory: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(files.read_text(directory / STATE))
-        for key in ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype"):
-            state[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        check_kinds(state)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory / STATE} cannot be read: {error!r}") from error
     return state
