@@ -67,6 +67,44 @@ def preallocate(path: Path, num_bytes: int) -> int:
     return descriptor
 
 
+def open_again(path: Path, num_bytes: int) -> int:
+    """Open and lock ``path``, which holds ``num_bytes`` bytes, and leave them as they are; return its descriptor.
+
+    Raises:
+        StorageError: it is not there, of another size, not writable, or in use.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise explain(error, f"open {path}") from error
+    try:
+        _lock(descriptor, path)
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise StorageError(f"{path} has {size} bytes, not {num_bytes}: it was truncated, or is another's")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory outlast a loss of power, where the file system can.
+
+    Raises:
+        StorageError: the disk could not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync directories
+            raise explain(error, f"make {path} durable") from error
+
+
 def _check_free_space(path: Path, num_bytes: int) -> None:
     """Refuse what cannot fit before any of it is taken from others on that disk."""
     try:
