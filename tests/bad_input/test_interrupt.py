@@ -129,14 +129,14 @@ def test_a_signal_before_the_first_step_leaves_nothing(
 SCRIPT = """
 import os, signal, sys
 from outsize.runtime import engine
-handle = engine._handle
+handle = engine.run_op
 def watched(table, op, context):
     if (str(op), context.number) == ("F 1.1@w0", 2):
         os.kill(os.getpid(), signal.SIGINT)
     if (str(op), context.number) == ("B 1.1@w0", 2):
         os.kill(os.getpid(), signal.SIGINT)
     handle(table, op, context)
-engine._handle = watched
+engine.run_op = watched
 from outsize.cli import main
 main(sys.argv[1:])
 """

@@ -42,13 +42,13 @@ class Trap:
         self._wanted = kind, step, microbatch, unit
         self._thread = threading.local()
         self.sprung = 0
-        handle = engine._handle
+        handle = engine.run_op
 
         def watched(table: engine.HandlerTable, op: Op, context: StepContext) -> None:
             self._thread.now = op, context.number
             handle(table, op, context)
 
-        monkeypatch.setattr(engine, "_handle", watched)
+        monkeypatch.setattr(engine, "run_op", watched)
 
     def put(self, owner: Any, name: str, action: Callable[[], object]) -> None:
         """Run ``action`` before ``owner.name`` does its work, when the moment has come."""

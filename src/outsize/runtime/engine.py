@@ -141,7 +141,7 @@ class Engine:
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         around = partial(_lane_thread, self._compute, settings.num_threads)
-        self._executor = Executor(device, lane_of, partial(_handle, self._table()), hazards, around)
+        self._executor = Executor(device, lane_of, partial(run_op, self._table()), hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
@@ -202,7 +202,8 @@ class Engine:
         }
 
 
-def _handle(table: HandlerTable, op: Op, context: StepContext) -> None:
+def run_op(table: HandlerTable, op: Op, context: StepContext) -> None:
+    """Have the handler of an op's kind run it."""
     table[op.kind, op.tile is not None](op, context)
 
 

@@ -20,6 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
@@ -110,7 +111,7 @@ class DirectFile:
         if refusal is not None:
             _log.warning("%s: no direct I/O here (%s); buffered I/O costs more CPU", path, refusal)
         if temporary:
-            self.path.unlink()
+            files.system().unlink(self.path)
         self._idle = threading.Condition()
         self._num_active = 0
         self._closed = False
@@ -154,11 +155,11 @@ class DirectFile:
 
     def read_request(self, view: memoryview, offset: int) -> None:
         """Fill one aligned view in this thread; uncounted, for code that runs in the pool itself."""
-        self._move(os.preadv, "read", view, offset)
+        self._move(files.system().pread, "read", view, offset)
 
     def write_request(self, view: memoryview, offset: int) -> None:
         """Write one aligned view in this thread; uncounted, for code that runs in the pool itself."""
-        self._move(os.pwritev, "write", view, offset)
+        self._move(files.system().pwrite, "write", view, offset)
 
     def run(self, calls: Sequence[Callable[[], object]]) -> None:
         """Run calls of `read_request` and `write_request` in the pool; the file stays open meanwhile."""
@@ -195,7 +196,7 @@ class DirectFile:
             self._closed = True
             self._idle.wait_for(lambda: self._num_active == 0)
         if first:
-            os.close(self._descriptor)
+            files.system().close(self._descriptor)
             self._release()
 
     def __enter__(self) -> Self:
@@ -235,13 +236,13 @@ class DirectFile:
             self._drop_cache(views, written=written)
 
     def _move(
-        self, call: Callable[[int, list[memoryview], int], int], verb: str, view: memoryview, offset: int
+        self, call: Callable[[int, memoryview, int], int], verb: str, view: memoryview, offset: int
     ) -> None:
         """Move one request, going on where the kernel moves less than asked."""
         done = 0
         while done < len(view):
             try:
-                moved = call(self._descriptor, [view[done:]], offset + done)
+                moved = call(self._descriptor, view[done:], offset + done)
             except OSError as error:
                 action = f"{verb} {len(view)} bytes at offset {offset} of {self.path}"
                 raise explain(error, action) from error
@@ -257,7 +258,7 @@ class DirectFile:
     def _drop_cache(self, views: Sequence[tuple[memoryview, int]], *, written: bool) -> None:
         """Keep the page cache small: only clean pages can be dropped, so written ones go to disk first."""
         if written:
-            os.fdatasync(self._descriptor)
+            files.system().fdatasync(self._descriptor)
         for view, offset in views:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 

@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.units import format_bytes
 
@@ -45,22 +46,22 @@ def preallocate(path: Path, num_bytes: int) -> int:
     """
     _check_free_space(path, num_bytes)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = files.system().open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise explain(error, f"create {path}") from error
     try:
         _lock(descriptor, path)
     except BaseException:
-        os.close(descriptor)
+        files.system().close(descriptor)
         raise
     try:
-        os.ftruncate(descriptor, 0)
+        files.system().truncate(descriptor, 0)
         # Before direct I/O is switched on: where the file system cannot allocate, libc writes single bytes.
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        files.system().allocate(descriptor, num_bytes)
     except BaseException as error:
         with suppress(OSError):
-            path.unlink()
-        os.close(descriptor)
+            files.system().unlink(path)
+        files.system().close(descriptor)
         if isinstance(error, OSError):
             raise explain(error, f"allocate {format_bytes(num_bytes)} for {path}") from error
         raise
@@ -137,7 +138,8 @@ def enable_direct(descriptor: int, sector_bytes: int) -> OSError | None:
     page = mmap.mmap(-1, sector_bytes)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.preadv(descriptor, [page], 0)
+        with memoryview(page) as view:
+            files.system().pread(descriptor, view, 0)
     except OSError as error:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
         return error

@@ -7,14 +7,13 @@ file that names it. Everything goes unit by unit and plane by plane, so memory s
 
 import json
 import math
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.checkpoint_format import read_header, read_tensor, write_file
@@ -65,16 +64,16 @@ def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Co
     staging = directory.with_name(directory.name + ".partial")
     with needed_directory(directory.parent, "train.run_dir"):
         for abandoned in directory.parent.glob("*.partial*"):  # by a process that was killed while it saved
-            shutil.rmtree(abandoned, ignore_errors=True)
+            files.system().remove_tree(abandoned)
         try:
             _write(trainer, staging)
             write_json(staging / STATE, _state(trainer, position, config))
-            shutil.rmtree(directory, ignore_errors=True)
-            os.replace(staging, directory)
+            files.system().remove_tree(directory)
+            files.system().rename(staging, directory)
         except OSError as error:
             raise explain(error, f"write the checkpoint {directory}") from error
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            files.system().remove_tree(staging)
         write_whole(directory.parent / LATEST, directory.name + "\n")
     return directory
 
@@ -88,7 +87,7 @@ def latest(run_dir: Path) -> Path | None:
     pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
         return None
-    directory = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    directory = pointer.parent / files.read_text(pointer).strip()
     if directory.parent != pointer.parent or not (directory / STATE).is_file():
         raise CheckpointError(
             f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it"
@@ -172,7 +171,7 @@ def _write(trainer: StreamedTrainer, staging: Path) -> None:
         trainer.read_unit,
         tokenizer_source=prepared.directory,
     )
-    (staging / OPTIMIZER).mkdir()
+    files.system().mkdir(staging / OPTIMIZER)
     for unit in trainer.spec.units:
         for plane in _state_planes(trainer, unit):
             write_file(staging / OPTIMIZER / _file(unit, plane), trainer.read_unit(unit, plane))
@@ -216,7 +215,7 @@ def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
 
 def _read_state(directory: Path) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads(files.read_text(directory / STATE))
         for key in ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype"):
             state[key]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from outsize import files
 from outsize.storage.prealloc import explain
 from outsize.train.records import StepRecord
 
@@ -25,7 +25,7 @@ class Heartbeat:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / HEARTBEAT
         try:
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
+            self._file: TextIO = files.open_text(self._path, "a")
         except OSError as error:
             raise explain(error, f"write {self._path}") from error
 
@@ -72,10 +72,10 @@ def write_whole(path: Path, text: str) -> None:
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        files.write_text(partial, text)
+        files.system().rename(partial, path)
     except OSError as error:
         raise explain(error, f"write {path}") from error
     finally:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            files.system().unlink(partial)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outsize import files
 from outsize.config import Config
 from outsize.errors import ConfigError, StorageError
 from outsize.storage.directory import needed_directory
@@ -37,7 +38,7 @@ def claimed(run_dir: Path, *, resume: bool) -> Iterator[None]:
         StorageError: it cannot be written, or another run is using it.
     """
     with needed_directory(run_dir, "train.run_dir"):
-        descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             _lock(descriptor, run_dir)
             if not resume and _holds_run(run_dir):
@@ -47,7 +48,7 @@ def claimed(run_dir: Path, *, resume: bool) -> Iterator[None]:
                 )
             yield
         finally:
-            os.close(descriptor)
+            files.system().close(descriptor)
 
 
 def _lock(descriptor: int, run_dir: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import DataError
+from outsize.files import system
 
 
 class TokenStore(Protocol):
@@ -71,7 +72,7 @@ class ArrayReader:
             self, _close_all, self._descriptors
         )  # with the reader, if nobody calls close
         for file in files:
-            self._descriptors.append(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
+            self._descriptors.append(system().open(file.path, os.O_RDONLY))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -108,7 +109,7 @@ class ArrayReader:
         buffer = out.view(np.uint8).data
         position = file.offset_bytes + within * file.dtype.itemsize
         while len(buffer):
-            num_read = os.preadv(self._descriptors[index], [buffer], position)
+            num_read = system().pread(self._descriptors[index], buffer, position)
             if num_read == 0:
                 raise DataError(
                     f"{file.path}: ends at byte {position}; it was changed or cut since it was opened"
@@ -118,4 +119,4 @@ class ArrayReader:
 
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
-        os.close(descriptor)
+        system().close(descriptor)
