@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for, pack_unit
 from outsize.optim.spec import GRADIENT, commit_record_bytes, committed_bytes, planes_for, step_write_planes
@@ -226,7 +227,7 @@ def test_a_torn_commit_leaves_the_one_before(place: Place, kept: int):
     with place.make() as home:
         written = place.write_all(home, 1)
         home.commit({"step": 1})
-        slot = 0  # the next one goes there
+        slot = commit_record_bytes(MODEL)  # the next one goes there
         before = place.path.read_bytes()
         place.write_all(home, 2)
         home.commit({"step": 2})
@@ -265,26 +266,25 @@ def test_a_truncated_home_is_not_taken(place: Place):
 def test_a_home_of_another_format_says_so(place: Place):
     with place.make() as home:
         home.commit({"step": 1})
-    slot = commit_record_bytes(MODEL)
     with place.path.open("r+b") as file:
-        file.seek(slot + 8)
+        file.seek(8)
         file.write(bytes([9]))
     with pytest.raises(StorageError, match=r"a home of format 9, and this version of outsize knows 1"):
         find_record(place.path, MODEL)
 
 
-def test_a_failed_sync_is_no_commit(place: Place, monkeypatch: pytest.MonkeyPatch):
-    def failing(descriptor: int) -> None:
+class FailingSyncs(files.System):
+    def fdatasync(self, descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
+
+def test_a_failed_sync_is_no_commit(place: Place):
     with place.make() as home:
         written = place.write_all(home, 1)
         home.commit({"step": 1})
         place.write_all(home, 2)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fdatasync", failing)
-            with pytest.raises(StorageError, match="make .* durable"):
-                home.commit({"step": 2})
+        with files.replaced(FailingSyncs()), pytest.raises(StorageError, match=r"make .* durable"):
+            home.commit({"step": 2})
     with place.open() as home:
         assert home.record is not None
         assert home.record.state == {"step": 1}
@@ -319,9 +319,7 @@ def test_everything_is_reserved_and_given_back(place: Place):
 
 
 def test_a_temporary_home_commits_and_leaves_nothing(place: Place, tmp_path: Path):
-    home = CommittedHome(
-        MODEL, planes_for("bf16"), place.path, place.pool, arena=place.arena, temporary=True
-    )
+    home = CommittedHome(MODEL, planes_for("bf16"), place.path, place.pool, arena=place.arena, temporary=True)
     with home:
         written = place.write_all(home, 1)
         home.commit({"step": 1})

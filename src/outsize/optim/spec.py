@@ -58,8 +58,8 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
     return tuple(plane for plane in planes_for(dtype) if plane != GRADIENT)
 
 
-# A commit record holds a text that says where the run stood, with a number for each parameter, and a side and a checksum
-# for each granule. Direct I/O moves whole sectors.
+# A commit record holds a text that says where the run stood, with a number for each parameter, and a side and a
+# checksum for each granule. Direct I/O moves whole sectors.
 _TEXT_BYTES, _PARAMETER_BYTES, _GRANULE_BYTES, _SECTOR_BYTES = 16_384, 16, 9, 4096
 
 

@@ -213,8 +213,8 @@ def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOption
         advice = "the home on disk"
     elif tier == "disk" and options.commits and largest == "home":
         advice = (
-            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes back "
-            "to the last checkpoint after a crash"
+            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
+            "back to the last checkpoint after a crash"
         )
     else:
         advice = f"a {tier} budget of {format_bytes(needed)}"

@@ -1,4 +1,4 @@
-"""A home on disk that commits: the state of the last commit is whole on disk whatever happens, and is checked on reading.
+"""A home on disk that commits: the state of the last commit is whole whatever happens, and is checked on reading.
 
 1. What a step writes goes beside what is committed (`outsize.storage.granules`); what is read is the newest.
 2. `commit` makes all of it durable, then writes a record that says where it lies, then makes that durable. Until the
@@ -24,7 +24,7 @@ from outsize.optim.spec import GRADIENT, commit_record_bytes, planes_for, step_w
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.granules import DamagedError, Granules
-from outsize.storage.home import DiskHome
+from outsize.storage.home import DiskHome, Home
 from outsize.storage.layout import Layout
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
@@ -140,9 +140,8 @@ class CommittedHome(DiskHome):
             checksums=np.concatenate([granules.committed_checksums for granules in kept]),
         )
         size = align_up(pack(record, self._buffer.numpy().data), SECTOR_BYTES)
-        slot = record.sequence % NUM_SLOTS
         view = self._buffer.numpy().data[:size]
-        self.file.run([lambda: self.file.write_request(view, slot * self._slot_bytes)])
+        self.file.run([lambda: self.file.write_request(view, record.slot * self._slot_bytes)])
         self.file.sync()
         for granules in kept:
             granules.committed[:] = granules.newest
@@ -166,6 +165,21 @@ class CommittedHome(DiskHome):
                     self._granules[unit, plane] = finer
             elif granules.granule_elements > self.granule_elements:
                 self._granules[unit, plane] = Granules(granules.extent, self.granule_elements)
+
+    def copy_to(self, home: Home, piece: Tensor) -> None:
+        """Write the committed state into another home of the same model, by way of ``piece``, aligned memory."""
+        for (unit, plane), granules in self._granules.items():
+            if plane == GRADIENT:
+                continue
+            extent = granules.extent
+            size = (
+                len(piece) // extent.dtype.itemsize // granules.granule_elements * granules.granule_elements
+            )
+            size = size or extent.numel
+            for start in range(0, extent.numel, size):
+                part = piece.view(extent.dtype)[: min(size, extent.numel - start)]
+                self.read(unit, plane, start, part)
+                home.write(unit, plane, start, part)
 
     def _restore(self, record: Record) -> None:
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]

@@ -181,7 +181,7 @@ class DirectFile:
             StorageError: the disk could not; what was written since the last sync may be gone.
         """
         try:
-            os.fdatasync(self._descriptor)
+            files.system().fdatasync(self._descriptor)
         except OSError as error:
             raise explain(error, f"make {self.path} durable") from error
 
@@ -221,17 +221,14 @@ class DirectFile:
             if not written:
                 inspect(piece, start)
 
-        pieces = [
-            (number, view, offset, start)
-            for number, (view, offset) in enumerate(views)
-            for start in range(0, len(view), size)
-        ]
-        if inspect:
-            self.run([partial(inspected, inspect[number], *piece) for number, *piece in pieces])
-        else:
-            self.run(
-                [partial(request, view[at : at + size], offset + at) for _, view, offset, at in pieces]
-            )
+        calls: list[Callable[[], object]] = []
+        for number, (view, offset) in enumerate(views):
+            for start in range(0, len(view), size):
+                if inspect:
+                    calls.append(partial(inspected, inspect[number], view, offset, start))
+                else:
+                    calls.append(partial(request, view[start : start + size], offset + start))
+        self.run(calls)
         if self._buffered:
             self._drop_cache(views, written=written)
 

@@ -58,9 +58,7 @@ class Layout:
             for plane, dtype in dtypes.items():
                 if unit.numel and (plane == "weights" or unit.trainable):
                     num_sides = 2 if unit.trainable and plane in twice else 1
-                    extent = Extent(
-                        offset=self.num_bytes, numel=unit.numel, dtype=dtype, num_sides=num_sides
-                    )
+                    extent = Extent(offset=self.num_bytes, numel=unit.numel, dtype=dtype, num_sides=num_sides)
                     self.extents[unit.index, plane] = extent
                     self.num_bytes += num_sides * extent.num_bytes
 

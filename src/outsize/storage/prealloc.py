@@ -75,7 +75,7 @@ def open_again(path: Path, num_bytes: int) -> int:
         StorageError: it is not there, of another size, not writable, or in use.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = files.system().open(path, os.O_RDWR)
     except OSError as error:
         raise explain(error, f"open {path}") from error
     try:
@@ -84,7 +84,7 @@ def open_again(path: Path, num_bytes: int) -> int:
         if size != num_bytes:
             raise StorageError(f"{path} has {size} bytes, not {num_bytes}: it was truncated, or is another's")
     except BaseException:
-        os.close(descriptor)
+        files.system().close(descriptor)
         raise
     return descriptor
 
@@ -96,11 +96,7 @@ def sync_directory(path: Path) -> None:
         StorageError: the disk could not.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        files.sync(path)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system that does not sync directories
             raise explain(error, f"make {path} durable") from error

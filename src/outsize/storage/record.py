@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.storage.prealloc import explain
 
@@ -36,7 +37,7 @@ class Record:
     """One committed state.
 
     Attributes:
-        sequence: number of the commit; the slot is its remainder by two.
+        sequence: number of the commit, from 1; they go to slots 0 and 1 in turn.
         state: what the run says of itself, JSON.
         granule_elements: elements that a checksum covers.
         layout: digest of what lies where, see `outsize.storage.committed.layout_digest`.
@@ -50,6 +51,11 @@ class Record:
     layout: str
     sides: Sides
     checksums: Checksums
+
+    @property
+    def slot(self) -> int:
+        """The slot that it goes to."""
+        return (self.sequence - 1) % NUM_SLOTS
 
 
 class _BadRecordError(Exception):
@@ -113,6 +119,11 @@ def unpack(data: memoryview) -> Record | None:
     return record
 
 
+def has_commit(path: Path) -> bool:
+    """Whether the file at ``path`` is a home that has committed, whole or not."""
+    return path.is_file() and bytes(_read(path, 0, 0)).startswith(_MAGIC)
+
+
 def newest_record(path: Path, slot_bytes: int) -> tuple[Record | None, str]:
     """Return the newest whole record in the slots of ``path``, and what is wrong with the others, empty if nothing is.
 
@@ -143,16 +154,13 @@ def _digest(data: memoryview) -> int:
 def _read(path: Path, offset: int, num_bytes: int) -> memoryview:
     """Return up to ``num_bytes`` of a slot: its header, and as much more as that speaks of."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = os.pread(descriptor, _HEADER.size, offset)
+        with files.open_binary(path, "r") as file:
+            file.seek(offset)
+            data = file.read(_HEADER.size)
             if len(data) == _HEADER.size and data.startswith(_MAGIC):
                 _, _, text_bytes, num_granules, _, _ = _HEADER.unpack(data)
-                size = min(_HEADER.size + text_bytes + 9 * num_granules, num_bytes)
-                data = os.pread(descriptor, size, offset)
-            os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+                data += file.read(max(0, min(text_bytes + 9 * num_granules, num_bytes - len(data))))
+            os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise explain(error, f"read {path}") from error
     return memoryview(data)

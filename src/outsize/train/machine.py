@@ -11,6 +11,8 @@ from outsize.config.schema import MemoryConfig
 from outsize.hardware.spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory import Tier
 
+# The file of a disk home that stays.
+HOME = "home.bin"
 # Where the device's memory is RAM it shares it with the host tier.
 CPU_DEVICE_SHARE = 0.4
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -91,5 +93,7 @@ def _default_device_bytes(device: str, available: int) -> int:
 
 
 def _free_disk_bytes(path: Path) -> int:
+    """What is free for a store at ``path``, and what an earlier home there takes already."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return shutil.disk_usage(existing).free
+    home = path / HOME
+    return shutil.disk_usage(existing).free + (home.stat().st_blocks * 512 if home.is_file() else 0)

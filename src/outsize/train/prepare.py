@@ -207,6 +207,7 @@ def make_plan(
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
+        commits=memory.commits == "step",
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     plan = plan_step(parts.spec, demand, budgets, options)

@@ -12,8 +12,10 @@ from outsize import files
 from outsize.config import Config
 from outsize.errors import ConfigError, StorageError
 from outsize.storage.directory import needed_directory
+from outsize.storage.record import has_commit
 from outsize.train.checkpoint import CHECKPOINTS, LATEST
 from outsize.train.heartbeat import HEARTBEAT
+from outsize.train.machine import HOME
 
 
 def choose_run_dir(config: Config) -> Path:
@@ -64,4 +66,5 @@ def _lock(descriptor: int, run_dir: Path) -> None:
 
 def _holds_run(run_dir: Path) -> bool:
     heartbeat = run_dir / HEARTBEAT
-    return (heartbeat.is_file() and heartbeat.stat().st_size > 0) or (run_dir / CHECKPOINTS / LATEST).exists()
+    begun = heartbeat.is_file() and heartbeat.stat().st_size > 0
+    return begun or (run_dir / CHECKPOINTS / LATEST).exists() or has_commit(run_dir / "store" / HOME)

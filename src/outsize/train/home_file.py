@@ -1,0 +1,159 @@
+"""The home that a run has left on disk: whose it is, how far it is, and when it goes.
+
+It belongs to the run directory that it was made for. At any time after the first step it is a checkpoint of its own,
+and usually a newer one than the last that was saved; when a run has come to its end and is saved, it has done its
+service.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from outsize import files
+from outsize.config import Config
+from outsize.errors import CheckpointError, StorageError
+from outsize.model.spec import ModelSpec
+from outsize.storage.committed import find_record, layout_digest
+from outsize.storage.prealloc import explain, sync_directory
+from outsize.storage.record import Record
+from outsize.train import checkpoint, standing
+from outsize.train.machine import HOME
+from outsize.train.prepare import Prepared
+from outsize.train.stream import StreamedTrainer
+from outsize.units import format_bytes
+
+Announce = Callable[[str], None]
+
+
+def store_of(config: Config, run_dir: Path) -> Path:
+    """Directory of the disk home."""
+    return Path(config.memory.store_dir or run_dir / "store")
+
+
+def newest_home(
+    config: Config, run_dir: Path, spec: ModelSpec, resumed: Path | None, announce: Announce
+) -> Record | None:
+    """Return the record of the home that the run goes on from; None where a checkpoint is newer, or there is none.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        spec: its model.
+        resumed: the newest checkpoint, if any.
+        announce: told what is found and not taken.
+
+    Raises:
+        ConfigError: the home belongs to a run with another model, seed or dtype.
+        StorageError: it belongs to another run directory, cannot be read, or is of another format.
+    """
+    path = store_of(config, run_dir) / HOME
+    record, wrong = find_record(path, spec)
+    if wrong:
+        announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
+    if record is None:
+        return None
+    try:
+        state = standing.checked(record.state, path)
+    except CheckpointError as error:
+        raise StorageError(f"{error}; remove the file to go on without it") from error
+    _check_owner(path, state.get("run_dir"), run_dir, state["step"])
+    if config.train.resume != "auto":
+        return None
+    standing.check_same_run(state, path, config, spec.dtype)
+    if record.layout != layout_digest(spec):
+        raise StorageError(
+            f"{path} holds a model of other parameters, or with others frozen; resume with the former settings, or "
+            "remove the file to go on without it"
+        )
+    if resumed is not None and checkpoint.position_of(resumed).step > state["step"]:
+        announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
+        return None
+    return record
+
+
+def start(
+    stack: contextlib.ExitStack,
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    record: Record | None,
+    resumed: Path | None,
+    announce: Announce,
+) -> StreamedTrainer:
+    """Open a trainer, entered in ``stack``, that stands where the run goes on; its `position` says where.
+
+    A home that is damaged is given up for the newest checkpoint, where there is one.
+
+    Raises:
+        OutsizeError: neither home nor checkpoint can be read, or the budgets do not hold.
+    """
+    store = store_of(config, run_dir)
+    if record is not None:
+        with contextlib.ExitStack() as attempt:
+            try:
+                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record))
+            except StorageError as error:
+                if resumed is None:
+                    raise
+                announce(f"{error}; this run goes back to {resumed.name}")
+            else:
+                stack.push(attempt.pop_all())
+                announce(f"resumed from step {trainer.position.step} in {store / HOME}")
+                return trainer
+    trainer = stack.enter_context(StreamedTrainer(prepared, store, run_dir=run_dir, config=config))
+    trainer.fill()
+    if resumed is not None:
+        trainer.position = checkpoint.restore(trainer, resumed)
+    announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+    return trainer
+
+
+def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:
+    """Remove the home of a run that has come to its end, once ``saved``, its last checkpoint, will outlast anything.
+
+    Raises:
+        StorageError: the disk cannot make the checkpoint durable.
+    """
+    path = store_of(config, run_dir) / HOME
+    if not path.is_file():
+        return
+    try:
+        for file in (*saved.rglob("*"), saved, saved.parent / checkpoint.LATEST, saved.parent, run_dir):
+            files.sync(file)
+        size = path.stat().st_size
+        files.system().unlink(path)
+    except OSError as error:
+        raise explain(error, f"make {saved} durable") from error
+    sync_directory(path.parent)
+    announce(f"removed {path} ({format_bytes(size)}): {saved.name} holds the end of the run")
+    if config.memory.store_dir is None:
+        with contextlib.suppress(OSError):  # something else lies there
+            files.system().rmdir(path.parent)
+
+
+def _from_home(config: Config, prepared: Prepared, run_dir: Path, record: Record) -> StreamedTrainer:
+    """Return a trainer that stands where ``record`` says."""
+    store, same_kind = store_of(config, run_dir), prepared.plan.layout.commits
+    trainer = StreamedTrainer(
+        prepared, store, run_dir=run_dir, config=config, record=record if same_kind else None
+    )
+    try:
+        if same_kind:
+            trainer.resume(record)
+        else:
+            trainer.take_over(store / HOME, record)
+    except BaseException:
+        trainer.close()
+        raise
+    return trainer
+
+
+def _check_owner(path: Path, owner: object, run_dir: Path, step: int) -> None:
+    """Refuse the home of another run; a run directory that was moved took its own store with it."""
+    inside = path.resolve().is_relative_to(run_dir.resolve())
+    if inside or owner is None or owner == str(run_dir.resolve()):
+        return
+    raise StorageError(
+        f"{path} holds step {step} of the run in {owner}; go on with that one (--resume auto), choose another "
+        "memory.store_dir, or remove the file"
+    )
