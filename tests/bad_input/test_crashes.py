@@ -28,7 +28,7 @@ def cut(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str
 
     def run_until(kind: Kind, step: int, **sections: Any) -> list[str]:
         said: list[str] = []
-        handle = engine._handle
+        handle = engine.run_op
 
         def watched(table: Any, op: Any, context: Any) -> None:
             if op.kind is kind and context.number == step - 1:
@@ -37,7 +37,7 @@ def cut(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str
 
         sections["train"] = {**STEPS, **sections.get("train", {})}
         with monkeypatch.context() as patched:
-            patched.setattr(engine, "_handle", watched)
+            patched.setattr(engine, "run_op", watched)
             with pytest.raises(Cut):
                 train(world.config(**sections), announce=said.append)
         return said
@@ -66,7 +66,9 @@ def test_a_run_goes_on_from_its_last_committed_step(world: World, cut: Any, kind
     cut(kind, 4)
     assert not (world.root / "run/checkpoints").exists()
     said = go_on(world)
-    assert f"resumed from step 3 in {home(world)}" in said
+    # The forward of a step begins while the optimizer of the one before still steps: then that one is repeated.
+    steps = (2, 3) if kind is Kind.FORWARD else (3,)
+    assert any(f"resumed from step {step} in {home(world)}" in said for step in steps)
     check_end(world)
 
 
@@ -133,19 +135,21 @@ def test_a_run_goes_on_with_other_memory(world: World, cut: Any, memory: dict[st
 # --- homes that are not what they should be -------------------------------------------------------------------
 
 
-def flip(path: Path, at: float) -> None:
-    """Change every bit of one byte in a hundred sectors from ``at`` on, a share of the file."""
-    data = bytearray(path.read_bytes())
-    start = int(len(data) * at)
-    for offset in range(start, min(start + 100 * 4096, len(data)), 512):
-        data[offset] ^= 0xFF
-    path.write_bytes(data)
+def flip(path: Path, first: float, last: float = 1.0) -> None:
+    """Change a bit in every 512 bytes between two places, as shares of the file."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for offset in range(int(size * first), int(size * last), 512):
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 16]))
 
 
 def test_a_damaged_home_falls_back_to_the_checkpoint(world: World, cut: Any) -> None:
     cut(Kind.STEP, 5, train={"save_every": 2})
     (world.root / "run/checkpoints").rename(world.root / "aside")
-    flip(home(world), 0.5)
+    flip(home(world), 0.5, 0.6)
     with pytest.raises(StorageError, match=r"home.bin is damaged: unit .*, plane .*step 4, the last committed"):
         train(world.config(**AUTO))
     assert home(world).exists()
@@ -156,17 +160,18 @@ def test_a_damaged_home_falls_back_to_the_checkpoint(world: World, cut: Any) -> 
 
 
 def test_a_flipped_bit_in_a_run_stops_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = engine._handle
+    handle = engine.run_op
 
     def watched(table: Any, op: Any, context: Any) -> None:
         if op.kind is Kind.FORWARD and context.number == 2:
-            flip(home(world), 0.5)
+            flip(home(world), 0.1)
         handle(table, op, context)
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_handle", watched)
+        patched.setattr(engine, "run_op", watched)
         with pytest.raises(StorageError, match=r"home.bin is damaged: unit .*, plane "):
             train(world.config(train=STEPS))
+    home(world).unlink()
 
 
 def test_a_truncated_home_is_announced_and_left(world: World, cut: Any) -> None:
@@ -178,7 +183,7 @@ def test_a_truncated_home_is_announced_and_left(world: World, cut: Any) -> None:
 
 def test_a_home_without_a_whole_record_is_announced_and_left(world: World, cut: Any) -> None:
     cut(Kind.STEP, 3)
-    flip(home(world), 0.0)
+    flip(home(world), 0.0, 0.05)
     assert any("commit record" in line and "going on without it" in line for line in go_on(world))
     check_end(world)
 
@@ -206,6 +211,7 @@ def test_the_home_of_another_run_is_not_taken(world: World, cut: Any, case: str)
     with pytest.raises(kind, match=match):
         train(world.config(**{**AUTO, **change(world)}))
     assert home(world).read_bytes() == before
+    home(world).unlink()
 
 
 def test_a_store_that_holds_the_home_of_another_run_is_refused(world: World, cut: Any) -> None:
@@ -226,6 +232,7 @@ def test_a_run_that_was_cut_off_is_not_overwritten(world: World, cut: Any) -> No
     (world.root / "run/heartbeat.jsonl").unlink()
     with pytest.raises(ConfigError, match="holds a run already"):
         train(world.config())
+    home(world).unlink()
 
 
 # --- the plan -------------------------------------------------------------------------------------------------
@@ -241,10 +248,12 @@ def test_the_plan_knows_what_a_home_that_commits_takes(world: World) -> None:
         train(world.config(memory={"disk_memory": needed - 1}))
     assert caught.value.short_by.keys() == {"disk"}
     run_well(world, memory={"disk_memory": needed - 1, "commits": "none"})
-    run_well(world, "second", memory={"disk_memory": twice.total_bytes("disk")})
+    enough = needed - 1 + caught.value.short_by["disk"]
+    run_well(world, "second", memory={"disk_memory": enough})
     assert world.digest() == world.digest("second")
 
 
 def test_the_file_is_as_large_as_the_plan_says(world: World, cut: Any) -> None:
     cut(Kind.STEP, 3)
     assert home(world).stat().st_size == plan(world.config()).memory["disk"]["home"]
+    home(world).unlink()
