@@ -1,9 +1,9 @@
 """Does a run survive `kill -9` at any moment? Every kill must be followed by a resume that ends bit for bit the same.
 
 One process imports everything and computes nothing. It forks children that train and kills each at a random moment:
-while the model is measured or the home filled, anywhere in the steps, inside a commit, inside a checkpoint, or while the
-home is removed. The next child goes on with the same run directory. A child that reaches the end is compared with an
-uninterrupted run: weights, optimizer state, and the loss of every step. Then the next run begins.
+while the model is measured or the home filled, anywhere in the steps, inside a commit, inside a checkpoint, or while
+the home is removed. The next child goes on with the same run directory. A child that reaches the end is compared with
+an uninterrupted run: weights, optimizer state, and the loss of every step. Then the next run begins.
 
     python bench/bench_kill.py                      # 200 kills, home on disk
     python bench/bench_kill.py --home host          # the same with checkpoints every two steps
@@ -28,6 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,12 +319,11 @@ def survive(root: Path, home: str, steps: int, kills: int, seed: int) -> dict[st
     """Kill until it is enough; return the tally."""
     phase = mmap.mmap(-1, 1)
     tally, chance = Tally(), random.Random(seed)
-    for name in (
-        "warm",
-        "reference",
-    ):  # after the first, this process imports what the other will not have to
-        reference, times = config_of(root, name, home, steps), root / "times.json"
-        must(lambda reference=reference: reference_child(reference, phase, times), root / "child.log")
+    times = root / "times.json"
+    # After the first, this process imports what children would have to.
+    for name in ("warm", "reference"):
+        work = partial(reference_child, config_of(root, name, home, steps), phase, times)
+        must(work, root / "child.log")
         import_all(json.loads(times.read_text())["modules"])
     spent = {int(number): seconds for number, seconds in json.loads(times.read_text())["seconds"].items()}
     expected = digest(root / "reference")

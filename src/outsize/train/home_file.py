@@ -17,17 +17,12 @@ from outsize.storage.committed import find_record, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record
 from outsize.train import checkpoint, standing
-from outsize.train.machine import HOME
+from outsize.train.machine import home_file
 from outsize.train.prepare import Prepared
 from outsize.train.stream import StreamedTrainer
 from outsize.units import format_bytes
 
 Announce = Callable[[str], None]
-
-
-def store_of(config: Config, run_dir: Path) -> Path:
-    """Directory of the disk home."""
-    return Path(config.memory.store_dir or run_dir / "store")
 
 
 def newest_home(
@@ -44,9 +39,11 @@ def newest_home(
 
     Raises:
         ConfigError: the home belongs to a run with another model, seed or dtype.
-        StorageError: it belongs to another run directory, cannot be read, or is of another format.
+        StorageError: it cannot be read, is of another format, or does not fit the model.
     """
-    path = store_of(config, run_dir) / HOME
+    path = home_file(config.memory, run_dir)
+    if config.train.resume != "auto":
+        return None
     record, wrong = find_record(path, spec)
     if wrong:
         announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
@@ -56,9 +53,6 @@ def newest_home(
         state = standing.checked(record.state, path)
     except CheckpointError as error:
         raise StorageError(f"{error}; remove the file to go on without it") from error
-    _check_owner(path, state.get("run_dir"), run_dir, state["step"])
-    if config.train.resume != "auto":
-        return None
     standing.check_same_run(state, path, config, spec.dtype)
     if record.layout != layout_digest(spec):
         raise StorageError(
@@ -87,7 +81,7 @@ def start(
     Raises:
         OutsizeError: neither home nor checkpoint can be read, or the budgets do not hold.
     """
-    store = store_of(config, run_dir)
+    path = home_file(config.memory, run_dir)
     if record is not None:
         with contextlib.ExitStack() as attempt:
             try:
@@ -98,9 +92,9 @@ def start(
                 announce(f"{error}; this run goes back to {resumed.name}")
             else:
                 stack.push(attempt.pop_all())
-                announce(f"resumed from step {trainer.position.step} in {store / HOME}")
+                announce(f"resumed from step {trainer.position.step} in {path}")
                 return trainer
-    trainer = stack.enter_context(StreamedTrainer(prepared, store, run_dir=run_dir, config=config))
+    trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
     trainer.fill()
     if resumed is not None:
         trainer.position = checkpoint.restore(trainer, resumed)
@@ -114,7 +108,7 @@ def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) 
     Raises:
         StorageError: the disk cannot make the checkpoint durable.
     """
-    path = store_of(config, run_dir) / HOME
+    path = home_file(config.memory, run_dir)
     if not path.is_file():
         return
     try:
@@ -133,27 +127,16 @@ def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) 
 
 def _from_home(config: Config, prepared: Prepared, run_dir: Path, record: Record) -> StreamedTrainer:
     """Return a trainer that stands where ``record`` says."""
-    store, same_kind = store_of(config, run_dir), prepared.plan.layout.commits
+    path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
     trainer = StreamedTrainer(
-        prepared, store, run_dir=run_dir, config=config, record=record if same_kind else None
+        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None
     )
     try:
         if same_kind:
             trainer.resume(record)
         else:
-            trainer.take_over(store / HOME, record)
+            trainer.take_over(path, record)
     except BaseException:
         trainer.close()
         raise
     return trainer
-
-
-def _check_owner(path: Path, owner: object, run_dir: Path, step: int) -> None:
-    """Refuse the home of another run; a run directory that was moved took its own store with it."""
-    inside = path.resolve().is_relative_to(run_dir.resolve())
-    if inside or owner is None or owner == str(run_dir.resolve()):
-        return
-    raise StorageError(
-        f"{path} holds step {step} of the run in {owner}; go on with that one (--resume auto), choose another "
-        "memory.store_dir, or remove the file"
-    )

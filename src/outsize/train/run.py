@@ -65,7 +65,7 @@ def train(
     resume = config.train.resume == "auto"
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, resume=resume))
+        stack.enter_context(claimed(run_dir, config))
         stack.enter_context(
             borrowed_torch(
                 deterministic=config.train.deterministic, device=choose_device(config.memory.device)

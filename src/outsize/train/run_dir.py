@@ -15,7 +15,7 @@ from outsize.storage.directory import needed_directory
 from outsize.storage.record import has_commit
 from outsize.train.checkpoint import CHECKPOINTS, LATEST
 from outsize.train.heartbeat import HEARTBEAT
-from outsize.train.machine import HOME
+from outsize.train.machine import home_file
 
 
 def choose_run_dir(config: Config) -> Path:
@@ -28,12 +28,12 @@ def choose_run_dir(config: Config) -> Path:
 
 
 @contextmanager
-def claimed(run_dir: Path, *, resume: bool) -> Iterator[None]:
+def claimed(run_dir: Path, config: Config) -> Iterator[None]:
     """Make a run directory and keep other runs out of it; one that stays empty is removed again.
 
     Args:
         run_dir: the directory.
-        resume: whether a run that it holds is to be continued.
+        config: says whether a run that it holds is to be continued, and where its home would be.
 
     Raises:
         ConfigError: it holds a run that is not to be continued.
@@ -43,7 +43,7 @@ def claimed(run_dir: Path, *, resume: bool) -> Iterator[None]:
         descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             _lock(descriptor, run_dir)
-            if not resume and _holds_run(run_dir):
+            if config.train.resume != "auto" and _holds_run(run_dir, config):
                 raise ConfigError(
                     f"{run_dir} holds a run already; go on with it with --resume auto (train.resume=auto), or choose "
                     "another train.run_dir"
@@ -64,7 +64,7 @@ def _lock(descriptor: int, run_dir: Path) -> None:
         return  # a file system without locks: nothing to check
 
 
-def _holds_run(run_dir: Path) -> bool:
+def _holds_run(run_dir: Path, config: Config) -> bool:
     heartbeat = run_dir / HEARTBEAT
     begun = heartbeat.is_file() and heartbeat.stat().st_size > 0
-    return begun or (run_dir / CHECKPOINTS / LATEST).exists() or has_commit(run_dir / "store" / HOME)
+    return begun or (run_dir / CHECKPOINTS / LATEST).exists() or has_commit(home_file(config.memory, run_dir))

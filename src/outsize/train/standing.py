@@ -123,7 +123,6 @@ class Standing:
         updates: how often each parameter has been stepped; stands still while a step is committed.
         config: of the run.
         dtype: compute dtype.
-        run_dir: of the run, None for one without.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class Standing:
         updates: Mapping[str, int],
         config: Config,
         dtype: str,
-        run_dir: Path | None,
     ) -> None:
         self._position = position
         self._loss_scale = LossScale(loss_scale.enabled)
@@ -141,7 +139,6 @@ class Standing:
         self._updates = updates
         self._config = config
         self._dtype = dtype
-        self._run_dir = run_dir
 
     def after(self, context: StepContext) -> Mapping[str, Any]:
         """Return the state after the step of ``context``, which is the next one."""
@@ -150,5 +147,4 @@ class Standing:
             former.step + 1, former.tokens + context.tokens, former.skipped + context.skipped, context.loss()
         )
         self._loss_scale.update(context.skipped)
-        state = state_of(self._position, self._updates, self._loss_scale, self._config, self._dtype)
-        return {**state, "run_dir": str(self._run_dir.resolve()) if self._run_dir else None}
+        return state_of(self._position, self._updates, self._loss_scale, self._config, self._dtype)

@@ -35,7 +35,6 @@ from outsize.storage.record import Record
 from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 from outsize.train.data.batch import Batch
 from outsize.train.loss_scale import LossScale
-from outsize.train.machine import HOME
 from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.standing import Position, Standing, position_in
 
@@ -101,10 +100,9 @@ class StreamedTrainer:
         prepared: model, plan and budgets.
         store_dir: directory of the disk home.
         observe_gradient: sees each gradient before it leaves the device, for tests and diagnosis.
-        run_dir: of the run that a home which commits belongs to: it stays there under its name. Without one it has none
-            and is gone with the process.
-        config: of that run as the user gave it, where the model is read from one of the run's checkpoints.
-        record: of the committed home in ``store_dir``, to go on with it; see `resume`.
+        home_file: of a home that commits, which stays; without a name it is gone with the process.
+        config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
+        record: of the committed home in ``home_file``, to go on with it; see `resume`.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class StreamedTrainer:
         store_dir: Path,
         observe_gradient: GradientObserver | None = None,
         *,
-        run_dir: Path | None = None,
+        home_file: Path | None = None,
         config: Config | None = None,
         record: Record | None = None,
     ) -> None:
@@ -123,7 +121,7 @@ class StreamedTrainer:
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
         self.position = Position(0, 0, 0)
-        self._run_dir = run_dir
+        self._home_file = home_file
         self._standing: Standing | None = None
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -222,7 +220,6 @@ class StreamedTrainer:
             self.engine.optimizer.updates,
             self._run_config,
             self.spec.dtype,
-            self._run_dir,
         )
         began = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
@@ -339,19 +336,19 @@ class StreamedTrainer:
         return CommittedHome(
             self.spec,
             planes,
-            store_dir / (HOME if self._run_dir else TEMPORARY),
+            self._home_file or store_dir / TEMPORARY,
             self.pool,
             arena=buffers,
             granule_elements=granule_elements_for(plan.tile_elements),
             record=record,
-            temporary=self._run_dir is None,
+            temporary=self._home_file is None,
             ledger=self.ledger,
         )
 
     def _close_home(self) -> None:
         """Close the home; one that stays but has nothing committed is of no use to anyone."""
         self.home.close()
-        if isinstance(self.home, CommittedHome) and self._run_dir and self.home.record is None:
+        if isinstance(self.home, CommittedHome) and self._home_file and self.home.record is None:
             with contextlib.suppress(OSError):
                 files.system().unlink(self.home.file.path)
 
