@@ -91,12 +91,12 @@ def while_saving(
         finally:
             left.clear()
 
-    def write_some(descriptor: int, data: memoryview) -> None:
+    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
         if left == [0]:
             left.clear()
             action()
         left[:] = [number - 1 for number in left]
-        write_all(descriptor, data)
+        return write_all(descriptor, data, offset)
 
     monkeypatch.setattr(checkpoint, "_write", write_checkpoint)
     monkeypatch.setattr(checkpoint_format, "_write_all", write_some)

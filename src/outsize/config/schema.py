@@ -147,8 +147,23 @@ class TrainConfig(Section):
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
-        description="What a NaN or infinite loss or gradient norm does, before any weight has changed: "
-        "end the run, or skip the step and count it.",
+        description="What a NaN or infinite loss or gradient does, before any weight of the step is saved: "
+        "end the run, or skip the step, changing nothing, and count it.",
+    )
+    on_stall: Literal["abort", "report", "ignore"] = Field(
+        default="abort",
+        description="What becomes of a step in which nothing ends any more: report where it stands and end the run, "
+        "report it and wait on, or nothing.",
+    )
+    stall_factor: float = Field(
+        default=10.0,
+        ge=1,
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+    )
+    stall_floor_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="The least time, in seconds, after which a step is taken to be stalled.",
     )
     deterministic: bool = Field(
         default=True, description="Whether only kernels are used that give the same bits in every run."

@@ -75,7 +75,7 @@ def is_well_formed(op: Op) -> bool:
 
 def render_op(op: Op) -> str:
     """Return the text of one op, e.g. ``LOAD 3@w0.1<h0``."""
-    text = op.kind.value
+    text = str(op.kind)
     if op.unit is not None:
         text += f" {op.unit}"
     if op.tile is not None:

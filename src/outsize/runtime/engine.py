@@ -34,6 +34,8 @@ from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import Scratch
 
+# Ops before and after the first unfinished one, in a report.
+SHOWN_OPS = 8
 # A handler by the kind of an op, and whether it concerns a tile.
 HandlerTable = dict[tuple[Kind, bool], Callable[[Op, StepContext], None]]
 
@@ -142,6 +144,7 @@ class Engine:
             self.weights,
             settings.graph_in_forward,
         )
+        self._last: StepHandle | None = None
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         around = partial(_lane_thread, self._compute, settings.num_threads)
@@ -151,7 +154,8 @@ class Engine:
         """Submit one step; returns at once."""
         tasks = self._executor.submit(self.plan.program.ops, context)
         kinds = {Kind.CLIP} if self.plan.layout.clip else _COMPUTE_KINDS | {Kind.GRAD}
-        return StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        return self._last
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.
@@ -178,10 +182,35 @@ class Engine:
         """For each lane with unfinished work: its first unfinished op and what it waits for."""
         return self._executor.waiting()
 
+    def position(self) -> str:
+        """The program under way, with an arrow at its first unfinished op; empty between steps."""
+        tasks = self._last.tasks if self._last is not None else []
+        first = next((index for index, task in enumerate(tasks) if not task.passed()), None)
+        if first is None or self._last is None:
+            return ""
+        done = sum(task.passed() for task in tasks)
+        shown = [
+            f"{'-->' if index == first else '   '} {index:5d}  {task.op}{'' if not task.passed() else '  done'}"
+            for index, task in enumerate(tasks[: first + SHOWN_OPS])
+            if index >= first - SHOWN_OPS
+        ]
+        step = self._last.context.number + 1
+        return "\n".join([f"step {step}, {done} of {len(tasks)} ops done", *shown])
+
+    @property
+    def num_ended(self) -> int:
+        """Ops that have ended, more or less: it is there to be compared with what it was."""
+        return self._executor.num_ended
+
+    def give_up(self, error: BaseException) -> None:
+        """Begin no more ops; whoever waits gets ``error`` as soon as the ops under way are done."""
+        self._executor.fail(error)
+
     def close(self) -> None:
         """End the lanes and take the parameters out of the model; idempotent."""
         self._executor.close()
         self._binder.close()
+        self._last = None
 
     def _table(self) -> HandlerTable:
         """Which handler runs an op, by its kind and whether it concerns a tile."""

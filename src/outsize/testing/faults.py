@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from outsize import files
 from outsize.planner.ops import Op
@@ -37,7 +37,8 @@ DELAY_S = 0.02
 LANE = "lane"
 # What differs from run to run in the names of files that are renamed later.
 _TOKEN = re.compile(r"(partial|former|tmp)-[0-9a-f]+")
-_Result = TypeVar("_Result")
+# Files of text with times in them, whose lengths differ as well.
+_TIMED = (".jsonl", ".json", ".partial")
 
 
 class Fault(StrEnum):
@@ -78,8 +79,8 @@ class Key(NamedTuple):
     Attributes:
         kind: as in `APPLICABLE`.
         path: relative to the layer's root; the text of the op for a lane.
-        offset: first byte; the step for a lane.
-        length: in bytes.
+        offset: first byte; the step for a lane; 0 in files whose lengths differ from run to run.
+        length: in bytes, or 0 as well.
         occurrence: how many like it came before.
     """
 
@@ -99,6 +100,7 @@ class Operation:
         key: which one it is.
         path: the file as it was called; the new name for a rename.
         target: the name after a rename.
+        offset: first byte that is read or written; the step for a lane.
         begun, ended: its place among the beginnings and ends of all calls. A sync makes durable what had ended
             when it began; a crash between the two numbers may find any part of it done.
         flags: of an open.
@@ -111,6 +113,7 @@ class Operation:
     key: Key
     path: Path
     target: Path | None = None
+    offset: int = 0
     begun: int = 0
     ended: int = 0
     flags: int = 0
@@ -129,8 +132,8 @@ def faults_of(operation: Operation) -> tuple[Fault, ...]:
     faults = APPLICABLE[operation.kind]
     if operation.kind == "open" and not operation.flags & os.O_CREAT:
         faults = tuple(fault for fault in faults if fault is not Fault.ENOSPC)
-    if operation.kind in ("pread", "pwrite") and operation.key.length < 2:
-        faults = tuple(fault for fault in faults if fault not in (Fault.SHORT, Fault.TORN))
+    if operation.kind in ("pread", "pwrite") and operation.moved < 2:
+        faults = tuple(fault for fault in faults if fault not in (Fault.SHORT, Fault.TORN, Fault.FLIP))
     return faults
 
 
@@ -283,11 +286,12 @@ class Layer(files.System):
         flags: int = 0,
     ) -> tuple[Operation, Fault | None]:
         name = str(path.relative_to(self._root) if path.is_relative_to(self._root) else path)
-        like = (kind, _TOKEN.sub(r"\1-*", name), offset, length)
+        place = (0, 0) if path.suffix in _TIMED else (offset, length)
+        like = (kind, _TOKEN.sub(r"\1-*", name), *place)
         with self._lock:
             key = Key(*like, occurrence=self._seen[like])
             self._seen[like] += 1
-            operation = Operation(self._began, key, path, target, begun=self._clock, flags=flags)
+            operation = Operation(self._began, key, path, target, offset, begun=self._clock, flags=flags)
             self._began += 1
             self._clock += 1
         fault = self._faults.get(key) or self._faults.get(operation.number)

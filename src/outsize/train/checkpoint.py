@@ -6,6 +6,7 @@ file that names it. Everything goes unit by unit and plane by plane, so memory s
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer"
 LATEST = "latest"
+_STEP = re.compile(r"step-\d{8,}")
+_SHOWN_CHARS = 80
 
 
 def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Config) -> Path:
@@ -66,15 +69,19 @@ def latest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, None where there is none.
 
     Raises:
-        CheckpointError: ``latest`` names one that is not there.
+        CheckpointError: ``latest`` cannot be read, or names one that is not there.
     """
     pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
         return None
-    directory = pointer.parent / files.read_text(pointer).strip()
-    if directory.parent != pointer.parent or not (directory / STATE).is_file():
+    try:
+        name = files.read_text(pointer).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}; correct or remove it") from error
+    directory = pointer.parent / name
+    if not _STEP.fullmatch(name) or not (directory / STATE).is_file():
         raise CheckpointError(
-            f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it"
+            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
         )
     return directory
 

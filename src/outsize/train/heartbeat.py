@@ -11,7 +11,7 @@ from outsize import files
 from outsize.storage.prealloc import explain
 from outsize.train.records import StepRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEARTBEAT = "heartbeat.jsonl"
 
 

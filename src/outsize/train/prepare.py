@@ -200,7 +200,10 @@ def make_plan(
     options = PlanOptions(
         home=machine.home,
         below=machine.below,
-        clip=config.optimizer.max_grad_norm > 0 or parts.spec.dtype == "fp16",
+        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
+        clip=config.optimizer.max_grad_norm > 0
+        or parts.spec.dtype == "fp16"
+        or config.train.on_nonfinite == "skip",
         microbatches=config.train.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,

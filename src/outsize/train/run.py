@@ -11,7 +11,7 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
@@ -19,6 +19,7 @@ from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
+from outsize.train.lane_times import lane_times
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
@@ -27,6 +28,7 @@ from outsize.train.sources import open_dataset
 from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
+from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
@@ -86,12 +88,24 @@ def train(
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
+        # Entered first, so that it still watches while everything else is given back.
+        watchdog = stack.enter_context(
+            Watchdog(
+                run_dir,
+                announce,
+                action=config.train.on_stall,
+                factor=config.train.stall_factor,
+                floor_s=config.train.stall_floor_s,
+            )
+        )
         trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
-        run = _Run(config, prepared, run_dir, trainer, heartbeat, progress, announce, trainer.position)
+        run = _Run(
+            config, prepared, run_dir, trainer, heartbeat, watchdog, progress, announce, trainer.position
+        )
         if resumed is not None and checkpoint.position_of(resumed).step == trainer.position.step:
             run.saved_step = trainer.position.step
         return run.go(dataset, interrupt)
@@ -106,6 +120,7 @@ class _Run:
     run_dir: Path
     trainer: StreamedTrainer
     heartbeat: Heartbeat
+    watchdog: Watchdog
     progress: Progress | None
     announce: Announce
     position: Position
@@ -123,6 +138,7 @@ class _Run:
         config = self.config
         self.disk, self.link = self.trainer.disk_bytes(), self._link()
         interrupt.can_finish = True
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
@@ -160,6 +176,7 @@ class _Run:
         self.position = Position(
             former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
         )
+        self.watchdog.step_ended(outcome.seconds)
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
         record = self._record(outcome)
@@ -176,7 +193,8 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        stalls = timeline.stall_s_by_owner()
+        times = lane_times(timeline)
+        stalls = times.stall_s
         for lane, seconds in stalls.items():
             self.owners_s[lane] = self.owners_s.get(lane, 0.0) + seconds
         stalled = sum(stalls.values())
@@ -200,6 +218,13 @@ class _Run:
             stall_share=min(stalled / outcome.seconds, 1.0),
             stall_owner=next(iter(stalls), None),
             skipped=outcome.skipped,
+            skipped_steps=self.position.skipped,
+            busy_s=times.busy_s,
+            stall_s=times.stall_s,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            update_s=times.update_s,
+            rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
         )
 
@@ -214,7 +239,8 @@ class _Run:
             return
         self.trainer.settle()
         self._account_end()
-        path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
+        with self.watchdog.paused():
+            path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
         self.disk = self.trainer.disk_bytes()
         self.saved_step = self.position.step
         self.announce(f"saved {path}")

@@ -12,6 +12,7 @@ from outsize import files
 from outsize.config import Config
 from outsize.errors import ConfigError, StorageError
 from outsize.storage.directory import needed_directory
+from outsize.storage.prealloc import explain
 from outsize.storage.record import has_commit
 from outsize.train.checkpoint import CHECKPOINTS, LATEST
 from outsize.train.heartbeat import HEARTBEAT
@@ -40,7 +41,10 @@ def claimed(run_dir: Path, config: Config) -> Iterator[None]:
         StorageError: it cannot be written, or another run is using it.
     """
     with needed_directory(run_dir, "train.run_dir"):
-        descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise explain(error, f"open {run_dir} (train.run_dir)") from error
         try:
             _lock(descriptor, run_dir)
             if config.train.resume != "auto" and _holds_run(run_dir, config):
