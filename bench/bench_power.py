@@ -44,7 +44,6 @@ from outsize.train.run import train
 SECTOR = 4096
 # Of what is not yet durable: all gone, all there, any subset, one missing, any sectors.
 POLICIES = ("none", "all", "subset", "one missing", "torn")
-NAMES = ("mkdir", "rename", "unlink", "rmdir", "remove_tree")
 
 
 # --- the recorded run -----------------------------------------------------------------------------------------
@@ -120,121 +119,179 @@ def tree_digest(directory: Path) -> str:
 
 @dataclass(eq=False)
 class Content:
-    """The bytes of a file, whatever its names are."""
+    """A file or a directory, whatever its names are.
+
+    Attributes:
+        data: of a file.
+        syncs: beginning and end of every sync of it.
+    """
 
     data: bytearray = field(default_factory=bytearray)
+    syncs: list[tuple[int, int]] = field(default_factory=list)
 
     def write(self, offset: int, data: bytes) -> None:
         if len(self.data) < offset + len(data):
             self.data.extend(bytes(offset + len(data) - len(self.data)))
         self.data[offset : offset + len(data)] = data
 
+    def resize(self, size: int) -> None:
+        del self.data[size:]
+        self.data.extend(bytes(size - len(self.data)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with what it is about, whatever that was called then.
+
+    Attributes:
+        operation: the call.
+        about: the file that it opens, writes or syncs; None for one from before the run.
+        within: the directory whose entries it changes.
+        entry: directory, name and content that it adds.
+        gone: directories and names that it takes away.
+    """
+
+    operation: Operation
+    about: Content | None = None
+    within: Content | None = None
+    entry: tuple[Content, str, Content] | None = None
+    gone: tuple[tuple[Content, str], ...] = ()
+
+
+class Names:
+    """The names of a run as its programs saw them, which turns paths into files and directories."""
+
+    def __init__(self) -> None:
+        self.roots: dict[Path, Content] = {}
+        self.children: dict[Content, dict[str, Content]] = {}
+        self._opened: dict[Path, Content] = {}
+
+    def directory(self, path: Path) -> Content:
+        """The directory at ``path``; one that was there before the run is a root of its own."""
+        if path in self.roots:
+            return self.roots[path]
+        if path.parent != path:
+            above = self.find(path.parent)
+            if above is not None and path.name in self.children.get(above, {}):
+                return self.children[above][path.name]
+        content = self.roots[path] = Content()
+        self.children[content] = {}
+        return content
+
+    def find(self, path: Path) -> Content | None:
+        if path in self.roots:
+            return self.roots[path]
+        above = self.find(path.parent) if path.parent != path else None
+        return self.children.get(above, {}).get(path.name) if above is not None else None
+
+    def resolve(self, op: Operation) -> Call:
+        """Follow one call."""
+        path = op.path
+        if op.kind == "open":
+            found = self.find(path)
+            made = None
+            if found is None and op.flags & os.O_CREAT:
+                found = Content()
+                made = (self.directory(path.parent), path.name, found)
+                self.children[made[0]][path.name] = found
+            if found is None:
+                found = self.directory(path)
+            self._opened[path] = found
+            return Call(op, found, made[0] if made else None, made)
+        if op.kind == "mkdir":
+            content = Content()
+            self.children[content] = {}
+            within = self.directory(path.parent)
+            self.children[within][path.name] = content
+            return Call(op, content, within, (within, path.name, content))
+        if op.kind == "rename":
+            assert op.target is not None
+            source, target = self.directory(path.parent), self.directory(op.target.parent)
+            content = self.children[source].pop(path.name)
+            self.children[target][op.target.name] = content
+            return Call(op, content, target, (target, op.target.name, content), ((source, path.name),))
+        if op.kind in ("unlink", "rmdir", "remove_tree"):
+            within = self.directory(path.parent)
+            content = self.children[within].pop(path.name, None)
+            return Call(op, content, within, None, ((within, path.name),) if content is not None else ())
+        return Call(op, self._opened.get(path))
+
+
+def resolve(operations: Sequence[Operation]) -> tuple[list[Call], Names]:
+    """Return the calls that went well with what they are about, syncs noted where they belong."""
+    names = Names()
+    calls = []
+    for op in operations:
+        if op.error is None:
+            call = names.resolve(op)
+            if op.kind in ("fsync", "fdatasync") and call.about is not None:
+                call.about.syncs.append((op.begun, op.ended))
+            calls.append(call)
+    return calls, names
+
 
 class Disk:
     """What is on the disk after a crash at ``moment``, where ``keep`` decides about what was not durable.
 
     Args:
-        operations: in the order in which they began.
+        calls: in the order in which they began.
         moment: calls that began later never happened.
         keep: given how many pieces of a call that is not durable there are, says which of them happened.
     """
 
-    def __init__(
-        self, operations: Sequence[Operation], moment: int, keep: Callable[[int], Sequence[bool]]
-    ) -> None:
-        self.moment = moment
-        self.keep = keep
-        self.names: dict[Path, Content] = {}
-        self.directories: set[Path] = set()
-        self._opened: dict[Path, Content] = {}  # by the name that it was opened under, as programs see it
-        self._seen: dict[Path, Content] = {}  # names as programs see them
-        happened = [op for op in operations if op.begun <= moment and op.error is None]
-        syncs = [op for op in happened if op.kind in ("fsync", "fdatasync") and op.ended <= moment]
-        self._synced: dict[Path, list[int]] = {}
-        for op in syncs:
-            self._synced.setdefault(op.path, []).append(op.begun)
-        for op in happened:
-            self._apply(op)
+    def __init__(self, calls: Sequence[Call], moment: int, keep: Callable[[int], Sequence[bool]]) -> None:
+        self._moment = moment
+        self._keep = keep
+        self._directories = {call.about for call in calls if call.operation.kind == "mkdir"}
+        self.data: dict[Content, Content] = {}
+        self.entries: dict[Content, dict[str, Content]] = {}
+        for call in calls:
+            if call.operation.begun <= moment:
+                self._apply(call)
 
-    def _durable(self, path: Path, op: Operation) -> bool:
-        """Whether a sync of ``path`` that ended before the crash began after ``op`` had ended."""
-        return any(begun >= op.ended for begun in self._synced.get(path, ()))
+    def _happens(self, content: Content, op: Operation) -> bool:
+        """Whether a sync of ``content`` that ended before the crash began after ``op`` had ended; else, by chance."""
+        return self._is_durable(content, op) or self._keep(1)[0]
 
-    def _apply(self, op: Operation) -> None:
-        if op.kind == "open":
-            self._open(op)
-        elif op.kind == "pwrite":
-            self._write(op)
-        elif op.kind in ("allocate", "truncate"):
-            content = self._opened[op.path]
-            if self._durable(op.path, op) or self.keep(1)[0]:
-                size = op.key.length if op.kind == "truncate" else max(op.key.length, len(content.data))
-                del content.data[size:]
-                content.data.extend(bytes(size - len(content.data)))
-        elif op.kind in NAMES:
-            self._name(op)
+    def _is_durable(self, content: Content, op: Operation) -> bool:
+        return any(begun >= op.ended and ended <= self._moment for begun, ended in content.syncs)
 
-    def _open(self, op: Operation) -> None:
-        if op.path not in self._seen:
-            if not op.flags & os.O_CREAT:
-                return  # a directory, or a file from before the run
-            content = self._seen[op.path] = Content()
-            if self._durable(op.path.parent, op) or self.keep(1)[0]:
-                self.names[op.path] = content
-        self._opened[op.path] = self._seen[op.path]
-        cut = op.flags & os.O_TRUNC and len(self._seen[op.path].data)
-        if cut and (self._durable(op.path, op) or self.keep(1)[0]):
-            self._seen[op.path].data.clear()
-
-    def _write(self, op: Operation) -> None:
-        content, data, offset = self._opened.get(op.path), op.data or b"", op.key.offset
-        if content is None:
+    def _apply(self, call: Call) -> None:
+        op, about = call.operation, call.about
+        if call.within is not None and self._happens(call.within, op):
+            for directory, name in call.gone:
+                self.entries.setdefault(directory, {}).pop(name, None)
+            if call.entry is not None:
+                directory, name, content = call.entry
+                self.entries.setdefault(directory, {})[name] = content
+        if about is None:
             return
-        if self._durable(op.path, op):
-            content.write(offset, data)
+        file = self.data.setdefault(about, Content())
+        if op.kind == "pwrite":
+            self._write(about, file, op)
+        elif op.kind in ("allocate", "truncate") and self._happens(about, op):
+            file.resize(op.key.length if op.kind == "truncate" else max(op.key.length, len(file.data)))
+        elif op.kind == "open" and op.flags & os.O_TRUNC and file.data and self._happens(about, op):
+            file.data.clear()
+
+    def _write(self, about: Content, file: Content, op: Operation) -> None:
+        data, offset = op.data or b"", op.key.offset
+        if self._is_durable(about, op):
+            file.write(offset, data)
             return
         sectors = range(0, len(data), SECTOR)
-        for at, kept in zip(sectors, self.keep(len(sectors)), strict=True):
+        for at, kept in zip(sectors, self._keep(len(sectors)), strict=True):
             if kept:
-                content.write(offset + at, data[at : at + SECTOR])
+                file.write(offset + at, data[at : at + SECTOR])
 
-    def _name(self, op: Operation) -> None:
-        path, target = op.path, op.target
-        seen, names = self._seen, self.names
-        if op.kind == "mkdir":
-            self.directories.add(path)  # a directory that is lost takes with it what is in it: see below
-        elif op.kind == "rename" and target is not None:
-            there = self._durable(target.parent, op) or self.keep(1)[0]
-            for table, happens in ((seen, True), (names, there)):
-                if happens:
-                    _move(table, path, target)
-            _move(self._opened, path, target, copy=True)
-        else:
-            below = [name for name in seen if name == path or path in name.parents]
-            for name in below:
-                seen.pop(name)
-                if self._durable(name.parent, op) or self.keep(1)[0]:
-                    names.pop(name, None)
-
-    def write_to(self, old: Path, new: Path) -> None:
-        """Write what is below ``old`` to ``new``."""
-        for name, content in self.names.items():
-            if old in name.parents:
-                target = new / name.relative_to(old)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content.data)
-
-
-def _move(table: dict[Path, Content], source: Path, target: Path, copy: bool = False) -> None:
-    """Rename a file or a directory in a table of names."""
-    moved = {name: content for name, content in table.items() if name == source or source in name.parents}
-    if moved and not copy:
-        for name in [name for name in table if name == target or target in name.parents]:
-            del table[name]
-    for name, content in moved.items():
-        if not copy:
-            table.pop(name)
-        table[target / name.relative_to(source) if name != source else target] = content
+    def write_to(self, directory: Content, target: Path) -> None:
+        """Write a directory, as far as its entries are there, to ``target``."""
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in self.entries.get(directory, {}).items():
+            if content in self._directories:
+                self.write_to(content, target / name)
+            else:
+                (target / name).write_bytes(self.data[content].data if content in self.data else b"")
 
 
 def keeping(policy: str, chance: random.Random) -> Callable[[int], Sequence[bool]]:
@@ -307,12 +364,14 @@ def examine(root: Path, config: Config, found: Recording, points: int, seed: int
     steps: Counter[int] = Counter()
     failures: list[str] = []
     run_dir, crashed = Path(config.train.run_dir or ""), root / "crashed"
+    calls, names = resolve(found.operations)
+    top = names.directory(run_dir)
     there = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(crashed)})})
     with IOPool(2) as pool:
         for moment, policy in moments(found, points, chance):
             shutil.rmtree(crashed, ignore_errors=True)
             crashed.mkdir()
-            Disk(found.operations, moment, keeping(policy, chance)).write_to(run_dir, crashed)
+            Disk(calls, moment, keeping(policy, chance)).write_to(top, crashed)
             least = max((step for step, at in found.committed_at.items() if at <= moment), default=0)
             try:
                 step = recovered(there, found, pool)

@@ -55,13 +55,17 @@ def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Co
         try:
             _write(trainer, staging)
             write_json(staging / STATE, _state(trainer, position, config))
+            for path in (*staging.rglob("*"), staging):
+                files.sync(path)
             files.system().remove_tree(directory)
             files.system().rename(staging, directory)
+            files.sync(directory.parent)
+            files.sync(run_dir)
         except OSError as error:
             raise explain(error, f"write the checkpoint {directory}") from error
         finally:
             files.system().remove_tree(staging)
-        write_whole(directory.parent / LATEST, directory.name + "\n")
+        write_whole(directory.parent / LATEST, directory.name + "\n", durable=True)
     return directory
 
 

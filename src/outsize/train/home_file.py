@@ -103,21 +103,19 @@ def start(
 
 
 def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:
-    """Remove the home of a run that has come to its end, once ``saved``, its last checkpoint, will outlast anything.
+    """Remove the home of a run that has come to its end and is ``saved``, in its last checkpoint, durably.
 
     Raises:
-        StorageError: the disk cannot make the checkpoint durable.
+        StorageError: it cannot be removed.
     """
     path = home_file(config.memory, run_dir)
     if not path.is_file():
         return
     try:
-        for file in (*saved.rglob("*"), saved, saved.parent / checkpoint.LATEST, saved.parent, run_dir):
-            files.sync(file)
         size = path.stat().st_size
         files.system().unlink(path)
     except OSError as error:
-        raise explain(error, f"make {saved} durable") from error
+        raise explain(error, f"remove {path}") from error
     sync_directory(path.parent)
     announce(f"removed {path} ({format_bytes(size)}): {saved.name} holds the end of the run")
     if config.memory.store_dir is None:
