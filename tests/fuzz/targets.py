@@ -21,14 +21,21 @@ from outsize.hardware.presets import parse_gpus
 from outsize.model.build import load_hf_config
 from outsize.model.checkpoint_files import find_tensors
 from outsize.model.checkpoint_format import read_header, read_tensor, write_file
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.spec import commit_record_bytes, planes_for
 from outsize.planner.layout import StepLayout
 from outsize.planner.program import parse, render
 from outsize.planner.schedule import build_step
 from outsize.planner.validate import validate
+from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome, find_record, layout_digest
+from outsize.storage.pool import IOPool
+from outsize.storage.record import _HEADER, VERSION, Record, _digest
 from outsize.testing.tiny import SIZES, tiny_run
 from outsize.train import checkpoint
 from outsize.train.data.cache import CachedTokens
 from outsize.train.data.detected import Detected
+from outsize.train.standing import checked
 
 ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))
 
@@ -200,6 +207,68 @@ def read_latest(data: bytes) -> None:
     survives(run, read)
 
 
+SMALL = ModelSpec(dtype="fp32", units=(pack_unit(0, "u", "block", [("w", (40, 60), True, True)]),))
+SLOT_BYTES = commit_record_bytes(SMALL)
+
+
+def committed_home(path: Path, pool: IOPool, arena: Arena, record: Record | None = None) -> CommittedHome:
+    return CommittedHome(SMALL, planes_for("fp32"), path, pool, arena=arena, record=record)
+
+
+def good_home() -> bytes:
+    """A home of two commits."""
+    path = home("good") / "home.bin"
+    with Arena() as arena, IOPool(1) as pool, closing(committed_home(path, pool, arena)) as made:
+        for step in (1, 2):
+            source = arena.take(4 * SMALL.units[0].numel, "source").view(torch.float32).fill_(step)
+            for plane in ("weights", "exp_avg", "exp_avg_sq"):
+                made.write(0, plane, 0, source)
+            made.commit({**GOOD_STATE, "step": step})
+    return path.read_bytes()
+
+
+GOOD_HOME = good_home()
+NUM_GRANULES = 3 * len(range(0, SMALL.units[0].numel, PLANE_ELEMENTS))
+
+
+@st.composite
+def homes(draw: st.DrawFn) -> bytes:
+    """A home with holes in its records; or with others in them, whose digests are right."""
+    data = bytearray(GOOD_HOME)
+    slot = draw(st.sampled_from([0, SLOT_BYTES]))
+    packed = bytes(data[slot : slot + 1024])
+    if draw(st.booleans()):
+        damaged = draw(holes(packed))
+        data[slot : slot + len(packed)] = damaged.ljust(len(packed), b"\0")[: len(packed)]
+        return bytes(data[: draw(st.sampled_from([len(data), len(data), 4096, 24, 0]))])
+    head = {"granule_elements": PLANE_ELEMENTS, "layout": layout_digest(SMALL), "state": GOOD_STATE}
+    text = json.dumps(draw(documents(head) | JUNK)).encode()
+    num_granules = draw(st.sampled_from([NUM_GRANULES, NUM_GRANULES, 0, 1, 2 * NUM_GRANULES]))
+    body = text + draw(st.binary(min_size=9 * num_granules, max_size=9 * num_granules))
+    fields = (b"OUTSIZE\0", draw(st.sampled_from([VERSION, VERSION, 0, 7])), len(text), num_granules, 3)
+    made = bytearray(_HEADER.pack(*fields, 0) + body)
+    made[: _HEADER.size] = _HEADER.pack(*fields, _digest(memoryview(made)))
+    data[slot : slot + len(made)] = made
+    return bytes(data)
+
+
+def read_home(data: bytes) -> None:
+    path = written(home("committed") / "home.bin", data)
+
+    def read() -> None:
+        record, wrong = find_record(path, SMALL)
+        assert record is None or record.sequence > 0
+        assert isinstance(wrong, str)
+        if record is None:
+            return
+        checked(record.state, path)
+        with IOPool(1) as pool, closing(committed_home(path, pool, arena, record)) as opened:
+            opened.check(lambda num_bytes: arena.take(num_bytes, "borrowed"))
+
+    with Arena() as arena:
+        survives(ROOT, read)
+
+
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +384,7 @@ TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], .
             ),
         ),
     ),
+    "commit record": (read_home, (homes(),)),
     "token cache": (read_tokens, (as_json(GOOD_TOKENS), holes(TOKENS), holes(ENDS))),
     "token cache index": (read_tokens, (as_json(GOOD_TOKENS), st.just(TOKENS), st.just(ENDS))),
     "machine": (read_a_machine, (st.one_of([as_json(good) for good in good_machines()]),)),
