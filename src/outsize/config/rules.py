@@ -70,6 +70,7 @@ def settings_without_effect(config: "Config") -> list[str]:
         ),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
+        (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),
         (memory, "memory.tile_elements", memory.home == "host", "memory.home is host"),
     ]

@@ -225,6 +225,11 @@ class MemoryConfig(Section):
     store_dir: PathText | None = Field(
         default=None, description="Directory of the disk home, best on a local NVMe; null is run_dir/store."
     )
+    commits: Literal["step", "none"] = Field(
+        default="step",
+        description="step: a home on disk keeps what a step changes twice, so that a run goes on from the last "
+        "step whatever ended it; none: it takes half the disk, and a run goes on from the last checkpoint.",
+    )
     slots: int | None = Field(
         default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."
     )

@@ -22,6 +22,7 @@ from outsize.planner.plan import Plan
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import Binder, GradientSums
+from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps, LossSettings
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
@@ -52,6 +53,7 @@ class EngineSettings:
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
         num_threads: compute threads of each lane that computes.
         observe_gradient: sees each gradient before it leaves the device.
+        describe: what a home that commits is told of each step.
     """
 
     optimizer: AdamW
@@ -62,6 +64,7 @@ class EngineSettings:
     graph_in_forward: bool = False
     num_threads: int | None = None
     observe_gradient: GradientObserver | None = None
+    describe: Describe = lambda _: {}
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Engine:
             observe=settings.observe_gradient,
         )
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
+        self._commits = CommitOps(home, settings.describe)
         self.activations = ActivationOps(device, scratch)
         self._compute = ComputeOps(
             split,
@@ -228,6 +232,7 @@ class Engine:
             (Kind.STEP, True): self.optimizer.step,
             (Kind.READ, True): self.optimizer.read,
             (Kind.WRITE, True): self.optimizer.write,
+            (Kind.COMMIT, False): self._commits.commit,
         }
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from outsize import files
-from outsize.storage.prealloc import explain
+from outsize.storage.prealloc import explain, sync_directory
 
 
 @contextmanager
@@ -24,6 +24,8 @@ def needed_directory(path: Path, key: str) -> Iterator[None]:
     try:
         try:
             files.make_directories(path)
+            for directory in reversed(absent):  # what will be durable in it must be found again
+                sync_directory(directory.parent)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise explain(error, f"write in {path} ({key})") from error

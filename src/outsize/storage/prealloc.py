@@ -68,6 +68,40 @@ def preallocate(path: Path, num_bytes: int) -> int:
     return descriptor
 
 
+def open_again(path: Path, num_bytes: int) -> int:
+    """Open and lock ``path``, which holds ``num_bytes`` bytes, and leave them as they are; return its descriptor.
+
+    Raises:
+        StorageError: it is not there, of another size, not writable, or in use.
+    """
+    try:
+        descriptor = files.system().open(path, os.O_RDWR)
+    except OSError as error:
+        raise explain(error, f"open {path}") from error
+    try:
+        _lock(descriptor, path)
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise StorageError(f"{path} has {size} bytes, not {num_bytes}: it was truncated, or is another's")
+    except BaseException:
+        files.system().close(descriptor)
+        raise
+    return descriptor
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory outlast a loss of power, where the file system can.
+
+    Raises:
+        StorageError: the disk could not.
+    """
+    try:
+        files.sync(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync directories
+            raise explain(error, f"make {path} durable") from error
+
+
 def _check_free_space(path: Path, num_bytes: int) -> None:
     """Refuse what cannot fit before any of it is taken from others on that disk."""
     try:

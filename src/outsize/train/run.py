@@ -13,11 +13,11 @@ from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
-from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
+from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.lane_times import lane_times
 from outsize.train.machine import choose_device
@@ -25,6 +25,7 @@ from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.sources import open_dataset
+from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
@@ -66,7 +67,7 @@ def train(
     resume = config.train.resume == "auto"
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, resume=resume))
+        stack.enter_context(claimed(run_dir, config))
         stack.enter_context(
             borrowed_torch(
                 deterministic=config.train.deterministic, device=choose_device(config.memory.device)
@@ -78,6 +79,8 @@ def train(
         prepared = prepare(started, run_dir, announce)
         if resumed is not None:
             checkpoint.check_same_run(resumed, config, prepared.split.spec.dtype)
+        record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
+        if resumed is not None:
             done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
@@ -95,16 +98,16 @@ def train(
                 floor_s=config.train.stall_floor_s,
             )
         )
-        store = Path(config.memory.store_dir or run_dir / "store")
-        trainer = stack.enter_context(StreamedTrainer(prepared, store))
-        trainer.fill()
-        position = checkpoint.restore(trainer, resumed) if resumed else Position(0, 0, 0)
-        announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+        trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
-        run = _Run(config, prepared, run_dir, trainer, heartbeat, watchdog, progress, announce, position)
+        run = _Run(
+            config, prepared, run_dir, trainer, heartbeat, watchdog, progress, announce, trainer.position
+        )
+        if resumed is not None and checkpoint.position_of(resumed).step == trainer.position.step:
+            run.saved_step = trainer.position.step
         return run.go(dataset, interrupt)
 
 
@@ -148,6 +151,9 @@ class _Run:
             self.trainer.settle()
             self._account_end()
             self._save()
+            saved = checkpoint.latest(self.run_dir)
+            if saved is not None and self.position.step >= config.train.steps:
+                remove_home(config, self.run_dir, saved, self.announce)
         owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
         return TrainResult(
             steps=self.position.step,
