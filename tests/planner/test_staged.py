@@ -134,7 +134,8 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     deepest = max(end - first for first, end in spans)
     # This microbatch's inputs and gradients, the next one's on their way up, two on their way down.
     activations = (2 * (deepest + 2) + SAVE_WINDOW) * max(sizes)
-    resident = layout.weight_bytes[layout.rest] if layout.rest is not None else 0
+    rest = layout.rest
+    resident = 0 if rest is None else layout.weight_bytes[rest] + layout.gradient_bytes[rest]
     places = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident
     for worker in range(layout.num_workers):
         assert done.peak_bytes.get(f"device:w{worker}", 0) <= places + activations
