@@ -217,10 +217,7 @@ class _Run:
 
     def _link(self) -> tuple[int, int]:
         engine = self.trainer.engine
-        return (
-            engine.weights.bytes_up + engine.activations.bytes_up,
-            engine.gradients.bytes_down + engine.activations.bytes_down,
-        )
+        return engine.link_bytes()
 
 
 def peak_rss_bytes() -> int:
