@@ -216,8 +216,7 @@ class _Run:
         self.announce(f"saved {path}")
 
     def _link(self) -> tuple[int, int]:
-        engine = self.trainer.engine
-        return engine.link_bytes()
+        return self.trainer.engine.link_bytes()
 
 
 def peak_rss_bytes() -> int:
