@@ -142,6 +142,24 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
 
 
 @settings(deadline=None)
+@given(staged_layouts(), st.randoms(use_true_random=False), st.data())
+def test_a_slow_worker_slows_the_step_by_no_more_than_its_own_work(layout, random, data):
+    speed = {kind: random.choice([0.0, 0.1, 1.0, 5.0]) for kind in Kind}
+    slow = data.draw(st.integers(0, layout.num_workers - 1))
+    program = build_step(layout)
+
+    def makespan(factor):
+        def cost_of(op):
+            return Cost(seconds=speed[op.kind] * (factor if op.worker == slow else 1.0))
+
+        return simulate([program], layout, CostModel(cost_of=cost_of, capacity={})).makespan_s
+
+    own = sum(speed[op.kind] for op in program if op.worker == slow)
+    even = makespan(1.0)
+    assert even * (1 - 1e-9) <= makespan(2.0) <= (even + own) * (1 + 1e-9)
+
+
+@settings(deadline=None)
 @given(staged_layouts(), st.data())
 def test_a_program_without_one_of_its_ops_breaks_a_rule(layout, data):
     program = build_step(layout)

@@ -5,6 +5,7 @@ compute thread of a worker runs units, and asks the thread of the glue to take t
 for this worker: with the rest as it lies in this worker's slot, behind what its compute lane has been given.
 """
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize.errors import ModelError
 from outsize.model.split import Split
-from outsize.runtime.binding import GradientSums, tensor_views
+from outsize.runtime.binding import TORCH_DTYPE, GradientSums, tensor_views
 from outsize.runtime.replicas import glue_places
 from outsize.runtime.workers import Workers
 
@@ -50,11 +51,14 @@ class Glue:
         self._rest = split.spec.units[-1]
         places = [glue_places(split, tensor.name) for tensor in self._rest.tensors]
         self._places = {i: found for i, found in enumerate(places) if found} if self._has_rest else {}
+        self._stand_ins = _stand_ins(split, workers)
         self._former = {
-            (id(module), name): module._parameters[name]
-            for found in self._places.values()
+            (id(module), name): (module, module._parameters[name])
+            for found in split.owners.values()
             for module, name in found
         }
+        for (module, name), stand_in in self._stand_ins.items():
+            module._parameters[name] = stand_in[0]
         self._buffers = _buffers_outside(split, workers)
         self._local = threading.local()
         self._runs: set[StagedRun] = set()
@@ -98,11 +102,12 @@ class Glue:
             run.close()
         self._runs.clear()
         self._thread.shutdown()
-        for found in self._places.values():
-            for module, name in found:
-                module._parameters[name] = self._former[id(module), name]
+        for (_, name), (module, parameter) in self._former.items():
+            module._parameters[name] = parameter
 
     def _piece(self, run: "StagedRun", worker: int, piece: Callable[[], T]) -> T:
+        for (module, name), stand_ins in list(self._stand_ins.items())[:1]:  # what a model calls its device
+            module._parameters[name] = stand_ins[worker]
         for position, parameter in self._parameters(run, worker).items():
             for module, name in self._places[position]:
                 module._parameters[name] = parameter
@@ -133,6 +138,20 @@ class Glue:
         if tensor.trainable:
             parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         return parameter
+
+
+def _stand_ins(split: Split, workers: Workers) -> dict[tuple[nn.Module, str], list[nn.Parameter]]:
+    """For each parameter inside a unit, what code outside sees of it on each device: its form, and no number."""
+    inside = {id(child) for module in split.modules for child in module.modules()}
+    forms = {tensor.name: tensor.shape for unit in split.spec.units for tensor in unit.tensors}
+    dtype = TORCH_DTYPE[split.spec.dtype]
+    empty = [torch.full((), math.nan, dtype=dtype, device=each.torch_device) for each in workers.devices]
+    return {
+        (module, attribute): [nn.Parameter(value.expand(forms[name]), requires_grad=False) for value in empty]
+        for name, places in split.owners.items()
+        for module, attribute in places
+        if id(module) in inside
+    }
 
 
 def _buffers_outside(

@@ -40,10 +40,15 @@ def replicate(split: Split, boundaries: Boundaries, device: torch.device) -> Rep
         device: of the worker.
 
     Raises:
-        ModelError: a unit's forward is not a method of it, so that it cannot be given to a copy.
+        ModelError: a unit cannot be copied, or its forward is not a method of it.
     """
     memo: dict[int, Any] = {id(parameter): parameter for parameter in split.model.parameters()}
-    copies = tuple(copy.deepcopy(list(split.modules), memo))
+    try:
+        copies = tuple(copy.deepcopy(list(split.modules), memo))
+    except Exception as error:
+        raise ModelError(
+            f"units of {type(split.model).__name__} cannot be copied for several workers: {error}; use one device"
+        ) from error
     forwards = tuple(_own(real, module) for real, module in zip(boundaries.forwards, copies, strict=True))
     for module in copies:
         vars(module).pop("forward", None)  # the boundary of the model itself

@@ -63,6 +63,7 @@ class StagedRun(MicrobatchRun):
         self.pulled_by = 0
         self.below: set[int] = set()
         self._moving: dict[int, tuple[int, ...]] = {}
+        self._passed: frozenset[int] = frozenset()
         self._recomputed: dict[int, Any] = {}
         self._copies: dict[tuple[torch.device, int, _Form], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, _Form]]] = {}
@@ -142,22 +143,21 @@ class StagedRun(MicrobatchRun):
         if unit in self._visits:
             return self._visits[unit].leaves, self._moving[unit]
         leaves = pytree.tree_leaves(self._waiting)
-        return leaves, tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        return leaves, tuple(i for i in tensors if i in self._passed) or tensors
 
     def _arrive(self, unit: int) -> Visit:
         if unit not in self._visits:
-            before = {
-                leaf.untyped_storage()._cdata
-                for leaf in pytree.tree_leaves(self._waiting)
-                if isinstance(leaf, Tensor)
-            }
+            before = _storages(pytree.tree_leaves(self._waiting))
             visit = super()._arrive(unit)
+            received = _storages(visit.leaves)
+            known = set(before.values())
             self._moving[unit] = tuple(
-                i
-                for i, leaf in enumerate(visit.leaves)
-                if isinstance(leaf, Tensor)
-                and (i in visit.sources or leaf.untyped_storage()._cdata in before)
+                i for i, storage in received.items() if i in visit.sources or storage in known
             )
+            # Blocks return more than the next one asks for (attention weights): that stays where it is.
+            handed = frozenset(received.values())
+            self._passed = frozenset(i for i, storage in before.items() if storage in handed)
         self._localise(self._visits[unit])
         return self._visits[unit]
 
@@ -196,6 +196,11 @@ class StagedRun(MicrobatchRun):
             return
         self.pulled_by = self._glue.worker
         super()._pull(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+
+
+def _storages(leaves: list[Any]) -> dict[int, int]:
+    """The storage of each tensor, by its position in ``leaves``."""
+    return {i: leaf.untyped_storage()._cdata for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
 
 def _unique(tensors: Any) -> list[Storage]:
