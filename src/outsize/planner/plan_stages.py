@@ -25,9 +25,8 @@ from outsize.units import align_up, format_bytes
 
 # A backward with recompute takes about three forwards.
 BACKWARD_FORWARDS = 3.0
-# Steps that the search times, and shares of the device that stages may take, as for a prediction.
-MAX_EVALUATIONS = 1000
-SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
+# Visits that the search times: enough for an answer in less than a second.
+MAX_VISITS = 50_000
 _EXTENT_BYTES = 4096
 
 
@@ -68,19 +67,22 @@ def plan_stages(
             f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
             f"stages; use at most {most} workers"
         )
-    smallest = _layout(model, options, wanted, _single_units(model, options, wanted, bottom))
-    memory = _memory(model, demand, smallest)
+    layout = partial(_layout, model, options, wanted)
+    smallest = _single_units(model, options, wanted, bottom)
+    memory = _memory(model, demand, layout(smallest))
     short_by = _shortage(memory, budgets)
     if short_by:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
-    for share in SHARES:
-        stages = wanted.stages or _cut(model, demand, options, wanted, bottom, int(share * budgets.device))
-        if stages is None:
-            continue
-        layout = _layout(model, options, wanted, stages)
-        if not _shortage(_memory(model, demand, layout), budgets):
-            return _make(model, demand, budgets, options, layout)
-    return _make(model, demand, budgets, options, smallest)
+
+    def holds(stages: Stages) -> bool:
+        return not _shortage(_memory(model, demand, layout(stages)), budgets)
+
+    if wanted.stages is not None:
+        stages = wanted.stages if holds(wanted.stages) else smallest
+    else:
+        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device)
+        stages = _cut(replace(pipeline, holds=holds), options, wanted) or smallest
+    return _make(model, demand, budgets, options, layout(stages))
 
 
 def num_handed_over(program: Program) -> int:
@@ -109,15 +111,15 @@ def _single_units(model: ModelSpec, options: PlanOptions, wanted: StageOptions, 
     )
 
 
-def _cut(
+def _pipeline(
     model: ModelSpec,
     demand: Demand,
     options: PlanOptions,
     wanted: StageOptions,
     bottom: int,
     device_bytes: int,
-) -> Stages | None:
-    """Return stages of which each fits ``device_bytes``; None where no cut does."""
+) -> Pipeline:
+    """Return what is cut: times, and which single stages fit ``device_bytes``."""
     streamed = model.units[: model.num_streamed]
     weights = [unit.weight_bytes(model.dtype) for unit in streamed]
     gradients = [unit.gradient_bytes * unit.trainable for unit in streamed]
@@ -134,7 +136,7 @@ def _cut(
             <= device_bytes
         )
 
-    pipeline = Pipeline(
+    return Pipeline(
         forward_s=wanted.forward_s,
         backward_s=tuple(BACKWARD_FORWARDS * seconds for seconds in wanted.forward_s),
         num_workers=wanted.num_workers,
@@ -142,9 +144,13 @@ def _cut(
         bottom=bottom,
         fits=fits,
     )
+
+
+def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stages | None:
+    """Return the fastest stages found; None where no cut fits."""
     round_sizes = (options.microbatches,) if len(wanted.rest_users) > 1 else ()
     try:
-        return partition(pipeline, round_sizes, max_evaluations=MAX_EVALUATIONS)
+        return partition(pipeline, round_sizes, max_visits=MAX_VISITS)
     except ValueError:
         return None
 

@@ -6,7 +6,7 @@ program keep every weight exact.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from outsize.planner.ops import Kind, Op
 from outsize.planner.plan import Plan
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
+from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps
 from outsize.runtime.context import COMPUTE_KINDS, StepContext
 from outsize.runtime.crew import Worker, make_crew, make_single
@@ -35,8 +36,11 @@ from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import Scratch
 
+# Ops before and after the first unfinished one, in a report.
+SHOWN_OPS = 8
 # A handler by the kind of an op, and whether it concerns a tile.
 HandlerTable = dict[tuple[Kind, bool], Callable[[Op, StepContext], None]]
+RunOp = Callable[[HandlerTable, Op, StepContext], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ class EngineSettings:
         num_threads: compute threads of each lane that computes.
         draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
         observe_gradient: sees each gradient before it leaves the device.
+        describe: what a home that commits is told of each step.
     """
 
     optimizer: AdamW
@@ -64,6 +69,7 @@ class EngineSettings:
     num_threads: int | None = None
     draws_random: bool = True
     observe_gradient: GradientObserver | None = None
+    describe: Describe = lambda _: {}
 
 
 @dataclass(slots=True)
@@ -114,13 +120,15 @@ class Engine:
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
+        self._commits = CommitOps(home, settings.describe)
+        self._last: StepHandle | None = None
         self._num_begun = 0
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         computes = [worker.compute for worker in self._crew.workers]
         around = partial(_lane_thread, computes, settings.num_threads)
-        tables = [self._table(worker) for worker in self._crew.workers]
-        self._executor = Executor(device, lane_of, partial(_handle, tables), hazards, around)
+        tables = tuple(self._table(worker) for worker in self._crew.workers)
+        self._executor = Executor(device, lane_of, partial(_on_worker, run_op, tables), hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
@@ -129,7 +137,8 @@ class Engine:
         self._num_begun += 1
         tasks = self._executor.submit(programs[context.program].ops, context)
         kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD}
-        return StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        return self._last
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.
@@ -156,10 +165,35 @@ class Engine:
         """For each lane with unfinished work: its first unfinished op and what it waits for."""
         return self._executor.waiting()
 
+    def position(self) -> str:
+        """The program under way, with an arrow at its first unfinished op; empty between steps."""
+        tasks = self._last.tasks if self._last is not None else []
+        first = next((index for index, task in enumerate(tasks) if not task.passed()), None)
+        if first is None or self._last is None:
+            return ""
+        done = sum(task.passed() for task in tasks)
+        shown = [
+            f"{'-->' if index == first else '   '} {index:5d}  {task.op}{'' if not task.passed() else '  done'}"
+            for index, task in enumerate(tasks[: first + SHOWN_OPS])
+            if index >= first - SHOWN_OPS
+        ]
+        step = self._last.context.number + 1
+        return "\n".join([f"step {step}, {done} of {len(tasks)} ops done", *shown])
+
+    @property
+    def num_ended(self) -> int:
+        """Ops that have ended, more or less: it is there to be compared with what it was."""
+        return self._executor.num_ended
+
+    def give_up(self, error: BaseException) -> None:
+        """Begin no more ops; whoever waits gets ``error`` as soon as the ops under way are done."""
+        self._executor.fail(error)
+
     def close(self) -> None:
         """End the lanes and take the parameters out of the model; idempotent."""
         self._executor.close()
         self._crew.close()
+        self._last = None
 
     def link_bytes(self) -> tuple[int, int]:
         """Bytes that went up to workers and down from them so far."""
@@ -203,6 +237,7 @@ class Engine:
             (Kind.STEP, True): self.optimizer.step,
             (Kind.READ, True): self.optimizer.read,
             (Kind.WRITE, True): self.optimizer.write,
+            (Kind.COMMIT, False): self._commits.commit,
         }
         if isinstance(worker.compute, StagedComputeOps) and isinstance(worker.activations, HandoverOps):
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
@@ -211,9 +246,13 @@ class Engine:
         return table
 
 
-def _handle(tables: list[HandlerTable], op: Op, context: StepContext) -> None:
-    table = tables[op.worker or 0]
+def run_op(table: HandlerTable, op: Op, context: StepContext) -> None:
+    """Have the handler of an op's kind run it."""
     table[op.kind, op.tile is not None](op, context)
+
+
+def _on_worker(run: RunOp, tables: Sequence[HandlerTable], op: Op, context: StepContext) -> None:
+    run(tables[op.worker or 0], op, context)
 
 
 @contextlib.contextmanager
