@@ -56,6 +56,7 @@ class Plan:
         memory: bytes by tier and class.
         budgets: what they had to fit.
         traffic: bytes that cross links in one step.
+        later_programs: of the steps that follow, where they begin with other workers; then it starts over.
     """
 
     home: Tier
@@ -68,6 +69,12 @@ class Plan:
     memory: Table
     budgets: Budgets
     traffic: Traffic
+    later_programs: tuple[Program, ...] = ()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that steps follow by turns."""
+        return (self.program, *self.later_programs)
 
     @property
     def resident_slot_bytes(self) -> tuple[int, ...]:

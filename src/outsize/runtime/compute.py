@@ -49,7 +49,7 @@ class ComputeOps:
         device: where tensors live.
         loss: how the loss is taken.
         seed: of the run.
-        program: tells which slot each op finds its unit in.
+        programs: of the steps, by turns; they tell which slot each op finds its unit in.
         first_backward: the lowest unit that runs backward; below it nothing trains.
         weights: owner of the slots.
         graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
@@ -63,13 +63,13 @@ class ComputeOps:
         device: Device,
         loss: LossSettings,
         seed: int,
-        program: Program,
+        programs: tuple[Program, ...],
         first_backward: int,
         weights: WeightOps,
         graph_in_forward: bool = False,
     ) -> None:
         self._graph_in_forward = graph_in_forward
-        self._slots_used = slots_used(program)
+        self._slots_used = tuple(slots_used(program) for program in programs)
         self._first_backward = first_backward
         self._weights = weights
         self._bound: dict[int, int] = {}
@@ -126,14 +126,14 @@ class ComputeOps:
     def _find(self, op: Op, context: StepContext) -> tuple[int, MicrobatchRun]:
         assert op.unit is not None
         assert op.microbatch is not None
-        self._bind(op)
+        self._bind(op, context)
         if op.microbatch not in context.runs:
             context.runs[op.microbatch] = self._begin(op.microbatch, context)
         return op.unit, context.runs[op.microbatch]
 
-    def _bind(self, op: Op) -> None:
+    def _bind(self, op: Op, context: StepContext) -> None:
         """Show the modules of the op's unit, and of the rest, the slots that the program has put them into."""
-        slots = self._slots_used[op]
+        slots = self._slots_used[context.program][op]
         for unit in (op.unit, len(self._forwards)):
             slot = slots.get(unit) if unit is not None else None
             if unit is not None and slot is not None and self._bound.get(unit) != slot:
@@ -156,6 +156,9 @@ class ComputeOps:
         )
         if self._loss.chunk_tokens is not None:
             inputs.pop("labels", None)
+        return self._make_run(inputs, reseed)
+
+    def _make_run(self, inputs: dict[str, Any], reseed: Callable[[int, bool], None]) -> MicrobatchRun:
         run = MicrobatchRun(self._split.model, inputs, self._tracked, reseed)
         self._runs.add(run)
         return run

@@ -246,11 +246,7 @@ class _Run:
         self.announce(f"saved {path}")
 
     def _link(self) -> tuple[int, int]:
-        engine = self.trainer.engine
-        return (
-            engine.weights.bytes_up + engine.activations.bytes_up,
-            engine.gradients.bytes_down + engine.activations.bytes_down,
-        )
+        return self.trainer.engine.link_bytes()
 
 
 def peak_rss_bytes() -> int:

@@ -18,13 +18,15 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.spec import MASTER, WEIGHTS, planes_for
+from outsize.planner.plan_stages import num_handed_over
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.context import Microbatch, StepContext
-from outsize.runtime.device import open_device
+from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
 from outsize.runtime.gradients import GradientObserver
+from outsize.runtime.workers import open_workers, tier_of
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
@@ -125,9 +127,9 @@ class StreamedTrainer:
         self._standing: Standing | None = None
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            self.ledger = Ledger(
-                {"device": machine.device_bytes, "host": machine.host_bytes, "disk": machine.disk_bytes}
-            )
+            tiers = [tier_of(worker, machine.num_workers) for worker in range(machine.num_workers)]
+            budgets = dict.fromkeys(tiers, machine.device_bytes)
+            self.ledger = Ledger({**budgets, "host": machine.host_bytes, "disk": machine.disk_bytes})
             cuda = machine.device.startswith("cuda")
             self._host = stack.enter_context(contextlib.closing(self._arena("host", cuda)))
             # Buffers between the device and the tier below: on a CPU over a disk they are the device's own RAM.
@@ -139,21 +141,11 @@ class StreamedTrainer:
             self.home = self._open_home(store_dir, buffers, record)
             stack.callback(self._close_home)
             self.scratch = self._open_scratch(stack, store_dir, buffers)
-            rate = config.memory.link_gb_per_s
-            device = stack.enter_context(
-                contextlib.closing(
-                    open_device(
-                        machine.device,
-                        self.ledger,
-                        rate * 1e9 if rate else None,
-                        ResidentLimit(prepared.before_bytes, machine.device_bytes, plan.total_bytes("host")),
-                    )
-                )
-            )
+            device = stack.enter_context(contextlib.closing(self._open_device()))
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
-            for name in ("activations", "workspace", "shared"):
+            for tier, name in itertools.product(tiers, ("activations", "workspace", "shared")):
                 num_bytes = plan.memory["device"].get(name, 0)
-                stack.enter_context(self.ledger.reserve("device", name, num_bytes))
+                stack.enter_context(self.ledger.reserve(tier, name, num_bytes))
             stack.enter_context(buffers_on(prepared.split.model, device.torch_device))
             boundaries = stack.enter_context(Boundaries(prepared.split.modules))
             settings = EngineSettings(
@@ -168,6 +160,7 @@ class StreamedTrainer:
                 seed=config.train.seed,
                 graph_in_forward=prepared.measured.graph_matters,
                 num_threads=torch.get_num_threads(),
+                draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
                 describe=self._describe,
             )
@@ -326,6 +319,15 @@ class StreamedTrainer:
     def _arena(self, tier: str, pin: bool) -> Arena:
         return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None)
 
+    def _open_device(self) -> Device:
+        machine, rate = self.prepared.machine, self.prepared.config.memory.link_gb_per_s
+        bytes_per_s = rate * 1e9 if rate else None
+        if machine.num_workers > 1:
+            return open_workers(machine.device, self.ledger, bytes_per_s)
+        host_bytes = self.prepared.plan.total_bytes("host")
+        limit = ResidentLimit(self.prepared.before_bytes, machine.device_bytes, host_bytes)
+        return open_device(machine.device, self.ledger, bytes_per_s, limit)
+
     def _open_home(self, store_dir: Path, buffers: Arena, record: Record | None) -> HostHome | DiskHome:
         planes, plan = planes_for(self.spec.dtype), self.prepared.plan
         if self.prepared.machine.home == "host":
@@ -364,6 +366,10 @@ class StreamedTrainer:
 
     def _open_scratch(self, stack: contextlib.ExitStack, store_dir: Path, buffers: Arena) -> Scratch | None:
         plan = self.prepared.plan
+        if plan.layout.stages is not None:
+            largest = max(1, *self.prepared.measured.boundary_bytes)
+            handover = HostScratch(max(1, num_handed_over(plan.program)), largest, buffers)
+            return stack.enter_context(contextlib.closing(handover))
         if not plan.layout.offload:
             return None
         extents = len(plan.layout.offload) * plan.layout.num_microbatches
