@@ -116,27 +116,29 @@ class Standing:
     """What commits say of a run, kept by the lane that commits: the loop over steps may be ahead or behind by one.
 
     Args:
-        position: before the first step that is committed.
-        loss_scale: for that step; a copy is kept.
-        updates: how often each parameter has been stepped; stands still while a step is committed.
-        config: of the run.
+        config: of the run, as the user gave it.
         dtype: compute dtype.
     """
 
-    def __init__(
-        self,
-        position: Position,
-        loss_scale: LossScale,
-        updates: Mapping[str, int],
-        config: Config,
-        dtype: str,
-    ) -> None:
+    def __init__(self, config: Config, dtype: str) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._position = Position(0, 0, 0)
+        self._loss_scale = LossScale(enabled=False)
+        self._updates: Mapping[str, int] = {}
+
+    def begin(self, position: Position, loss_scale: LossScale, updates: Mapping[str, int]) -> None:
+        """Say where the run stands before the first step that is committed; no step is under way.
+
+        Args:
+            position: where it stands.
+            loss_scale: for that step; a copy is kept.
+            updates: how often each parameter has been stepped; stands still while a step is committed.
+        """
         self._position = position
         self._loss_scale = LossScale(loss_scale.enabled)
         self._loss_scale.restore(loss_scale.state())
         self._updates = updates
-        self._config = config
-        self._dtype = dtype
 
     def after(self, context: StepContext) -> Mapping[str, Any]:
         """Return the state after the step of ``context``, which is the next one."""

@@ -3,10 +3,9 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,13 +117,13 @@ class StreamedTrainer:
         record: Record | None = None,
     ) -> None:
         self.prepared = prepared
-        config = self._run_config = config or prepared.config
+        config = config or prepared.config
         machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
         self.position = Position(0, 0, 0)
         self._home_file = home_file
-        self._standing: Standing | None = None
+        self._standing = Standing(config, self.spec.dtype)
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             tiers = [tier_of(worker, machine.num_workers) for worker in range(machine.num_workers)]
@@ -162,7 +161,7 @@ class StreamedTrainer:
                 num_threads=torch.get_num_threads(),
                 draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
-                describe=self._describe,
+                describe=self._standing.after,
             )
             prepared.split.model.train()
             self.engine = Engine(
@@ -207,13 +206,7 @@ class StreamedTrainer:
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
         self.position = replace(self.position, step=first)
-        self._standing = Standing(
-            self.position,
-            self.loss_scale,
-            self.engine.optimizer.updates,
-            self._run_config,
-            self.spec.dtype,
-        )
+        self._standing.begin(self.position, self.loss_scale, self.engine.optimizer.updates)
         began = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
             context = StepContext(
@@ -353,10 +346,6 @@ class StreamedTrainer:
         if isinstance(self.home, CommittedHome) and self._home_file and self.home.record is None:
             with contextlib.suppress(OSError):
                 files.system().unlink(self.home.file.path)
-
-    def _describe(self, context: StepContext) -> Mapping[str, Any]:
-        assert self._standing is not None
-        return self._standing.after(context)
 
     def _stand(self, record: Record) -> Position:
         self.engine.optimizer.updates.update(record.state["updates"])
