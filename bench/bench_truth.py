@@ -131,11 +131,11 @@ def unit_times(prepared: Prepared) -> UnitTimes:
 
             for unit in range(last):
                 forward = boundaries.forwards[unit]
-                timed(spec.units[unit].kind, "forward", lambda u=unit, f=forward: run.forward(u, f))
+                timed(spec.units[unit].kind, "forward", lambda u=unit, f=forward, r=run: r.forward(u, f))
             timed("head", "backward", head)
             for unit in reversed(range(last)):
                 forward = boundaries.forwards[unit]
-                timed(spec.units[unit].kind, "backward", lambda u=unit, f=forward: run.backward(u, f))
+                timed(spec.units[unit].kind, "backward", lambda u=unit, f=forward, r=run: r.backward(u, f))
             run.close()
             if repeat == 0:
                 seconds.clear()  # first calls allocate

@@ -171,6 +171,6 @@ def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
 def _read_state(directory: Path) -> Mapping[str, Any]:
     try:
         state = json.loads(files.read_text(directory / STATE))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory / STATE} cannot be read: {error!r}") from error
     return standing.checked(state, directory / STATE)
