@@ -99,7 +99,8 @@ class Plan:
         for tier, classes in self.memory.items():
             budget = getattr(self.budgets, tier)
             limit = f" of {format_bytes(budget)}" if budget is not None else ""
-            lines.append(f"{tier:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
+            name = "each worker" if tier == "device" and self.layout.num_workers > 1 else tier
+            lines.append(f"{name:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
             lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in classes.items()]
         lines.append("per step")
         lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
@@ -112,6 +113,8 @@ class Plan:
             "home": self.home,
             "below": self.below,
             "microbatches": layout.num_microbatches,
+            "workers": layout.num_workers,
+            "stages": asdict(layout.stages) if layout.stages is not None else None,
             "clip": layout.clip,
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
