@@ -32,6 +32,8 @@ class StepLayout:
         staged: whether units pass through host buffers, the home being two tiers below the device.
         num_workers: devices, each with slots and accumulators of these sizes.
         stages: how the step is dealt out to them; None for the V-cycle of one worker.
+        cut: whether somebody else decides when the backward begins, as in a training loop of one's own; then the last
+            unit runs F and B like any other, see `planner.cut`.
     """
 
     num_streamed: int
@@ -51,6 +53,7 @@ class StepLayout:
     staged: bool = False
     num_workers: int = 1
     stages: Stages | None = None
+    cut: bool = False
 
     def __post_init__(self) -> None:
         if self.num_streamed < 1 or self.num_microbatches < 1:
@@ -76,6 +79,8 @@ class StepLayout:
         self._check_stages()
 
     def _check_stages(self) -> None:
+        if self.cut and (self.clip or self.stages is not None):
+            raise ValueError("a step that is cut goes with no clipping and no stages of its own")
         if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):
             raise ValueError("several workers need stages")
         if self.stages is None:
@@ -102,7 +107,7 @@ class StepLayout:
 
     @property
     def last(self) -> int:
-        """The last streamed unit, whose forward and backward are one op."""
+        """The last streamed unit, whose forward and backward are one op unless the step is cut."""
         return self.num_streamed - 1
 
     @property

@@ -36,6 +36,7 @@ class PlanOptions:
         prefetch: how many units ahead of their use LOADs start.
         tile_elements: elements per tile of the optimizer step, a multiple of 2048.
         offload: whether all inputs of units leave the device (True) or none (False).
+        cut: whether somebody else decides when the backward begins.
     """
 
     home: Tier
@@ -46,6 +47,7 @@ class PlanOptions:
     prefetch: int | None = None
     tile_elements: int | None = None
     offload: bool | None = None
+    cut: bool = False
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -133,6 +135,7 @@ class Sizing:
             num_host_buffers=knobs.num_host_buffers,
             num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
             staged=options.staged,
+            cut=options.cut,
         )
         if options.offload is False:
             return layout

@@ -63,9 +63,15 @@ class GradientSums:
     def __init__(self) -> None:
         self._of: dict[int, _Accumulator] = {}
 
-    def open(self, unit: UnitSpec, plane: Tensor) -> None:
-        """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on."""
-        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set())
+    def open(self, unit: UnitSpec, plane: Tensor, touched: frozenset[int] = frozenset()) -> None:
+        """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on.
+
+        Args:
+            unit: whose gradients.
+            plane: where.
+            touched: positions of the tensors that ``plane`` holds a gradient of already.
+        """
+        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set(touched))
 
     def close(self, unit: int) -> frozenset[int]:
         """Stop, and return the positions of the tensors that received a gradient."""

@@ -1,6 +1,7 @@
 """What the ops of one step share: its number, its microbatches, its learning rate, and what they find out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,11 @@ class StepContext:
         gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
         coefficient: what gradients are multiplied by before the update; None for nothing.
         skipped: whether CLIP decided that this step changes no weight.
+        ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
+        keeps: whether a backward will follow; without one nothing is kept of a forward.
+        slots: see `slots_used`, where the program is not the plan's own.
+        outputs: what the model returned, by microbatch, where the step is cut.
+        output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
     """
 
     number: int
@@ -56,6 +62,11 @@ class StepContext:
     gradient_norm: float | None = None
     coefficient: Tensor | None = None
     skipped: bool = False
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    keeps: bool = True
+    slots: Mapping[Op, Mapping[int, int]] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
 
     def loss(self) -> float:
         """Loss of the step: the sum over microbatches, each already weighted by its targets."""

@@ -19,6 +19,7 @@ from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
 from outsize.planner.ops import Kind, Op
 from outsize.planner.plan import Plan
+from outsize.planner.program import Program
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import Binder, GradientSums
@@ -99,6 +100,8 @@ class Engine:
         self.plan = plan
         self._split = split
         self._settings = settings
+        self.num_submitted = 0
+        self._last: StepHandle | None = None
         layout = plan.layout
         slots = [device.allocate(size, "slot") for size in (*layout.slot_bytes, *plan.resident_slot_bytes)]
         sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
@@ -149,6 +152,33 @@ class Engine:
         kinds = {Kind.CLIP} if self.plan.layout.clip else _COMPUTE_KINDS | {Kind.GRAD}
         return StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
 
+    def submit(self, program: Program, context: StepContext) -> StepHandle:
+        """Submit another program than the plan's, made for the same layout; returns at once."""
+        self.num_submitted += 1
+        tasks = self._executor.submit(program.ops, context)
+        self._last = StepHandle(context, tasks, tasks)
+        return self._last
+
+    def settle(self) -> None:
+        """Return when the program submitted last is done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        if self._last is not None:
+            self._executor.wait(self._last.tasks)
+            self._last = None
+
+    def let_go(self) -> None:
+        """Give the modules their own parameters back until the next op computes; between programs only."""
+        self._compute.let_go()
+
+    def recover(self) -> None:
+        """After an op has failed: end the lanes, let go of all that was under way, and be ready for another program."""
+        self._last = None
+        self._executor.close()
+        self._compute.let_go()
+
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.
 
@@ -191,6 +221,7 @@ class Engine:
             (Kind.BACKWARD, False): self._compute.backward,
             (Kind.SAVE, False): self.activations.save,
             (Kind.FETCH, False): self.activations.fetch,
+            (Kind.SUM, False): self.gradients.sum_on,
             (Kind.NORM, False): self.gradients.norm,
             (Kind.GRAD, False): self.gradients.bring_home,
             (Kind.WRITE, False): self.gradients.write,

@@ -13,6 +13,7 @@ from outsize.runtime.binding import GradientSums
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.weights import typed_plane
+from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 
 GradientObserver = Callable[[int, frozenset[int], Tensor], None]
@@ -73,6 +74,24 @@ class GradientOps:
         self._plane_of[op.unit] = plane
         self._sums.open(unit, plane)
 
+    def sum_on(self, op: Op, context: StepContext) -> None:
+        """SUM: as ACC, from what is at home already; `StepContext.touched` says of which tensors."""
+        assert op.unit is not None
+        assert op.slot is not None
+        unit = self._spec.units[op.unit]
+        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
+        if isinstance(self._home, HostHome):
+            self._device.copy(plane, self._home.view(op.unit, "gradient"))
+        elif plane.device.type == "cpu":
+            self._home.read(op.unit, "gradient", 0, plane)
+        else:
+            with Arena() as arena:
+                staged = arena.take(plane.nbytes, "gradient on its way up").view(plane.dtype)
+                self._home.read(op.unit, "gradient", 0, staged)
+                plane.copy_(staged)
+        self._plane_of[op.unit] = plane
+        self._sums.open(unit, plane, context.touched[op.unit])
+
     def norm(self, op: Op, context: StepContext) -> None:
         """NORM: one norm for each tensor of the unit, where the gradient lies."""
         assert op.unit is not None
@@ -84,7 +103,7 @@ class GradientOps:
         assert op.unit is not None
         plane = self._plane_of.pop(op.unit)
         context.touched[op.unit] = self._sums.close(op.unit)
-        if not self._clips and not context.skipped:
+        if not self._clips and context.losses and not context.skipped:  # else it is the caller who judges
             self._check(context)
         if self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
