@@ -114,6 +114,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     runner = runner_of(model)
     runner.settle()
+    runner.stop()
     for unit in runner.split.spec.units:
         values = (
             {name: value.clone() for name, value in runner.parameters.read(unit).items()}

@@ -1,5 +1,6 @@
 """Clipping by the global norm, for gradients that rest at home."""
 
+import math
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     total, coefficient = clip_coefficient([norm for _, norm in ordered], max_norm)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonFiniteError(f"the gradient norm is {total.item():g}; no gradient was changed")
-    runner.coefficient = coefficient
+    runner.coefficient = coefficient if math.isfinite(max_norm) else None
     if runner.optimizer is None:
         runner.apply_coefficient(held)
     return total

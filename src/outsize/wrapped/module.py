@@ -144,7 +144,8 @@ class Wrapped(nn.Module):
             "or use save_pretrained"
         )
 
-    __copy__ = __reduce_ex__
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
 
 
 def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -209,6 +210,13 @@ def _named(
             if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
                 raise ConfigError(f"{type(model).__name__} takes any positional arguments; pass them by name")
             named[name] = value
+    if named.get(
+        "output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)
+    ):
+        raise ConfigError(
+            "output_router_logits=True asks for what is recorded inside units, and a recompute would not give it a "
+            "gradient; outsize.wrap has no router losses yet: set config.output_router_logits=False"
+        )
     takes_cache = "use_cache" in signature.parameters and "past_key_values" in signature.parameters
     if takes_cache and named.get("use_cache") is None and named.get("past_key_values") is None:
         named["use_cache"] = False

@@ -1,5 +1,6 @@
 """What a microbatch of the caller's takes on the device, and the plan that fits it."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -82,14 +83,22 @@ def measure(
     Raises:
         ModelError: the model cannot be walked through, or raised.
     """
-    measured = calibrate(
-        split,
-        forwards,
-        shorter(inputs, num_rows, shape.length),
-        num_sequences=shape.rows,
-        seq_len=shape.length,
-        chunk_tokens=None,
-    )
+    hooks = [module._forward_hooks for module in split.modules]
+    try:
+        for module in split.modules:  # a trial is not what the hooks on units are there to see
+            module._forward_hooks = OrderedDict()
+        measured = calibrate(
+            split,
+            forwards,
+            shorter(inputs, num_rows, shape.length),
+            num_sequences=shape.rows,
+            seq_len=shape.length,
+            chunk_tokens=None,
+        )
+    finally:
+        for module, own in zip(split.modules, hooks, strict=True):
+            own.update(module._forward_hooks)  # what transformers hangs there on the first call
+            module._forward_hooks = own
     return measured if former is None else _both(measured, former)
 
 

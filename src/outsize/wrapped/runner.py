@@ -83,6 +83,7 @@ class Runner:
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
+        self._num_steps = 0
         self._engine_stack = contextlib.ExitStack()
         self._flags = tuple(p.requires_grad for p in model.parameters())
         self.split = split(model, dtype_of(model))
@@ -132,9 +133,13 @@ class Runner:
         joined = Joined([context.outputs.pop(m) for m in range(len(sizes))], sizes, weights)
         if not keeps or not joined.differentiable:
             return joined.build({})
-        mark = engine.num_submitted
+        mark, weights_then = engine.num_submitted, self._weights_now()
 
         def backward(roots: Roots) -> None:
+            if self._weights_now() != weights_then:
+                raise ConfigError(
+                    "weights have changed between this forward and its backward; run the forward again"
+                )
             self._backward(engine, context, roots, warm=engine.num_submitted == mark)
 
         number = context.number
@@ -171,7 +176,7 @@ class Runner:
         Returns:
             Those of them that train and have no gradient.
         """
-        self._check()
+        model = self._check()
         held = self._held()
         units = self.split.spec.units
         stepped = {
@@ -187,6 +192,9 @@ class Runner:
         due = {index for index, positions in stepped.items() if positions}
         if not due:
             return without
+        if self._engine is None and self._measured is not None:  # the optimizer came after the backward
+            self._split_anew(model, tuple(p.requires_grad for p in model.parameters()))
+            self._plan_anew()
         if self._engine is None or self._plan is None:
             raise ConfigError(
                 "optimizer.step() before the first forward; a step follows a forward and a backward"
@@ -195,6 +203,7 @@ class Runner:
             self.parameters.refresh_masters(units[index])
         context = StepContext(number=0, learning_rate=lr, microbatches=(), touched=stepped)
         context.coefficient, self.coefficient = self.coefficient, None
+        self._num_steps += 1
         self._engine.submit(step_units(self._plan.layout, due), context)
         return without
 
@@ -231,6 +240,10 @@ class Runner:
         """Positions of the tensors that have a gradient at home, by unit that trains."""
         self.settle()
         return self._held()
+
+    def stop(self) -> None:
+        """End the lanes and take slots out of the modules; the next forward begins anew."""
+        self._close_engine()
 
     def close(self) -> None:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
@@ -347,7 +360,8 @@ class Runner:
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
-            engine.finish(engine.submit(program, context))
+            engine.submit(program, context)
+            engine.settle()
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
@@ -361,6 +375,10 @@ class Runner:
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
+
+    def _weights_now(self) -> tuple[int, int]:
+        """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
+        return self._num_steps, sum(parameter._version for parameter in self.parameters.named.values())
 
     def apply_coefficient(self, held: Mapping[int, frozenset[int]]) -> None:
         """Multiply the gradients that are held by the coefficient of a clipping that no step has used yet."""
