@@ -316,7 +316,7 @@ def test_copies_and_pickles_are_refused_with_a_reason():
         with pytest.raises(ConfigError, match="wrapped already"):
             outsize.wrap(model)
         for attempt in (model.half, lambda: model.to(torch.bfloat16)):
-            with pytest.raises(ConfigError, match="before outsize.wrap"):
+            with pytest.raises(ConfigError, match=r"before outsize\.wrap"):
                 attempt()
         assert model.to("cpu") is model
         assert model.to("cpu", torch.float32) is model

@@ -128,7 +128,7 @@ def test_a_learning_rate_schedule_and_a_resume_from_state_dicts(home: str):
         with wrapped(zoo.build("llama"), home=home) as model:
             optimizer = outsize.AdamW(model, **SETTINGS)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            for step in range(first):
+            for _ in range(first):
                 schedule.step()
             if state is not None:
                 model.load_state_dict(state[0])
@@ -140,8 +140,8 @@ def test_a_learning_rate_schedule_and_a_resume_from_state_dicts(home: str):
                 optimizer.zero_grad()
             return weights(model), copy.deepcopy(optimizer.state_dict())
 
+    half = run(0, 2, None)
     with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before"):
-        half = run(0, 2, None)
         resumed = run(2, 4, half)
     want = run(0, 4, None)
     assert_equal(resumed[0], want[0])

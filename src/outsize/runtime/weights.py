@@ -1,7 +1,7 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
-import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.planner.ops import Op
@@ -55,7 +55,7 @@ class WeightOps:
         if self._spec.units[op.unit].kind == "rest":
             # Glue of a forward whose backward is still to come has saved these parameters. They are loaded again with
             # the values that they had, or that backward is refused.
-            with torch.autograd._unsafe_preserve_version_counter(plane):
+            with _unsafe_preserve_version_counter(plane):
                 self._fill(op, plane)
         else:
             self._fill(op, plane)
