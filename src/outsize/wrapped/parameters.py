@@ -2,55 +2,27 @@
 
 Over a host home a parameter is a view of its unit's weights, and its ``.grad`` a view of the gradient plane, so any
 optimizer of `torch.optim` steps where the bytes are. Over a disk home parameters have a shape and no bytes; their
-``.grad`` is a mark that a gradient is at home, which refuses to be computed with.
+``.grad`` is a mark that a gradient is at home (`wrapped.at_rest`).
 
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import ConfigError
-from outsize.model.spec import TensorSpec, UnitSpec
+from outsize.model.spec import PLANE_ELEMENTS, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, master_plane
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
+from outsize.units import align_up
+from outsize.wrapped.at_rest import mark
 
 Fill = Callable[[TensorSpec, Tensor], None]
-
-
-class AtRest(torch.Tensor):
-    """The mark that a gradient is on disk."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Refuse all that would read or change values.
-
-        Raises:
-            ConfigError: always but for questions of shape, dtype and place.
-        """
-        if getattr(func, "__name__", "") in (
-            "__get__",
-            "__set__",
-            "size",
-            "dim",
-            "numel",
-            "requires_grad_",
-            "detach",
-        ):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise ConfigError(
-            f"{getattr(func, '__name__', func)}: this gradient rests on disk. Use outsize.AdamW and "
-            'outsize.clip_grad_norm_, or wrap the model with home="host" to have gradients in memory'
-        )
 
 
 class HomeParameters:
@@ -60,6 +32,10 @@ class HomeParameters:
         split: the model's units.
         home: where the weights go.
         fill: copies the weights of a tensor into a flat fp32 or compute-dtype tensor.
+
+    Attributes:
+        named: the parameters by name.
+        factors: what gradients on disk are multiplied by in the next step, by name.
     """
 
     def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
@@ -68,6 +44,7 @@ class HomeParameters:
         self._half = master_plane(split.spec.dtype) == MASTER
         self._versions: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
+        self.factors: dict[str, Tensor] = {}
         for unit in split.spec.units:
             if unit.tensors:
                 self._adopt(unit, split, fill)
@@ -151,8 +128,22 @@ class HomeParameters:
                 parameter.grad_dtype = torch.float32
             parameter.grad = self._view(unit, tensor, GRADIENT)
         else:
-            mark = torch.empty(tensor.shape, dtype=parameter.dtype, device="meta")
-            parameter.grad = mark.as_subclass(AtRest)
+            read = partial(self._read_gradient, unit, tensor)
+            scale = partial(self._note_factor, tensor.name)
+            parameter.grad = mark(tensor.shape, parameter.dtype, read, scale)
+
+    def _read_gradient(self, unit: UnitSpec, tensor: TensorSpec) -> Tensor:
+        """Read the gradient of one tensor from disk: the sectors that it lies in."""
+        first = tensor.offset // PLANE_ELEMENTS * PLANE_ELEMENTS
+        last = align_up(tensor.offset + tensor.numel, PLANE_ELEMENTS)
+        with Arena() as arena:
+            flat = arena.take((last - first) * 4, GRADIENT).view(torch.float32)
+            self._home.read(unit.index, GRADIENT, first, flat)
+            return flat[tensor.offset - first :][: tensor.numel].clone()
+
+    def _note_factor(self, name: str, factor: Tensor) -> None:
+        former = self.factors.get(name)
+        self.factors[name] = factor if former is None else former * factor
 
     def _adopt(self, unit: UnitSpec, split: Split, fill: Fill) -> None:
         """Move the weights of ``unit`` home, and let go of where they were."""

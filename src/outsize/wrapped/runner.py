@@ -155,6 +155,7 @@ class Runner:
                 "parameters, another optimizer); run the forward again"
             )
         held = self._held()
+        self._take_factors(held)
         if self.coefficient is not None:
             self.apply_coefficient(held)
         programs = self._programs_for(self._plan, len(context.microbatches))
@@ -201,6 +202,7 @@ class Runner:
             )
         for index in due:
             self.parameters.refresh_masters(units[index])
+        self._take_factors(held)
         context = StepContext(number=0, learning_rate=lr, microbatches=(), touched=stepped)
         context.coefficient, self.coefficient = self.coefficient, None
         self._num_steps += 1
@@ -375,6 +377,25 @@ class Runner:
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
+
+    def _take_factors(self, held: Mapping[int, frozenset[int]]) -> None:
+        """Make what torch's clipping has noted on gradients on disk the coefficient of the step."""
+        factors = {id(factor): factor for factor in self.parameters.factors.values()}
+        units = self.split.spec.units
+        names = {units[index].tensors[p].name for index, positions in held.items() for p in positions}
+        noted = names & self.parameters.factors.keys()
+        self.parameters.factors.clear()
+        if not noted:
+            return
+        if (
+            noted != names
+            or len({float(factor) for factor in factors.values()}) > 1
+            or self.coefficient is not None
+        ):
+            raise ConfigError(
+                "gradients on disk are multiplied by one factor in the step: clip all of them together, once"
+            )
+        self.coefficient = next(iter(factors.values()))
 
     def _weights_now(self) -> tuple[int, int]:
         """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
