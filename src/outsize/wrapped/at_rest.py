@@ -1,8 +1,8 @@
 """Gradients that rest on disk, as far as torch's own clipping can go with them.
 
 A parameter over a disk home has a ``.grad`` of the right shape and no bytes: a mark that a gradient is at home. Its
-norm can be taken, which reads it, and it can be multiplied by what came of norms, which is noted and done in the step. That
-is all that `torch.nn.utils.clip_grad_norm_` does, so it works unmodified. Everything else is refused, and so every
+norm can be taken, which reads it, and it can be multiplied by what came of norms, which is noted and done in the step.
+That is all that `torch.nn.utils.clip_grad_norm_` does, so it works unmodified. Everything else is refused, and so every
 optimizer but `outsize.AdamW`.
 """
 
