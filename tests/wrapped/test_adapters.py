@@ -21,7 +21,9 @@ def adapted(seed: int = 0, **changes: Any) -> nn.Module:
     config = peft.LoraConfig(
         r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, **changes
     )
-    model: nn.Module = peft.get_peft_model(zoo.build("llama"), config)
+    base = zoo.build("llama")
+    base.config.use_cache = True  # as published configs have it
+    model: nn.Module = peft.get_peft_model(base, config)
     return model
 
 

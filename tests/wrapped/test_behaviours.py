@@ -399,6 +399,23 @@ def test_a_loss_of_the_user_s_own_on_the_logits(count: int):
         assert_equal(gradients(model), gradients(plain), 0.0 if count == 1 else 1e-7)
 
 
+def test_a_cache_is_made_for_those_who_ask_and_never_recomputed():
+    """A block that appends to a cache in the forward would see its keys twice in the recompute."""
+    plain, model = zoo.build("llama"), zoo.build("llama")
+    plain.config.use_cache = model.config.use_cache = True
+    with wrapped(model, microbatches=2):
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, 2)
+        assert_equal(gradients(model), gradients(plain))
+        with pytest.raises(ConfigError, match="no_grad"):
+            model(**BATCH, use_cache=True)
+        with torch.no_grad():
+            first = model(input_ids=BATCH["input_ids"][:, :7], use_cache=True)
+            rest = model(input_ids=BATCH["input_ids"][:, 7:], past_key_values=first.past_key_values)
+            whole = plain(input_ids=BATCH["input_ids"]).logits
+        assert torch.allclose(torch.cat([first.logits, rest.logits], dim=1), whole, atol=1e-5)
+
+
 def test_no_grad_gives_the_same_output_and_no_history():
     plain = zoo.build("llama").eval()
     with wrapped(zoo.build("llama"), microbatches=2) as model, torch.no_grad():

@@ -210,14 +210,18 @@ def _named(
             if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
                 raise ConfigError(f"{type(model).__name__} takes any positional arguments; pass them by name")
             named[name] = value
-    if named.get(
-        "output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)
-    ):
+    config = getattr(model, "config", None)
+    wanted = named.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if wanted is None else wanted:
         raise ConfigError(
             "output_router_logits=True asks for what is recorded inside units, and a recompute would not give it a "
             "gradient; outsize.wrap has no router losses yet: set config.output_router_logits=False"
         )
-    takes_cache = "use_cache" in signature.parameters and "past_key_values" in signature.parameters
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(
+        config, "use_cache", False
+    )  # PEFT's models do
+    takes_cache = "use_cache" in signature.parameters or passes_on
     if takes_cache and named.get("use_cache") is None and named.get("past_key_values") is None:
         named["use_cache"] = False
     return named

@@ -111,13 +111,17 @@ class Runner:
         model = self._check()
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
-        count = (
-            1 if inputs.get("past_key_values") is not None or inputs.get("use_cache") else self.microbatches
-        )
+        cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
+        keeps = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        if cached and keeps:
+            raise ConfigError(
+                "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
+                "with use_cache or past_key_values"
+            )
+        count = 1 if cached else self.microbatches
         sizes = batching.sizes_of(rows, count)
         engine, plan = self._ready(inputs, rows, planning.shape_of(main, sizes[0]))
         assert self._measured is not None
-        keeps = torch.is_grad_enabled() and any(self._flags)
         parts = batching.cut(inputs, rows, sizes)
         weights = batching.divisors(parts, sizes, self._measured.shifted)
         programs = self._programs_for(plan, len(sizes))
@@ -130,7 +134,7 @@ class Runner:
             slots=programs.warm_slots if keeps else programs.inference_slots,
         )
         self._walk(programs.passes.forward if keeps else programs.passes.inference, context)
-        joined = Joined([context.outputs.pop(m) for m in range(len(sizes))], sizes, weights)
+        joined = self._join([context.outputs.pop(m) for m in range(len(sizes))], sizes, weights)
         if not keeps or not joined.differentiable:
             return joined.build({})
         mark, weights_then = engine.num_submitted, self._weights_now()
@@ -377,6 +381,15 @@ class Runner:
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
+
+    def _join(self, outputs: list[Any], sizes: tuple[int, ...], weights: tuple[float, ...]) -> Joined:
+        joined = Joined(outputs, sizes, weights)
+        for leaf in joined.leaves:
+            if (
+                isinstance(leaf, Tensor) and leaf.is_cuda
+            ):  # made on the compute lane's stream, used on the caller's
+                leaf.record_stream(torch.cuda.current_stream(self._device))
+        return joined
 
     def _take_factors(self, held: Mapping[int, frozenset[int]]) -> None:
         """Make what torch's clipping has noted on gradients on disk the coefficient of the step."""
