@@ -16,6 +16,7 @@ from outsize.errors import (
     NonFiniteError,
     OutsizeError,
     ProgramError,
+    StalledError,
     StorageError,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "NonFiniteError",
     "OutsizeError",
     "ProgramError",
+    "StalledError",
     "StorageError",
     "clip_grad_norm_",
     "load",

@@ -42,13 +42,13 @@ class Trap:
         self._wanted = kind, step, microbatch, unit
         self._thread = threading.local()
         self.sprung = 0
-        handle = engine._handle
+        handle = engine.run_op
 
         def watched(table: engine.HandlerTable, op: Op, context: StepContext) -> None:
             self._thread.now = op, context.number
             handle(table, op, context)
 
-        monkeypatch.setattr(engine, "_handle", watched)
+        monkeypatch.setattr(engine, "run_op", watched)
 
     def put(self, owner: Any, name: str, action: Callable[[], object]) -> None:
         """Run ``action`` before ``owner.name`` does its work, when the moment has come."""
@@ -91,12 +91,12 @@ def while_saving(
         finally:
             left.clear()
 
-    def write_some(descriptor: int, data: memoryview) -> None:
+    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
         if left == [0]:
             left.clear()
             action()
         left[:] = [number - 1 for number in left]
-        write_all(descriptor, data)
+        return write_all(descriptor, data, offset)
 
     monkeypatch.setattr(checkpoint, "_write", write_checkpoint)
     monkeypatch.setattr(checkpoint_format, "_write_all", write_some)

@@ -38,7 +38,7 @@ def _warmup(config: "Config") -> list[str]:
     if config.warmup_steps >= steps:
         return [
             f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
-            f"train.steps ({steps})"
+            f"train.steps ({steps}); lower it, for example to 0, or train for more steps"
         ]
     return []
 
@@ -58,6 +58,9 @@ def settings_without_effect(config: "Config") -> list[str]:
     data, train, memory = config.data, config.train, config.memory
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
+    several = memory.device == "cuda:all" or "," in memory.device
+    several |= emulated and memory.device not in ("emulated", "emulated:1")
+    stages = "several workers have slots for their stages, and hand inputs over"
     idle = [
         (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
         (train, "train.head_chunk_tokens", train.loss == "model", "train.loss is model"),
@@ -69,7 +72,11 @@ def settings_without_effect(config: "Config") -> list[str]:
             "the run ends before, and saves at its end",
         ),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
+        (memory, "memory.slots", several, stages),
+        (memory, "memory.prefetch", several, stages),
+        (memory, "memory.offload", several, stages),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
+        (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),
         (memory, "memory.tile_elements", memory.home == "host", "memory.home is host"),
     ]

@@ -32,8 +32,10 @@ def _path(value: Any) -> Any:
 
 
 def _device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|emulated(:[1-9]\d*)?", value):
-        raise ValueError(f"not a device: {value!r}; write cpu, cuda, cuda:1, emulated:2 or auto")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
+        raise ValueError(
+            f"not a device: {value!r}; write cpu, cuda, cuda:1, cuda:0,1, cuda:all, emulated:2 or auto"
+        )
     return value
 
 
@@ -147,8 +149,23 @@ class TrainConfig(Section):
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
-        description="What a NaN or infinite loss or gradient norm does, before any weight has changed: "
-        "end the run, or skip the step and count it.",
+        description="What a NaN or infinite loss or gradient does, before any weight of the step is saved: "
+        "end the run, or skip the step, changing nothing, and count it.",
+    )
+    on_stall: Literal["abort", "report", "ignore"] = Field(
+        default="abort",
+        description="What becomes of a step in which nothing ends any more: report where it stands and end the run, "
+        "report it and wait on, or nothing.",
+    )
+    stall_factor: float = Field(
+        default=10.0,
+        ge=1,
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+    )
+    stall_floor_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="The least time, in seconds, after which a step is taken to be stalled.",
     )
     deterministic: bool = Field(
         default=True, description="Whether only kernels are used that give the same bits in every run."
@@ -190,11 +207,13 @@ class MemoryConfig(Section):
 
     device: Device = Field(
         default="auto",
-        description="cpu, cuda, cuda:N (device number N), emulated:N (N devices on the CPU with capped "
-        "memory and link), or auto: cuda where there is one, otherwise cpu.",
+        description="cpu, cuda, cuda:N (device number N), cuda:0,1 or cuda:all (a worker on each of them), emulated:N "
+        "(N workers on the CPU with capped memory and link), or auto: cuda where there is one, otherwise cpu.",
     )
     device_memory: Size | None = Field(
-        default=None, description="Budget on the device, a size; null is what is free, less a margin."
+        default=None,
+        description="Budget on the device, of each where there are several, a size; null is what is free, less a "
+        "margin.",
     )
     host_memory: Size | None = Field(
         default=None, description="Budget in host memory, a size; null is what is free, less a margin."
@@ -209,6 +228,11 @@ class MemoryConfig(Section):
     )
     store_dir: PathText | None = Field(
         default=None, description="Directory of the disk home, best on a local NVMe; null is run_dir/store."
+    )
+    commits: Literal["step", "none"] = Field(
+        default="step",
+        description="step: a home on disk keeps what a step changes twice, so that a run goes on from the last "
+        "step whatever ended it; none: it takes half the disk, and a run goes on from the last checkpoint.",
     )
     slots: int | None = Field(
         default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."

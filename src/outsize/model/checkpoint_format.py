@@ -7,6 +7,7 @@ a file is written tensor by tensor and synced, without a copy of the whole.
 `tests/model/test_checkpoint_format.py` holds it against the library.
 """
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import CheckpointError
 from outsize.units import align_up, format_bytes
 
@@ -77,7 +79,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         file_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with files.open_binary(path, "r") as file:
             header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
                 raise CheckpointError(_broken(path, f"it holds {file_bytes} bytes and no whole header"))
@@ -88,7 +90,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} is missing; download it again") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(_broken(path, f"its header is not JSON ({error})")) from error
     entries.pop("__metadata__", None)
     base = _LENGTH_BYTES + header_bytes
@@ -120,7 +122,7 @@ def read_elements(stored: StoredTensor, start: int, stop: int, into: Tensor) -> 
         )
     itemsize = stored.dtype.itemsize
     try:
-        fd = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = files.system().open(stored.path, os.O_RDONLY)
         try:
             if flat.dtype == stored.dtype:
                 _read_exactly(fd, stored.offset + start * itemsize, bytes_of(flat), stored.path)
@@ -132,7 +134,7 @@ def read_elements(stored: StoredTensor, start: int, stop: int, into: Tensor) -> 
                 _read_exactly(fd, stored.offset + first * itemsize, bytes_of(part), stored.path)
                 flat[first - start : first - start + len(part)].copy_(part)
         finally:
-            os.close(fd)
+            files.system().close(fd)
     except OSError as error:
         raise CheckpointError(f"{stored.path} cannot be read: {error.strerror}") from error
 
@@ -163,15 +165,15 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> int:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(align_up(len(text), _LENGTH_BYTES))
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = files.system().open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        _write_all(fd, memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
+        base = _write_all(fd, memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), 0)
         for _, tensor in ordered:
-            _write_all(fd, bytes_of(tensor.detach().cpu().contiguous()))
-        os.fsync(fd)
+            base = _write_all(fd, bytes_of(tensor.detach().cpu().contiguous()), base)
+        files.system().fsync(fd)
     finally:
-        os.close(fd)
-    return _LENGTH_BYTES + len(text) + end
+        files.system().close(fd)
+    return base
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -182,8 +184,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def _parse_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     """Return one entry of a header whose tensors begin at byte ``base``."""
     try:
-        start, stop = entry["data_offsets"]
-        dtype, shape = DTYPES.get(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        start, stop = map(_natural, entry["data_offsets"])
+        dtype, shape = DTYPES.get(entry["dtype"]), tuple(map(_natural, entry["shape"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(_broken(path, f"its entry for {name} is not valid")) from error
     if dtype is None:
@@ -191,26 +193,37 @@ def _parse_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
             f"{path}: {name} is stored as {entry['dtype']}, which cannot be trained; "
             "use the full-precision checkpoint of this model"
         )
-    if start < 0 or stop - start != prod(shape) * dtype.itemsize:
+    if stop - start != prod(shape) * dtype.itemsize:
         raise CheckpointError(_broken(path, f"{name} of shape {shape} is said to have {stop - start} bytes"))
     return StoredTensor(name=name, path=path, dtype=dtype, shape=shape, offset=base + start)
+
+
+def _natural(number: Any) -> int:
+    """Return a number of a header if it is one that counts something."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no size")
+    return number
 
 
 def _read_exactly(fd: int, offset: int, into: memoryview, path: Path) -> None:
     """Fill ``into`` from byte ``offset`` on; the system may hand out less than asked."""
     done = 0
     while done < len(into):
-        count = os.preadv(fd, [into[done:]], offset + done)
+        count = files.system().pread(fd, into[done:], offset + done)
         if count == 0:
             raise CheckpointError(_broken(path, f"it ended at byte {offset + done}"))
         done += count
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    """Write all of ``data``; the system may take less than it is given."""
+def _write_all(fd: int, data: memoryview, offset: int) -> int:
+    """Write all of ``data`` at ``offset``, and return where it ends; the system may take less than it is given."""
     done = 0
     while done < len(data):
-        done += os.write(fd, data[done:])
+        count = files.system().pwrite(fd, data[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the system takes no more bytes")
+        done += count
+    return offset + done
 
 
 def _broken(path: Path, why: str) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.model.checkpoint import CheckpointReader, persistent_buffers
 from outsize.model.checkpoint_files import INDEX, locate_checkpoint
@@ -83,7 +84,7 @@ def write_checkpoint(
         _copy_tokenizer(partial, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
         CheckpointReader(partial, model_skeleton)  # every name and shape is there, or this raises
         for path in partial.iterdir():
-            _sync(path)
+            files.sync(path)
     return final
 
 
@@ -112,7 +113,7 @@ def _write_weights(
         total_bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored.values())
         del tensors, stored
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
     return dtypes
 
 
@@ -160,9 +161,10 @@ def _write_config(
     for part in (config, *(part for part in nested if part is not None)):
         part.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    config.save_pretrained(directory)
+    files.write_text(directory / "config.json", config.to_json_string(use_diff=True))
     if cast(Any, model).can_generate():
-        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        generation = GenerationConfig.from_model_config(config)
+        files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
 
 
 def _copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
@@ -176,33 +178,33 @@ def _copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
     for pattern in (*_COPIED, "*.py") if with_code else _COPIED:
         for path in origin.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, directory / path.name)
+                files.copy(path, directory / path.name)
 
 
 @contextmanager
 def _becoming(final: Path) -> Iterator[Path]:
     """Give out a hidden directory beside ``final``; at the end it takes that place, or it is removed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directories(final.parent)
     token = uuid.uuid4().hex[:8]
     partial = final.parent / f".{final.name}.partial-{token}"
     former = final.parent / f".{final.name}.former-{token}"
-    partial.mkdir()
+    files.system().mkdir(partial)
     try:
         yield partial
-        _sync(partial)
+        files.sync(partial)
         if final.exists():
-            final.rename(former)
-        partial.rename(final)
-        _sync(final.parent)
+            files.system().rename(final, former)
+        files.system().rename(partial, final)
+        files.sync(final.parent)
     except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
-        shutil.rmtree(partial, ignore_errors=True)
+        files.system().remove_tree(partial)
         if former.exists() and not final.exists():
-            former.rename(final)
+            files.system().rename(former, final)
         raise
     if former.is_dir():
-        shutil.rmtree(former)
-    else:
-        former.unlink(missing_ok=True)
+        files.system().remove_tree(former)
+    elif former.exists():
+        files.system().unlink(former)
 
 
 @contextmanager
@@ -218,12 +220,3 @@ def _storage_errors(final: Path) -> Iterator[None]:
                 "free some space or choose another place"
             ) from error
         raise StorageError(f"{final} cannot be written: {error}; choose a place you can write to") from error
-
-
-def _sync(path: Path) -> None:
-    """Wait until ``path``, a file or a directory, is on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -30,8 +30,10 @@ class StepLayout:
         num_host_buffers: host buffers for whole units on their way between disk and device.
         num_tile_buffers: buffers in the ring of the optimizer's tiles.
         staged: whether units pass through host buffers, the home being two tiers below the device.
+        commits: whether the step ends with a COMMIT, its home being on disk.
         num_workers: devices, each with slots and accumulators of these sizes.
         stages: how the step is dealt out to them; None for the V-cycle of one worker.
+        rest_users: in a step of stages, the units whose backward adds to the gradient of a rest that trains.
         cut: whether somebody else decides when the backward begins, as in a training loop of one's own; then the last
             unit runs F and B like any other, see `planner.cut`.
     """
@@ -51,8 +53,10 @@ class StepLayout:
     num_host_buffers: int = 0
     num_tile_buffers: int = 0
     staged: bool = False
+    commits: bool = False
     num_workers: int = 1
     stages: Stages | None = None
+    rest_users: frozenset[int] = frozenset()
     cut: bool = False
 
     def __post_init__(self) -> None:
@@ -92,8 +96,10 @@ class StepLayout:
             raise ValueError(f"{self.num_workers} workers need as many stages, not {self.stages.num_stages}")
         if self.stages.cursor >= self.num_workers:
             raise ValueError(f"there is no worker {self.stages.cursor}")
-        if self.rest_trains or self.staged or self.offload:
-            raise ValueError("stages go with no trained rest, no host buffers and no offload of their own")
+        if self.staged or self.offload:
+            raise ValueError("stages go with no host buffers and no offload of their own")
+        if self.rest_trains != bool(self.rest_users) or not self.rest_users <= set(range(self.num_streamed)):
+            raise ValueError(f"a rest that trains has users among units 0 to {self.last}")
 
     @property
     def num_rounds(self) -> int:

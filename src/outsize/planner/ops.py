@@ -26,6 +26,7 @@ text                          meaning
 ``STEP 3#0@t2``               optimizer step on that tile
 ``WRITE 3#0<t2``              what the step changed, back to disk
 ``STEP 3``                    optimizer step of the whole unit, in place in host memory
+``COMMIT``                    what the step wrote becomes durable, and the state that a crash goes back to
 ============================  ================================================================================
 """
 
@@ -54,6 +55,7 @@ class Kind(StrEnum):
     READ = "READ"
     STEP = "STEP"
     WRITE = "WRITE"
+    COMMIT = "COMMIT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Op:
 
     Attributes:
         kind: the verb.
-        unit: unit index; None only for CLIP.
+        unit: unit index; None only for CLIP and COMMIT.
         microbatch: for F, FB, R, B, SAVE, FETCH, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.

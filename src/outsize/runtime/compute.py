@@ -49,7 +49,7 @@ class ComputeOps:
         device: where tensors live.
         loss: how the loss is taken.
         seed: of the run.
-        program: tells which slot each op finds its unit in.
+        programs: of the steps, by turns; they tell which slot each op finds its unit in.
         first_backward: the lowest unit that runs backward; below it nothing trains.
         weights: owner of the slots.
         graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
@@ -63,14 +63,14 @@ class ComputeOps:
         device: Device,
         loss: LossSettings,
         seed: int,
-        program: Program,
+        programs: tuple[Program, ...],
         first_backward: int,
         weights: WeightOps,
         graph_in_forward: bool = False,
     ) -> None:
         self._graph_in_forward = graph_in_forward
-        self._slots_used = slots_used(program)
-        self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for op in program)
+        self._slots_used = tuple(slots_used(program) for program in programs)
+        self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
         self._first_backward = first_backward
         self._weights = weights
         self._bound: dict[int, int] = {}
@@ -146,7 +146,7 @@ class ComputeOps:
 
     def _bind(self, op: Op, context: StepContext) -> None:
         """Show the modules of the op's unit, and of the rest, the slots that the program has put them into."""
-        slots = (self._slots_used if context.slots is None else context.slots)[op]
+        slots = (self._slots_used[context.program] if context.slots is None else context.slots)[op]
         for unit in (op.unit, len(self._forwards)):
             slot = slots.get(unit) if unit is not None else None
             if unit is not None and slot is not None and self._bound.get(unit) != slot:
@@ -169,6 +169,11 @@ class ComputeOps:
         )
         if self._loss.chunk_tokens is not None:
             inputs.pop("labels", None)
+        return self._make_run(inputs, reseed, context)
+
+    def _make_run(
+        self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
+    ) -> MicrobatchRun:
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         run = MicrobatchRun(
             self._split.model, inputs, tracked, reseed, graph=context.keeps, ambient=context.ambient

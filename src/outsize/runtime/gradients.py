@@ -1,15 +1,17 @@
-"""ACC, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
+"""ACC, SUM, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from outsize.errors import NonFiniteError
-from outsize.model.spec import ModelSpec
+from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.planner.ops import Op
-from outsize.runtime.binding import GradientSums
+from outsize.runtime.binding import GradientSums, tensor_views
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.weights import typed_plane
@@ -31,9 +33,11 @@ class GradientOps:
         host_buffers: byte buffers for units between device and disk.
         parameter_order: position of each parameter in ``model.parameters()``, for the order of the norms.
         max_grad_norm: global norm to clip to; infinity only takes the norm.
-        clips: whether the program has a CLIP; without one a step is judged by its loss alone.
+        clips: whether the program has a CLIP; without one a step is judged by its loss, and each unit by its own
+            gradient before it steps.
         skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
+        times_home: how often the gradient of a unit comes home in a step, where that is more than once.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class GradientOps:
         clips: bool,
         skip_nonfinite: bool,
         observe: GradientObserver | None = None,
+        times_home: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        self._times_home = times_home
         self._spec = spec
         self._device = device
         self._home = home
@@ -64,6 +70,7 @@ class GradientOps:
         self._observe = observe
         self._plane_of: dict[int, Tensor] = {}
         self.bytes_down = 0
+        self.bytes_up = 0
 
     def accumulate(self, op: Op, context: StepContext) -> None:
         """ACC: from now on this accumulator sums the gradient of the unit."""
@@ -75,11 +82,15 @@ class GradientOps:
         self._sums.open(unit, plane)
 
     def sum_on(self, op: Op, context: StepContext) -> None:
-        """SUM: as ACC, from what is at home already; `StepContext.touched` says of which tensors."""
+        """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added.
+
+        `StepContext.touched` says of which tensors there is one.
+        """
         assert op.unit is not None
         assert op.slot is not None
         unit = self._spec.units[op.unit]
         plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
+        self._plane_of[op.unit] = plane
         if isinstance(self._home, HostHome):
             self._device.copy(plane, self._home.view(op.unit, "gradient"))
         elif plane.device.type == "cpu":
@@ -89,7 +100,7 @@ class GradientOps:
                 staged = arena.take(plane.nbytes, "gradient on its way up").view(plane.dtype)
                 self._home.read(op.unit, "gradient", 0, staged)
                 plane.copy_(staged)
-        self._plane_of[op.unit] = plane
+        self.bytes_up += plane.nbytes
         self._sums.open(unit, plane, context.touched[op.unit])
 
     def norm(self, op: Op, context: StepContext) -> None:
@@ -103,9 +114,13 @@ class GradientOps:
         assert op.unit is not None
         plane = self._plane_of.pop(op.unit)
         context.touched[op.unit] = self._sums.close(op.unit)
-        if not self._clips and context.losses and not context.skipped:  # else it is the caller who judges
+        context.brought[op.unit] += 1
+        whole = context.brought[op.unit] == self._times_home.get(op.unit, 1)
+        # A pass without losses of its own is judged by the caller, see `planner.cut`.
+        if whole and not self._clips and context.losses and not context.skipped:
             self._check(context)
-        if self._observe is not None:
+            self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
+        if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
         self.bytes_down += plane.nbytes
         if op.buffer is not None:
@@ -136,6 +151,7 @@ class GradientOps:
             if position in context.touched[unit]
         ]
         ordered = [norm / context.loss_scale for _, norm in sorted(norms, key=lambda pair: pair[0])]
+        ordered = [norm.to(ordered[0].device) for norm in ordered]
         total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
         context.gradient_norm = total.item()
         context.coefficient = (coefficient / context.loss_scale).cpu()
@@ -152,6 +168,21 @@ class GradientOps:
         raise NonFiniteError(
             f"step {context.number + 1}: loss {context.loss():g}{detail}; no weight was changed. Try a lower "
             "optimizer.lr, fp32 or bf16 instead of fp16, or train.on_nonfinite=skip to go on"
+        )
+
+    def _check_gradient(
+        self, unit: UnitSpec, touched: frozenset[int], plane: Tensor, context: StepContext
+    ) -> None:
+        """Without CLIP: keep a unit from stepping by a gradient that is not finite, and all that step after it."""
+        views = tensor_views(unit, plane)
+        # Both extremes of a tensor are finite only if all of it is; unlike `isfinite`, they take no memory.
+        extremes = [extreme for position in touched for extreme in torch.aminmax(views[position])]
+        if not extremes or torch.stack(extremes).isfinite().all():
+            return
+        context.skipped = True
+        raise NonFiniteError(
+            f"step {context.number + 1}: loss {context.loss():g}, gradient of {unit.name} not finite; nothing of this "
+            "step is saved. Try optimizer.max_grad_norm, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
         )
 
     def _staged(self, unit: int, buffer: int) -> Tensor:

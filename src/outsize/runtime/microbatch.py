@@ -32,7 +32,7 @@ Ambient = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
-class _Visit:
+class Visit:
     """A unit called by the model: its arguments, and the gradients of what it returned.
 
     Attributes:
@@ -48,10 +48,12 @@ class _Visit:
     box: Gradients
 
     def call(self, forward: Forward) -> Any:
+        """Run the unit on its arguments."""
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         return forward(*args, **kwargs)
 
     def track_inputs(self) -> None:
+        """Make the arguments that carry gradients leaves of a graph."""
         for position in self.sources:
             self.leaves[position] = self.leaves[position].detach().requires_grad_()
 
@@ -81,7 +83,7 @@ class MicrobatchRun:
         self._ambient = ambient
         self.inputs = inputs
         self._walk = Walk(model, inputs)
-        self._visits: dict[int, _Visit] = {}
+        self._visits: dict[int, Visit] = {}
         self._tracked = tracked
         self._reseed = reseed
         self._waiting: Any = None
@@ -118,9 +120,7 @@ class MicrobatchRun:
             ModelError: the model calls a unit again.
         """
         waiting, self._waiting = self._waiting, None
-        with self._ambient(), torch.set_grad_enabled(self._graph):
-            self._reseed(unit + 1, True)
-            ending = self._walk.advance(waiting)
+        ending = self._advance(unit + 1, waiting)
         if not isinstance(ending, Finished):
             raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
         return ending.output
@@ -136,9 +136,9 @@ class MicrobatchRun:
 
     def backward_from_head_input(self, unit: int, gradient: Tensor) -> None:
         """Go on backward from the gradient of `head_input`; the model's own code after the head never runs."""
-        self._walk.close()
+        self._end_walk()
         visit = self._visits.pop(unit)
-        _pull(visit.sources.values(), [gradient] * len(visit.sources))
+        self._pull(list(visit.sources.values()), [gradient] * len(visit.sources))
 
     def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
         """Run the last unit with a graph, finish the model's forward, and go backward from its loss.
@@ -190,15 +190,22 @@ class MicrobatchRun:
 
     def close(self) -> None:
         """Let go of everything; idempotent."""
-        self._walk.close()
+        self._end_walk()
         self._visits.clear()
         self._waiting = None
 
-    def _arrive(self, unit: int) -> _Visit:
-        waiting, self._waiting = self._waiting, None
+    def _end_walk(self) -> None:
+        self._walk.close()
+
+    def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
+        """Run the model's own code up to ``unit``."""
         with self._ambient(), torch.set_grad_enabled(self._graph):
             self._reseed(unit, True)
-            call = self._walk.advance(waiting)
+            return self._walk.advance(outputs)
+
+    def _arrive(self, unit: int) -> Visit:
+        waiting, self._waiting = self._waiting, None
+        call = self._advance(unit, waiting)
         if not isinstance(call, UnitCall) or call.unit != unit:
             came = f"unit {call.unit}" if isinstance(call, UnitCall) else "the end of its forward"
             raise ModelError(
@@ -223,7 +230,12 @@ class MicrobatchRun:
         sources = [(s, visit.leaves[p].grad) for p, s in visit.sources.items()]
         arrived = [(source, gradient) for source, gradient in sources if gradient is not None]
         visit.leaves.clear()
-        _pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
+        self._pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
+
+    def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+        """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
+        if tensors:
+            torch.autograd.backward(tensors, gradients, retain_graph=True)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -240,7 +252,7 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _visit(call: UnitCall) -> _Visit:
+def _visit(call: UnitCall) -> Visit:
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     sources: dict[int, Tensor] = {}
     for position, leaf in enumerate(leaves):
@@ -248,11 +260,4 @@ def _visit(call: UnitCall) -> _Visit:
             if leaf.requires_grad:
                 sources[position] = leaf
             leaves[position] = leaf.detach()
-    return _Visit(leaves, structure, sources, Gradients(0))
-
-
-def _pull(tensors: Any, gradients: list[Tensor]) -> None:
-    """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
-    tensors = list(tensors)
-    if tensors:
-        torch.autograd.backward(tensors, gradients, retain_graph=True)
+    return Visit(leaves, structure, sources, Gradients(0))

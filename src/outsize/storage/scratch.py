@@ -76,9 +76,13 @@ class HostScratch:
 
     def take(self, key: Hashable, into: Tensor) -> None:
         """See `Scratch.take`."""
+        self.read(key, into)
+        self._extents.leave(key)
+
+    def read(self, key: Hashable, into: Tensor) -> None:
+        """Fill ``into`` with what was put under ``key``, and keep it; raises as `take`."""
         index = self._extents.find(key, into)
         into.detach().copy_(self._view(index, into))
-        self._extents.leave(key)
         self._extents.count(bytes_out=into.nbytes)
 
     def forget(self, key: Hashable) -> None:

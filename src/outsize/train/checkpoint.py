@@ -6,47 +6,33 @@ file that names it. Everything goes unit by unit and plane by plane, so memory s
 """
 
 import json
-import math
-import os
-import shutil
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from outsize import files
 from outsize.config import Config
-from outsize.errors import CheckpointError, ConfigError
+from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import read_header, read_tensor, write_file
 from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.spec import UnitSpec
 from outsize.optim.spec import GRADIENT, WEIGHTS, planes_for
 from outsize.storage.directory import needed_directory
 from outsize.storage.prealloc import explain
+from outsize.train import standing
 from outsize.train.heartbeat import write_json, write_whole
+from outsize.train.standing import Position, position_in
 from outsize.train.stream import StreamedTrainer
 
 CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer"
 LATEST = "latest"
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a run stands.
-
-    Attributes:
-        step: steps done.
-        tokens: tokens trained so far.
-        skipped: steps that changed no weight.
-        loss: of the last step; NaN before the first.
-    """
-
-    step: int
-    tokens: int
-    skipped: int
-    loss: float = float("nan")
+_STEP = re.compile(r"step-\d{8,}")
+_SHOWN_CHARS = 80
 
 
 def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Config) -> Path:
@@ -65,17 +51,21 @@ def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Co
     staging = directory.with_name(directory.name + ".partial")
     with needed_directory(directory.parent, "train.run_dir"):
         for abandoned in directory.parent.glob("*.partial*"):  # by a process that was killed while it saved
-            shutil.rmtree(abandoned, ignore_errors=True)
+            files.system().remove_tree(abandoned)
         try:
             _write(trainer, staging)
             write_json(staging / STATE, _state(trainer, position, config))
-            shutil.rmtree(directory, ignore_errors=True)
-            os.replace(staging, directory)
+            for path in (*staging.rglob("*"), staging):
+                files.sync(path)
+            files.system().remove_tree(directory)
+            files.system().rename(staging, directory)
+            files.sync(directory.parent)
+            files.sync(run_dir)
         except OSError as error:
             raise explain(error, f"write the checkpoint {directory}") from error
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        write_whole(directory.parent / LATEST, directory.name + "\n")
+            files.system().remove_tree(staging)
+        write_whole(directory.parent / LATEST, directory.name + "\n", durable=True)
     return directory
 
 
@@ -83,15 +73,19 @@ def latest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, None where there is none.
 
     Raises:
-        CheckpointError: ``latest`` names one that is not there.
+        CheckpointError: ``latest`` cannot be read, or names one that is not there.
     """
     pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
         return None
-    directory = pointer.parent / pointer.read_text(encoding="utf-8").strip()
-    if directory.parent != pointer.parent or not (directory / STATE).is_file():
+    try:
+        name = files.read_text(pointer).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}; correct or remove it") from error
+    directory = pointer.parent / name
+    if not _STEP.fullmatch(name) or not (directory / STATE).is_file():
         raise CheckpointError(
-            f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it"
+            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
         )
     return directory
 
@@ -117,14 +111,7 @@ def position_of(directory: Path) -> Position:
     Raises:
         CheckpointError: its state cannot be read.
     """
-    state = _read_state(directory)
-    loss = state["loss"]
-    return Position(
-        step=state["step"],
-        tokens=state["tokens"],
-        skipped=state["skipped"],
-        loss=float("nan") if loss is None else loss,
-    )
+    return position_in(_read_state(directory))
 
 
 def check_same_run(directory: Path, config: Config, dtype: str) -> None:
@@ -134,31 +121,7 @@ def check_same_run(directory: Path, config: Config, dtype: str) -> None:
         CheckpointError: the checkpoint's state cannot be read.
         ConfigError: the run had another model, seed or compute dtype.
     """
-    state = _read_state(directory)
-    name = _name_of(config.model.path)
-    model = name if _has_moved(state["model"], name) else state["model"]
-    settings = (
-        ("model.path", model, name),
-        ("train.seed", state["seed"], config.train.seed),
-        ("model.dtype", state["dtype"], dtype),
-    )
-    for key, former, given in settings:
-        if former != given:
-            raise ConfigError(
-                f"{directory} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
-                "another train.run_dir to start a new run"
-            )
-
-
-def _name_of(model: str) -> str:
-    """A model's directory, absolute, or its id on the hub."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
-
-
-def _has_moved(former: str, model: str) -> bool:
-    """Whether the model's directory may have been moved since."""
-    return Path(former).is_absolute() and not Path(former).exists() and Path(model).exists()
+    standing.check_same_run(_read_state(directory), directory, config, dtype)
 
 
 def _write(trainer: StreamedTrainer, staging: Path) -> None:
@@ -172,24 +135,15 @@ def _write(trainer: StreamedTrainer, staging: Path) -> None:
         trainer.read_unit,
         tokenizer_source=prepared.directory,
     )
-    (staging / OPTIMIZER).mkdir()
+    files.system().mkdir(staging / OPTIMIZER)
     for unit in trainer.spec.units:
         for plane in _state_planes(trainer, unit):
             write_file(staging / OPTIMIZER / _file(unit, plane), trainer.read_unit(unit, plane))
 
 
 def _state(trainer: StreamedTrainer, position: Position, config: Config) -> dict[str, Any]:
-    return {
-        "step": position.step,
-        "tokens": position.tokens,
-        "skipped": position.skipped,
-        "loss": position.loss if math.isfinite(position.loss) else None,
-        "updates": trainer.engine.optimizer.updates,
-        "loss_scale": trainer.loss_scale.state(),
-        "model": _name_of(config.model.path),
-        "seed": config.train.seed,
-        "dtype": trainer.spec.dtype,
-    }
+    updates = trainer.engine.optimizer.updates
+    return standing.state_of(position, updates, trainer.loss_scale, config, trainer.spec.dtype)
 
 
 def _state_planes(trainer: StreamedTrainer, unit: UnitSpec) -> list[str]:
@@ -214,11 +168,9 @@ def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_state(directory: Path) -> dict[str, Any]:
+def _read_state(directory: Path) -> Mapping[str, Any]:
     try:
-        state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        for key in ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype"):
-            state[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state = json.loads(files.read_text(directory / STATE))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory / STATE} cannot be read: {error!r}") from error
-    return state
+    return standing.checked(state, directory / STATE)

@@ -15,21 +15,25 @@ from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
+from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.data.batch import IGNORED, Batch
-from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine
+from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
+# A length at which the operations of units are compared.
+SAMPLE_TOKENS = 1024
 # What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 # What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
@@ -96,8 +100,7 @@ def prepare(
     parts = split_model(model, dtype, config)
     spec = parts.spec
     state_bytes = sum(home_bytes(unit, dtype) for unit in spec.units)
-    store_dir = Path(config.memory.store_dir or run_dir / "store")
-    machine = describe_machine(config.memory, state_bytes, store_dir)
+    machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
@@ -201,17 +204,53 @@ def make_plan(
     options = PlanOptions(
         home=machine.home,
         below=machine.below,
-        clip=config.optimizer.max_grad_norm > 0 or parts.spec.dtype == "fp16",
+        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
+        clip=config.optimizer.max_grad_norm > 0
+        or parts.spec.dtype == "fp16"
+        or config.train.on_nonfinite == "skip",
         microbatches=config.train.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
+        commits=memory.commits == "step",
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
-    plan = plan_step(parts.spec, demand, budgets, options)
-    validate(plan.program, plan.layout)
+    if machine.num_workers > 1:
+        plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
+    else:
+        plan = plan_step(parts.spec, demand, budgets, options)
+    for program in plan.programs:
+        validate(program, plan.layout)
     return plan
+
+
+def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:
+    """What is to be known of a model that several workers train.
+
+    Raises:
+        ConfigError: its units share activations, which one worker can do only.
+    """
+    if measured.inputs_shared:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, but units of {type(parts.model).__name__} receive "
+            "activations that other units receive too; use one device"
+        )
+    return StageOptions(
+        num_workers=machine.num_workers, forward_s=_forward_times(parts), rest_users=measured.rest_users
+    )
+
+
+def _forward_times(parts: Split) -> tuple[float, ...]:
+    """How long the forwards of units take beside each other: by their operations, or by their parameters."""
+    count = parts.spec.num_streamed
+    with contextlib.suppress(ModelError, AttributeError):
+        flops = forward_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        if len(flops) == count:
+            return flops
+    table = max((tensor.numel for unit in parts.spec.units for tensor in unit.tensors), default=1)
+    numel = [0 if unit.kind == "embedding" else unit.numel for unit in parts.spec.units[:count]]
+    return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
 
 
 def fixed_bytes(model: nn.Module, machine: Machine) -> int:

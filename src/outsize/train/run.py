@@ -11,21 +11,24 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
-from outsize.train.checkpoint import Position
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
+from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
+from outsize.train.lane_times import lane_times
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.sources import open_dataset
+from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
+from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
@@ -64,7 +67,7 @@ def train(
     resume = config.train.resume == "auto"
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, resume=resume))
+        stack.enter_context(claimed(run_dir, config))
         stack.enter_context(
             borrowed_torch(
                 deterministic=config.train.deterministic, device=choose_device(config.memory.device)
@@ -76,6 +79,8 @@ def train(
         prepared = prepare(started, run_dir, announce)
         if resumed is not None:
             checkpoint.check_same_run(resumed, config, prepared.split.spec.dtype)
+        record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
+        if resumed is not None:
             done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
@@ -83,16 +88,26 @@ def train(
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
-        store = Path(config.memory.store_dir or run_dir / "store")
-        trainer = stack.enter_context(StreamedTrainer(prepared, store))
-        trainer.fill()
-        position = checkpoint.restore(trainer, resumed) if resumed else Position(0, 0, 0)
-        announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+        # Entered first, so that it still watches while everything else is given back.
+        watchdog = stack.enter_context(
+            Watchdog(
+                run_dir,
+                announce,
+                action=config.train.on_stall,
+                factor=config.train.stall_factor,
+                floor_s=config.train.stall_floor_s,
+            )
+        )
+        trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
-        run = _Run(config, prepared, run_dir, trainer, heartbeat, progress, announce, position)
+        run = _Run(
+            config, prepared, run_dir, trainer, heartbeat, watchdog, progress, announce, trainer.position
+        )
+        if resumed is not None and checkpoint.position_of(resumed).step == trainer.position.step:
+            run.saved_step = trainer.position.step
         return run.go(dataset, interrupt)
 
 
@@ -105,6 +120,7 @@ class _Run:
     run_dir: Path
     trainer: StreamedTrainer
     heartbeat: Heartbeat
+    watchdog: Watchdog
     progress: Progress | None
     announce: Announce
     position: Position
@@ -122,6 +138,7 @@ class _Run:
         config = self.config
         self.disk, self.link = self.trainer.disk_bytes(), self._link()
         interrupt.can_finish = True
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
@@ -134,6 +151,9 @@ class _Run:
             self.trainer.settle()
             self._account_end()
             self._save()
+            saved = checkpoint.latest(self.run_dir)
+            if saved is not None and self.position.step >= config.train.steps:
+                remove_home(config, self.run_dir, saved, self.announce)
         owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
         return TrainResult(
             steps=self.position.step,
@@ -156,6 +176,7 @@ class _Run:
         self.position = Position(
             former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
         )
+        self.watchdog.step_ended(outcome.seconds)
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
         record = self._record(outcome)
@@ -172,7 +193,8 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        stalls = timeline.stall_s_by_owner()
+        times = lane_times(timeline)
+        stalls = times.stall_s
         for lane, seconds in stalls.items():
             self.owners_s[lane] = self.owners_s.get(lane, 0.0) + seconds
         stalled = sum(stalls.values())
@@ -196,6 +218,13 @@ class _Run:
             stall_share=min(stalled / outcome.seconds, 1.0),
             stall_owner=next(iter(stalls), None),
             skipped=outcome.skipped,
+            skipped_steps=self.position.skipped,
+            busy_s=times.busy_s,
+            stall_s=times.stall_s,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            update_s=times.update_s,
+            rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
         )
 
@@ -210,17 +239,14 @@ class _Run:
             return
         self.trainer.settle()
         self._account_end()
-        path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
+        with self.watchdog.paused():
+            path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
         self.disk = self.trainer.disk_bytes()
         self.saved_step = self.position.step
         self.announce(f"saved {path}")
 
     def _link(self) -> tuple[int, int]:
-        engine = self.trainer.engine
-        return (
-            engine.weights.bytes_up + engine.activations.bytes_up,
-            engine.gradients.bytes_down + engine.activations.bytes_down,
-        )
+        return self.trainer.engine.link_bytes()
 
 
 def peak_rss_bytes() -> int:

@@ -141,6 +141,7 @@ def make_plan(
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
         cut=True,
+        commits=False,
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     plan = plan_step(split.spec, demand, budgets, options)

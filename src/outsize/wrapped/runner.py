@@ -290,7 +290,7 @@ class Runner:
             self._plan_anew()
         for number in self._abandoned:
             assert self._engine is not None
-            self._engine.activations.forget(number)
+            self._engine.forget_saved(number)
         self._abandoned.clear()
         assert self._engine is not None
         assert self._plan is not None

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from outsize.config.schema import MemoryConfig
+from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
@@ -40,6 +41,8 @@ class Tiers:
         self._store_dir = store_dir
         state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
         self.machine = describe_machine(memory, state_bytes, store_dir)
+        if self.machine.num_workers > 1:
+            raise ConfigError(f"device={memory.device!r}: outsize.wrap streams to one device; name one")
         self.on_cuda = self.machine.device.startswith("cuda")
         with contextlib.ExitStack() as stack:
             self.ledger = Ledger(

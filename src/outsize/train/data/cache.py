@@ -15,7 +15,6 @@ run that is killed leaves its temporary directory; the next one on the same host
 import hashlib
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +23,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.errors import StorageError
+from outsize import files
+from outsize.errors import DataError, StorageError
 from outsize.train.data.detected import Detected
 from outsize.train.data.files import Sources
 from outsize.train.data.tokens import ArrayFile, ArrayReader
 
 _LAYOUT = 1  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
+_REMEDY = "remove that directory, and the data is tokenised again"
 
 
 def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> str:
@@ -44,8 +45,18 @@ class CachedTokens:
     """An entry of the cache, open for reading; a `TokenStore`."""
 
     def __init__(self, entry: Path) -> None:
-        self.detected = Detected.from_json(json.loads((entry / "index.json").read_text(encoding="utf-8")))
+        """Open the files of an entry.
+
+        Raises:
+            DataError: one is missing or damaged.
+        """
+        self.detected = _read_index(entry)
         num_tokens, num_documents = self.num_tokens, self.num_documents
+        for name, num_bytes in (("tokens.bin", 4 * num_tokens), ("documents.bin", 8 * num_documents)):
+            held = (entry / name).stat().st_size if (entry / name).is_file() else 0
+            if held != num_bytes:
+                raise DataError(f"{entry / name} holds {held} bytes, not {num_bytes}; {_REMEDY}")
+        self._directory = entry
         self._tokens = ArrayReader([ArrayFile(entry / "tokens.bin", np.dtype("<i4"), num_tokens)])
         self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
         self._trained: ArrayReader | None = None
@@ -72,16 +83,25 @@ class CachedTokens:
 
     def document_range(self, index: int) -> tuple[int, int]:
         """Return the first token of a document and the token after its last."""
-        if index == 0:
-            return 0, int(self._ends.read(0, 1)[0])
-        start, end = self._ends.read(index - 1, 2)
-        return int(start), int(end)
+        bounds = self._ends.read(max(index - 1, 0), 2 if index else 1)
+        start, end = int(bounds[0]) if index else 0, int(bounds[-1])
+        if not 0 <= start <= end <= self.num_tokens:
+            raise DataError(f"document {index} of {self._directory} ends where it cannot; {_REMEDY}")
+        return start, end
 
     def close(self) -> None:
         """Close the files. May be called twice."""
         for reader in (self._tokens, self._ends, self._trained):
             if reader is not None:
                 reader.close()
+
+
+def _read_index(entry: Path) -> Detected:
+    """Return what was detected when an entry was made."""
+    try:
+        return Detected.from_json(json.loads(files.read_text(entry / "index.json")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{entry / 'index.json'} cannot be read ({error}); {_REMEDY}") from error
 
 
 @contextmanager
@@ -93,10 +113,10 @@ def new_entry(entry: Path) -> Iterator[Path]:
     """
     temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{os.getpid()}-{entry.name}"
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directories(entry.parent)
         _remove_abandoned(entry.parent)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        files.system().remove_tree(temporary)
+        files.system().mkdir(temporary)
         yield temporary
         _rename(temporary, entry)
     except OSError as error:
@@ -104,20 +124,17 @@ def new_entry(entry: Path) -> Iterator[Path]:
             f"cannot write tokenised data to {entry.parent}: {error}; choose another cache_dir"
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        files.system().remove_tree(temporary)
 
 
 def write_index(directory: Path, detected: Detected) -> None:
     """Write ``index.json``, the last file of an entry."""
-    with (directory / "index.json").open("w", encoding="utf-8") as file:
-        json.dump(detected.to_json(), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    files.write_text(directory / "index.json", json.dumps(detected.to_json(), indent=1), sync=True)
 
 
 def _rename(temporary: Path, entry: Path) -> None:
     try:
-        temporary.rename(entry)
+        files.system().rename(temporary, entry)
     except OSError:
         if not (entry / "index.json").exists():  # else another process was first, with the same bytes
             raise
@@ -128,7 +145,7 @@ def _remove_abandoned(cache_dir: Path) -> None:
     for path in cache_dir.glob(f"{mine}*"):
         pid = path.name.removeprefix(mine).split("-")[0]
         if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+            files.system().remove_tree(path)
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,0 +1,193 @@
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.config import Config, dump_config
+from outsize.errors import StalledError
+from outsize.testing.faults import LANE, Fault, Key, Layer, layered
+from outsize.train import watchdog
+from outsize.train.run import train
+from outsize.train.watchdog import Watchdog
+from support import make_run
+
+STUCK = Key(LANE, "B 1.0@w0", 1, 0, 0)
+SOON = {"steps": 3, "save_every": 1, "stall_floor_s": 0.6, "stall_factor": 1.0}
+
+
+class Engine:
+    """Stands still unless it is told to move."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self.given_up: list[BaseException] = []
+
+    def waiting(self) -> dict[str, str]:
+        return {"up:w0": "LOAD 3@w0.1 is running"}
+
+    def position(self) -> str:
+        return "step 7, 3 of 9 ops done\n-->     3  LOAD 3@w0.1"
+
+    def give_up(self, error: BaseException) -> None:
+        self.given_up.append(error)
+
+
+class Kennel:
+    """A watchdog whose looks are taken by hand, one second apart; nothing may stand still for ten."""
+
+    def __init__(self, run_dir: Path, action: str = "report", step: int = 1) -> None:
+        self.said: list[str] = []
+        self.statuses: list[int] = []
+        self.engine = Engine()
+        self.dog = Watchdog(
+            run_dir,
+            self.said.append,
+            action=action,
+            factor=10.0,
+            floor_s=10.0,
+            grace_s=0.0,
+            end_process=self.statuses.append,
+        )
+        self.dog.watch(self.engine, step)
+
+    def look(self, times: int, elapsed_s: float = 1.0) -> None:
+        for _ in range(times):
+            self.dog.look(elapsed_s)
+
+
+def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads_do(tmp_path: Path):
+    kennel = Kennel(tmp_path, step=7)
+    kennel.look(20)
+    (line,) = kennel.said
+    assert line.startswith("stalled: step 7: nothing has ended for 11.0 s; up:w0: LOAD 3@w0.1 is running")
+    text = (tmp_path / "stall-00000007.txt").read_text()
+    assert "-->     3  LOAD 3@w0.1" in text
+    assert "test_watchdog.py" in text  # the stack of this thread
+    assert (kennel.engine.given_up, kennel.statuses) == ([], [])
+
+
+def test_to_abort_is_to_give_the_step_up_and_where_that_ends_nothing_the_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    kennel = Kennel(tmp_path, "abort")
+    kennel.look(20)
+    (error,) = kennel.engine.given_up
+    assert isinstance(error, StalledError)
+    assert kennel.statuses == [watchdog.STALLED_STATUS]
+    assert "outsize: StalledError: step 1: nothing has ended" in capsys.readouterr().err
+
+
+def test_a_step_is_reported_once(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    kennel.look(100)
+    assert len(kennel.said) == 1
+    kennel.dog.step_ended(0.1)
+    kennel.look(100)
+    assert len(kennel.said) == 2
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["stall-00000001.txt", "stall-00000002.txt"]
+
+
+def test_progress_is_no_stall(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    for _ in range(20):
+        kennel.engine.num_ended += 1
+        kennel.look(9)
+    assert kennel.said == []
+
+
+def test_what_is_not_a_step_is_not_watched(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    with kennel.dog.paused():
+        kennel.look(100)
+    kennel.look(9)
+    assert kennel.said == []
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    kennel.look(4, elapsed_s=3600.0)
+    assert kennel.said == []
+
+
+def test_the_limit_is_a_multiple_of_the_median_step(tmp_path: Path):
+    dog = Kennel(tmp_path).dog
+    assert dog.limit_s == 10.0
+    for seconds in (1.0, 2.0, 300.0):
+        dog.step_ended(seconds)
+    assert dog.limit_s == 20.0
+
+
+def test_nobody_watches_before_the_first_step_or_if_told_not_to(tmp_path: Path):
+    before = threading.active_count()
+    with Watchdog(tmp_path, print, action="ignore", factor=1.0, floor_s=1.0):
+        assert threading.active_count() == before
+    with Watchdog(tmp_path, print, action="abort", factor=1.0, floor_s=1.0) as dog:
+        dog.look(1e9)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- under a run --------------------------------------------------------------------------------------------
+
+
+def stuck_run(tmp_path: Path, delay_s: float, **train_section: Any) -> tuple[Config, Layer]:
+    config = make_run(tmp_path, train={**SOON, **train_section})
+    return config, Layer(tmp_path, {STUCK: Fault.DELAY}, delay_s=delay_s)
+
+
+def test_a_run_whose_op_comes_back_late_ends_with_an_error_and_resumes(tmp_path: Path):
+    config, layer = stuck_run(tmp_path, 4.0)
+    said: list[str] = []
+    with (
+        layered(layer),
+        pytest.raises(StalledError, match=r"^step 2: nothing .* compute:w0: B 1\.0@w0 is running"),
+    ):
+        train(config, announce=said.append)
+    text = (tmp_path / "run/stall-00000002.txt").read_text()
+    assert "B 1.0@w0" in text.split("-->")[1].splitlines()[0]
+    assert "lane_op" in text  # where the lane sleeps
+    assert any(line.startswith("stalled: step 2") for line in said)
+    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000001"
+    resumed = train(make_run(tmp_path, train={**SOON, "resume": "auto", "stall_floor_s": 60}))
+    assert resumed.steps == 3
+
+
+def test_a_run_that_is_only_reported_ends_well(tmp_path: Path):
+    config, layer = stuck_run(tmp_path, 3.0, on_stall="report")
+    with layered(layer):
+        assert train(config).steps == 3
+    assert (tmp_path / "run/stall-00000002.txt").exists()
+
+
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+from outsize.config import load_config
+from outsize.runtime import engine
+from outsize.train import run, watchdog
+handle = engine.run_op
+def stuck(table, op, context):
+    if (str(op), context.number) == ("B 1.0@w0", 1):
+        threading.Event().wait()
+    handle(table, op, context)
+engine.run_op = stuck
+watchdog.Watchdog.__init__.__kwdefaults__["grace_s"] = 1.0
+run.train(load_config(Path(sys.argv[1])))
+"""
+
+
+def test_an_op_that_never_comes_back_ends_the_process(tmp_path: Path):
+    config, _ = stuck_run(tmp_path, 0.0)
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "run.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == watchdog.STALLED_STATUS, done.stderr
+    assert "outsize: StalledError: step 2: nothing has ended" in done.stderr
+    assert train(make_run(tmp_path, train={**SOON, "resume": "auto", "stall_floor_s": 60})).steps == 3
