@@ -165,10 +165,15 @@ class Rules:
             )
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
-        require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
+        self._check_turn(unit)
         self._run_forward(op, unit, microbatch)
 
+    def _check_turn(self, unit: int) -> None:
+        apart = self._layout.cut or unit < self._layout.last
+        require(apart, "the last unit runs forward and backward in one op, FB")
+
     def _forward_backward(self, op: Op, unit: int, microbatch: int) -> None:
+        require(not self._layout.cut, "in a step that is cut the last unit runs F and B")
         require(
             unit == self._layout.last, f"only unit {self._layout.last} runs forward and backward in one op"
         )
@@ -185,10 +190,10 @@ class Rules:
 
     def _backward(self, op: Op, unit: int, microbatch: int) -> None:
         require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")
-        require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
+        self._check_turn(unit)
         require(self._forwards[unit] > microbatch, "its forward has not run")
-        after = self._backwards[unit + 1]
-        require(after > microbatch, f"unit {unit + 1} has not made the gradient that it starts from")
+        after = unit == self._layout.last or self._backwards[unit + 1] > microbatch
+        require(after, f"unit {unit + 1} has not made the gradient that it starts from")
         if unit in self._layout.offload:
             require((unit, microbatch) in self._fetched, "its input has not come back to the device")
         self._run_backward(op, unit, microbatch)

@@ -19,6 +19,7 @@ from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
 from outsize.planner.ops import Kind, Op
 from outsize.planner.plan import Plan
+from outsize.planner.program import Program
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.commits import CommitOps, Describe
@@ -109,6 +110,7 @@ class Engine:
         self.plan = plan
         self._split = split
         self._settings = settings
+        self.num_submitted = 0
         layout = plan.layout
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
@@ -139,6 +141,38 @@ class Engine:
         kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD}
         self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
         return self._last
+
+    def submit(self, program: Program, context: StepContext) -> StepHandle:
+        """Submit another program than the plan's, made for the same layout; returns at once."""
+        self.num_submitted += 1
+        tasks = self._executor.submit(program.ops, context)
+        self._last = StepHandle(context, tasks, tasks)
+        return self._last
+
+    def settle(self) -> None:
+        """Return when the program submitted last is done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        if self._last is not None:
+            self._executor.wait(self._last.tasks)
+            self._last = None
+
+    def forget_saved(self, number: int) -> None:
+        """Free what was saved of activations for the step of that number, and will not be fetched."""
+        if isinstance(self.activations, ActivationOps):
+            self.activations.forget(number)
+
+    def let_go(self) -> None:
+        """Give the modules their own parameters back until the next op computes; between programs only."""
+        self._crew.workers[0].compute.let_go()
+
+    def recover(self) -> None:
+        """After an op has failed: end the lanes, let go of all that was under way, and be ready for another program."""
+        self._last = None
+        self._executor.close()
+        self._crew.workers[0].compute.let_go()
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.
