@@ -6,7 +6,7 @@ writes.
 ==============  ===============================================  =============================================
 resource        read by                                          written by
 ==============  ===============================================  =============================================
-home(u, tile)   LOAD u, READ u>h: all tiles; READ u#p: tile p    STEP u: all tiles; WRITE u#p: tile p
+home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p   STEP u: all tiles; WRITE u#p: tile p
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
 act(u, m)       -                                                F, FB, R, B, SAVE, FETCH u.m; F (u-1).m
@@ -80,6 +80,7 @@ class Hazards:
             Kind.READ: self._read,
             Kind.STEP: self._step,
             Kind.WRITE: self._write,
+            Kind.STORE: self._store,
         }
 
     def dependencies(self, op: Op) -> tuple[int, ...]:
@@ -216,3 +217,6 @@ class Hazards:
         else:
             self._cell("tile", 0, op.buffer).read(seq, deps)
             self._homes[op.unit].write_tile(op.tile, seq, deps)
+
+    def _store(self, op: Op, seq: int, deps: Deps) -> None:
+        self._homes[op.unit].read_all(seq, deps)

@@ -11,6 +11,7 @@ lane              ops
 ``write``         WRITE of optimizer tiles
 ``read:units``    READ of whole units into host buffers
 ``write:units``   WRITE of gradients from host buffers
+``store``         STORE: behind everything else, at low priority
 ================  ====================================================================================
 
 Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step
@@ -36,7 +37,7 @@ _OF_WORKER = {
     Kind.BACKWARD: "compute",
     Kind.NORM: "compute",
 }
-_OF_MACHINE = {Kind.CLIP: "host", Kind.STEP: "host", Kind.READ: "read", Kind.WRITE: "write"}
+_OF_MACHINE = {Kind.CLIP: "host", Kind.STEP: "host", Kind.READ: "read", Kind.WRITE: "write", Kind.STORE: "store"}
 
 
 def lane_of(op: Op) -> str:

@@ -6,9 +6,12 @@ program keep every weight exact.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +22,7 @@ from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
 from outsize.planner.ops import Kind, Op
 from outsize.planner.plan import Plan
+from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import Binder, GradientSums
@@ -28,13 +32,16 @@ from outsize.runtime.device import Device
 from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.stepping import OptimizerOps
+from outsize.runtime.storing import Sink, StoreOps
 from outsize.runtime.weights import WeightOps
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import Scratch
 
+# What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
+STORE_LANE, STORE_NICENESS = "store", 10
 # A handler by the kind of an op, and whether it concerns a tile.
-HandlerTable = dict[tuple[Kind, bool], Callable[[Op, StepContext], None]]
+HandlerTable = dict[tuple[Kind, bool], Callable[[Op, Any], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +132,8 @@ class Engine:
             observe=settings.observe_gradient,
         )
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
+        store_buffer = host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
+        self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self.activations = ActivationOps(device, scratch)
         self._compute = ComputeOps(
             split,
@@ -165,6 +174,18 @@ class Engine:
         """
         self._executor.wait(handle.tasks)
 
+    def store(self, sink: Sink) -> list[Task]:
+        """Submit a checkpoint of the state after the steps begun so far; returns at once, `wait` for its tasks."""
+        return self._executor.submit(build_store(self.plan.layout), sink)
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Return when ``tasks`` are done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        self._executor.wait(tasks)
+
     def take_timeline(self) -> Timeline:
         """Return what the lanes did since the last call, and forget it."""
         events = self._executor.take_events()
@@ -199,10 +220,11 @@ class Engine:
             (Kind.STEP, True): self.optimizer.step,
             (Kind.READ, True): self.optimizer.read,
             (Kind.WRITE, True): self.optimizer.write,
+            (Kind.STORE, False): self._storing.store,
         }
 
 
-def _handle(table: HandlerTable, op: Op, context: StepContext) -> None:
+def _handle(table: HandlerTable, op: Op, context: Any) -> None:
     table[op.kind, op.tile is not None](op, context)
 
 
@@ -211,6 +233,9 @@ def _lane_thread(compute: ComputeOps, num_threads: int | None, lane: str) -> Ite
     """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
     if num_threads is not None and lane.startswith(("compute", "host")):
         torch.set_num_threads(num_threads)
+    if lane == STORE_LANE:
+        with contextlib.suppress(OSError):  # on Linux a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STORE_NICENESS)
     try:
         yield
     finally:
