@@ -58,10 +58,11 @@ def settings_without_effect(config: "Config") -> list[str]:
     data, train, memory = config.data, config.train, config.memory
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
+    unused_resume = train.resume == "auto" and train.run_dir is None
     idle = [
         (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
         (train, "train.head_chunk_tokens", train.loss == "model", "train.loss is model"),
-        (train, "train.resume", train.run_dir is None, "without train.run_dir every run is a new one"),
+        (train, "train.resume", unused_resume, "without train.run_dir every run is a new one"),
         (
             train,
             "train.save_every",

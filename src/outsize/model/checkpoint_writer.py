@@ -189,9 +189,7 @@ class CheckpointWriter:
         finally:
             raw.unlink(missing_ok=True)
 
-    def _note_plain(
-        self, unit: UnitSpec, dtype: torch.dtype, written: FileSum, names: Iterable[str]
-    ) -> None:
+    def _note_plain(self, unit: UnitSpec, dtype: torch.dtype, written: FileSum, names: Iterable[str]) -> None:
         shard, numel = self.shard_of(unit), sum(tensor.numel for tensor in unit.tensors)
         self.files[shard] = written
         self._weight_map.update(dict.fromkeys(names, shard))

@@ -37,7 +37,13 @@ _OF_WORKER = {
     Kind.BACKWARD: "compute",
     Kind.NORM: "compute",
 }
-_OF_MACHINE = {Kind.CLIP: "host", Kind.STEP: "host", Kind.READ: "read", Kind.WRITE: "write", Kind.STORE: "store"}
+_OF_MACHINE = {
+    Kind.CLIP: "host",
+    Kind.STEP: "host",
+    Kind.READ: "read",
+    Kind.WRITE: "write",
+    Kind.STORE: "store",
+}
 
 
 def lane_of(op: Op) -> str:

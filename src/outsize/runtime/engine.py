@@ -132,7 +132,9 @@ class Engine:
             observe=settings.observe_gradient,
         )
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
-        store_buffer = host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
+        store_buffer = (
+            host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
+        )
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self.activations = ActivationOps(device, scratch)
         self._compute = ComputeOps(

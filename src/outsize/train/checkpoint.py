@@ -1,99 +1,72 @@
 """Checkpoints: weights in Hugging Face layout, optimizer state beside them, and where the run stood.
 
 ``checkpoints/step-00000100/`` holds what ``from_pretrained`` reads, ``optimizer/<unit>.<plane>.safetensors`` and
-``trainer_state.json``. It is written under another name and renamed when complete; ``checkpoints/latest`` is a text
-file that names it. Everything goes unit by unit and plane by plane, so memory stays within that of one unit.
+``trainer_state.json``. This is how one is found, checked and brought back; `outsize.train.saving` writes them,
+`outsize.train.checkpoint_dir` says what lies in their directory.
 """
 
-import json
-import math
-import os
-import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from outsize.config import Config
-from outsize.errors import CheckpointError, ConfigError
-from outsize.model.checkpoint_format import read_header, read_tensor, write_file
-from outsize.model.checkpoint_writer import write_checkpoint
-from outsize.model.spec import UnitSpec
-from outsize.optim.spec import GRADIENT, WEIGHTS, planes_for
-from outsize.storage.directory import needed_directory
-from outsize.storage.prealloc import explain
-from outsize.train.heartbeat import write_json, write_whole
-from outsize.train.stream import StreamedTrainer
-
-CHECKPOINTS = "checkpoints"
-STATE = "trainer_state.json"
-OPTIMIZER = "optimizer"
-LATEST = "latest"
+from outsize.errors import CheckpointError
+from outsize.model.checkpoint_format import sum_of_file
+from outsize.model.checkpoint_planes import find_plane, read_plane
+from outsize.storage.arena import Arena
+from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.checkpoint_state import Position, file_of, position_of, read_state, state_planes
+from outsize.train.stream import FILL_ELEMENTS, StreamedTrainer
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a run stands.
-
-    Attributes:
-        step: steps done.
-        tokens: tokens trained so far.
-        skipped: steps that changed no weight.
-        loss: of the last step; NaN before the first.
-    """
-
-    step: int
-    tokens: int
-    skipped: int
-    loss: float = float("nan")
-
-
-def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Config) -> Path:
-    """Write a checkpoint of a settled trainer and point ``latest`` to it.
+def find(resume: str, run_dir: Path) -> Path | None:
+    """Return the checkpoint that a run goes on from; None where it begins with the first step.
 
     Args:
-        trainer: the run.
-        run_dir: its directory.
-        position: where it stands.
-        config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
+        resume: ``none``; ``auto`` for the newest one in ``run_dir``, if any; or the path of a checkpoint, or of a run
+            whose newest one is meant.
+        run_dir: of the run.
 
     Raises:
-        StorageError: the disk is full or not writable; the checkpoint before is untouched.
+        CheckpointError: there is none at the path, or ``latest`` names one that is not there.
     """
-    directory = run_dir / CHECKPOINTS / f"step-{position.step:08d}"
-    staging = directory.with_name(directory.name + ".partial")
-    with needed_directory(directory.parent, "train.run_dir"):
-        for abandoned in directory.parent.glob("*.partial*"):  # by a process that was killed while it saved
-            shutil.rmtree(abandoned, ignore_errors=True)
-        try:
-            _write(trainer, staging)
-            write_json(staging / STATE, _state(trainer, position, config))
-            shutil.rmtree(directory, ignore_errors=True)
-            os.replace(staging, directory)
-        except OSError as error:
-            raise explain(error, f"write the checkpoint {directory}") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        write_whole(directory.parent / LATEST, directory.name + "\n")
-    return directory
-
-
-def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, None where there is none.
-
-    Raises:
-        CheckpointError: ``latest`` names one that is not there.
-    """
-    pointer = run_dir / CHECKPOINTS / LATEST
-    if not pointer.exists():
-        return None
-    directory = pointer.parent / pointer.read_text(encoding="utf-8").strip()
-    if directory.parent != pointer.parent or not (directory / STATE).is_file():
-        raise CheckpointError(
-            f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it"
+    if resume in ("none", "auto"):
+        return latest(run_dir) if resume == "auto" else None
+    path = Path(resume).expanduser()
+    if (path / STATE).is_file():
+        return path
+    newest = latest(path)
+    if newest is None:
+        plain = (path / "config.json").is_file()
+        remedy = (
+            "it is a model without the state of a run: start from its weights with model.path"
+            if plain
+            else "give a directory checkpoints/step-..., or that of a run"
         )
-    return directory
+        raise CheckpointError(f"train.resume: {path} holds no checkpoint; {remedy}")
+    return newest
+
+
+def check_files(directory: Path) -> None:
+    """Read every file of a checkpoint and hold it against its checksum.
+
+    Raises:
+        CheckpointError: one is missing or not as it was written; names the file and the unit.
+    """
+    for name, known in read_state(directory)["files"].items():
+        path, size = directory / name, known["num_bytes"]
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly{_and_now(known)}")
+        try:
+            found = sum_of_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}{_and_now(known)}") from error
+        if found.num_bytes != size:
+            wrong = "truncated" if found.num_bytes < size else "longer than it was"
+            raise CheckpointError(f"{path} is {wrong}: {found.num_bytes} bytes, not {size}{_and_now(known)}")
+        if found.crc32 != known["crc32"]:
+            raise CheckpointError(f"{path} is damaged: its bytes are not those written{_and_now(known)}")
 
 
 def restore(trainer: StreamedTrainer, directory: Path) -> Position:
@@ -102,123 +75,24 @@ def restore(trainer: StreamedTrainer, directory: Path) -> Position:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    state = _read_state(directory)
-    for unit in trainer.spec.units:
-        for plane in _state_planes(trainer, unit):
-            trainer.write_unit(unit, plane, _read_file(directory / OPTIMIZER / _file(unit, plane), unit))
+    state: dict[str, Any] = read_state(directory)
+    spec = trainer.spec
+    with Arena() as arena:
+        size = min(FILL_ELEMENTS, max(unit.numel for unit in spec.units))
+        values = arena.take(size * 4, "restore").view(torch.float32)
+        for unit in spec.units:
+            for plane, dtype in state_planes(spec.dtype, unit).items():
+                stored = find_plane(directory / file_of(unit, plane), unit, dtype)
+                for start in range(0, unit.numel, size):
+                    chunk = values[: min(size, unit.numel - start)]
+                    read_plane(stored, unit, start, chunk)
+                    trainer.home.write(unit.index, plane, start, chunk)
     trainer.engine.optimizer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return position_of(directory)
 
 
-def position_of(directory: Path) -> Position:
-    """Where the run stood that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: its state cannot be read.
-    """
-    state = _read_state(directory)
-    loss = state["loss"]
-    return Position(
-        step=state["step"],
-        tokens=state["tokens"],
-        skipped=state["skipped"],
-        loss=float("nan") if loss is None else loss,
-    )
-
-
-def check_same_run(directory: Path, config: Config, dtype: str) -> None:
-    """Check that ``config`` goes on with the run that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint's state cannot be read.
-        ConfigError: the run had another model, seed or compute dtype.
-    """
-    state = _read_state(directory)
-    name = _name_of(config.model.path)
-    model = name if _has_moved(state["model"], name) else state["model"]
-    settings = (
-        ("model.path", model, name),
-        ("train.seed", state["seed"], config.train.seed),
-        ("model.dtype", state["dtype"], dtype),
-    )
-    for key, former, given in settings:
-        if former != given:
-            raise ConfigError(
-                f"{directory} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
-                "another train.run_dir to start a new run"
-            )
-
-
-def _name_of(model: str) -> str:
-    """A model's directory, absolute, or its id on the hub."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
-
-
-def _has_moved(former: str, model: str) -> bool:
-    """Whether the model's directory may have been moved since."""
-    return Path(former).is_absolute() and not Path(former).exists() and Path(model).exists()
-
-
-def _write(trainer: StreamedTrainer, staging: Path) -> None:
-    """Write weights and optimizer state."""
-    prepared = trainer.prepared
-    write_checkpoint(
-        staging,
-        prepared.split.model,
-        prepared.hf_config,
-        trainer.spec.units,
-        trainer.read_unit,
-        tokenizer_source=prepared.directory,
-    )
-    (staging / OPTIMIZER).mkdir()
-    for unit in trainer.spec.units:
-        for plane in _state_planes(trainer, unit):
-            write_file(staging / OPTIMIZER / _file(unit, plane), trainer.read_unit(unit, plane))
-
-
-def _state(trainer: StreamedTrainer, position: Position, config: Config) -> dict[str, Any]:
-    return {
-        "step": position.step,
-        "tokens": position.tokens,
-        "skipped": position.skipped,
-        "loss": position.loss if math.isfinite(position.loss) else None,
-        "updates": trainer.engine.optimizer.updates,
-        "loss_scale": trainer.loss_scale.state(),
-        "model": _name_of(config.model.path),
-        "seed": config.train.seed,
-        "dtype": trainer.spec.dtype,
-    }
-
-
-def _state_planes(trainer: StreamedTrainer, unit: UnitSpec) -> list[str]:
-    if not unit.trainable:
-        return []
-    return [plane for plane in planes_for(trainer.spec.dtype) if plane not in (WEIGHTS, GRADIENT)]
-
-
-def _file(unit: UnitSpec, plane: str) -> str:
-    return f"{unit.name}.{plane}.safetensors"
-
-
-def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly")
-    stored = read_header(path)
-    tensors = {}
-    for tensor in unit.tensors:
-        if tensor.name not in stored or tuple(stored[tensor.name].shape) != tensor.shape:
-            raise CheckpointError(f"{path} does not hold {tensor.name} of shape {tensor.shape}")
-        tensors[tensor.name] = read_tensor(stored[tensor.name])
-    return tensors
-
-
-def _read_state(directory: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        for key in ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype"):
-            state[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / STATE} cannot be read: {error!r}") from error
-    return state
+def _and_now(known: Mapping[str, Any]) -> str:
+    """Which unit a damaged file belongs to, and what to try."""
+    whose = f" (unit {known['unit']})" if known.get("unit") else ""
+    return f"{whose}; resume from another checkpoint with --resume PATH"

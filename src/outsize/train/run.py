@@ -3,9 +3,11 @@
 import contextlib
 import math
 import resource
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
@@ -13,7 +15,8 @@ from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.train import checkpoint
-from outsize.train.checkpoint import Position
+from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
+from outsize.train.checkpoint_state import Position, check_same_run, describe, position_of, read_state
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
@@ -23,6 +26,7 @@ from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
+from outsize.train.saving import Saver
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
@@ -61,25 +65,27 @@ def train(
     for note in config.notes():
         announce(f"note: {note}")
     run_dir = choose_run_dir(config)
-    resume = config.train.resume == "auto"
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, resume=resume))
+        stack.enter_context(claimed(run_dir, resume=config.train.resume == "auto"))
         stack.enter_context(
             borrowed_torch(
                 deterministic=config.train.deterministic, device=choose_device(config.memory.device)
             )
         )
         set_thresholds(heap=False)
-        resumed = checkpoint.latest(run_dir) if resume else None
+        resumed = checkpoint.find(config.train.resume, run_dir)
+        # Last on the way out, when no lane can write any more.
+        stack.callback(remove_litter, run_dir / CHECKPOINTS)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce)
         if resumed is not None:
-            checkpoint.check_same_run(resumed, config, prepared.split.spec.dtype)
-            done = checkpoint.position_of(resumed)
+            check_same_run(resumed, config, prepared.split.spec.dtype)
+            done = position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
+            checkpoint.check_files(resumed)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
@@ -92,7 +98,8 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
-        run = _Run(config, prepared, run_dir, trainer, heartbeat, progress, announce, position)
+        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce, resumed))
+        run = _Run(config, prepared, run_dir, trainer, heartbeat, saver, progress, announce, position)
         return run.go(dataset, interrupt)
 
 
@@ -105,10 +112,10 @@ class _Run:
     run_dir: Path
     trainer: StreamedTrainer
     heartbeat: Heartbeat
+    saver: Saver
     progress: Progress | None
     announce: Announce
     position: Position
-    saved_step: int = -1
     tokens: int = 0
     seconds: float = 0.0
     stalled_s: float = 0.0
@@ -125,15 +132,13 @@ class _Run:
         with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
-                due = config.train.save_every and self.position.step % config.train.save_every == 0
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                if due:
-                    self._save()
+                self.saver.between_steps(self.position)
             self.trainer.settle()
             self._account_end()
-            self._save()
+            self.saver.finish(self.position)
         owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
         return TrainResult(
             steps=self.position.step,
@@ -147,7 +152,8 @@ class _Run:
             run_dir=str(self.run_dir),
             skipped_steps=self.position.skipped,
             stall_owner=owner,
-            export_dir=str(checkpoint.latest(self.run_dir)),
+            export_dir=str(latest(self.run_dir)),
+            failed_saves=self.saver.num_failed,
         )
 
     def _note(self, outcome: StepOutcome) -> None:
@@ -205,16 +211,6 @@ class _Run:
         self.moved = (self.moved[0] + disk[0] - self.disk[0], self.moved[1] + disk[1] - self.disk[1])
         self.disk = disk
 
-    def _save(self) -> None:
-        if self.saved_step == self.position.step:
-            return
-        self.trainer.settle()
-        self._account_end()
-        path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
-        self.disk = self.trainer.disk_bytes()
-        self.saved_step = self.position.step
-        self.announce(f"saved {path}")
-
     def _link(self) -> tuple[int, int]:
         engine = self.trainer.engine
         return (
@@ -254,7 +250,34 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
         bytes_written=0,
         run_dir=str(run_dir),
         skipped_steps=position.skipped,
-        export_dir=str(checkpoint.latest(run_dir)),
+        export_dir=str(latest(run_dir)),
+    )
+
+
+def _saver(
+    config: Config,
+    trainer: StreamedTrainer,
+    run_dir: Path,
+    dataset: PackedDataset,
+    announce: Announce,
+    resumed: Path | None,
+) -> Saver:
+    """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
+    goes_on = resumed is not None and resumed == latest(run_dir)
+    run = read_state(resumed)["run"] if resumed is not None and goes_on else uuid.uuid4().hex
+
+    def state_of(position: Position) -> dict[str, Any]:
+        scale = trainer.loss_scale.state()
+        return describe(position, config, trainer.spec.dtype, scale, dataset.num_sequences, run)
+
+    return Saver(
+        trainer,
+        run_dir,
+        config.train,
+        commits=False,
+        state_of=state_of,
+        announce=announce,
+        saved_step=position_of(resumed).step if resumed is not None and goes_on else -1,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from outsize.config import Config
 from outsize.errors import ConfigError, StorageError
 from outsize.storage.directory import needed_directory
-from outsize.train.checkpoint import CHECKPOINTS, LATEST
+from outsize.train.checkpoint_dir import CHECKPOINTS, LATEST
 from outsize.train.heartbeat import HEARTBEAT
 
 
