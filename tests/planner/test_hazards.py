@@ -48,6 +48,7 @@ def waits(text, rest=None, num_streamed=4):
         ("STEP 1", "LOAD 1@w0.0"),
         ("STEP 1", "STORE 1"),
         ("STORE 1", "STEP 1"),
+        ("STORE 1", "STEP 1#0@t0"),
         ("WRITE 1#0<t0", "STORE 1"),
         ("STORE 1", "WRITE 1#0<t0"),
         ("LOAD 1@w0.0", "STEP 1"),

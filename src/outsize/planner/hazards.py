@@ -24,6 +24,8 @@ F u.m resumes; so F writes the act of its unit and of the next one.
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
 an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs of its worker
 and for the F, FB or B before it there. A SEND counts as a SAVE, and a RECV as a FETCH.
+
+A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
 """
 
 from collections import defaultdict, deque
@@ -60,6 +62,7 @@ class Hazards:
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
         self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW))
+        self._stores: dict[int | None, int] = {}
         self._last_compute: dict[int | None, int] = {}
         self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
             Kind.LOAD: self._load,
@@ -209,6 +212,7 @@ class Hazards:
             self._homes[op.unit].write_all(seq, deps)
         else:
             self._cell("tile", 0, op.buffer).write(seq, deps)
+            deps.add(self._stores.get(op.unit, -1))
 
     def _write(self, op: Op, seq: int, deps: Deps) -> None:
         if op.tile is None:
@@ -220,3 +224,4 @@ class Hazards:
 
     def _store(self, op: Op, seq: int, deps: Deps) -> None:
         self._homes[op.unit].read_all(seq, deps)
+        self._stores[op.unit] = seq
