@@ -126,7 +126,7 @@ def test_a_disk_home_passes_through_a_buffer_that_was_planned(tmp_path: Path) ->
 
         def sink(resting: UnitAtRest) -> None:
             for plane in ("weights", "exp_avg"):
-                sizes.extend(chunk.nbytes for _, chunk in resting.chunks(plane))
+                sizes.extend(chunk.nbytes for _, (chunk,) in resting.chunks(plane))
 
         trainer.engine.wait(trainer.engine.store(sink))
         assert max(sizes) <= planned == trainer.prepared.plan.store_buffer_bytes
@@ -278,7 +278,7 @@ def test_a_home_that_cannot_be_read_ends_the_run(tmp_path: Path, monkeypatch: py
         def unreadable(*_: Any) -> None:
             raise StorageError("planted")
 
-        monkeypatch.setattr(trainer.home, "read", unreadable)
+        monkeypatch.setattr(trainer.home, "read_planes", unreadable)
         with pytest.raises(StorageError, match="planted"):
             save(trainer, tmp_path / "run", Position(1, 1, 0), config)
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -85,7 +85,7 @@ def home_bytes(unit: UnitSpec, dtype: str) -> int:
 
 def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
     """Return what units pass through on their way from ``home`` to a checkpoint: a host home lends them as they lie."""
-    largest = max(unit.gradient_bytes for unit in model.units)
+    largest = max(unit.gradient_bytes + unit.weight_bytes(model.dtype) for unit in model.units)
     return min(STORE_BUFFER_BYTES, largest) if home == "disk" else 0
 
 

@@ -4,7 +4,7 @@ The hazards of the program hold the unit's next STEP back until its STORE is don
 a host home are lent out whole, those of a disk home pass through one small buffer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,13 +31,13 @@ class UnitAtRest:
     updates: Mapping[str, int]
     _ops: "StoreOps"
 
-    def chunks(self, plane: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield a plane in order, in pieces ``(first element, elements)``; each is valid until the next is asked for.
+    def chunks(self, *planes: str) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield planes side by side, in pieces ``(first element, elements of each)``, each valid until the next.
 
         Raises:
             StorageError: the home cannot be read.
         """
-        return self._ops.chunks(self.unit, plane)
+        return self._ops.chunks(self.unit, planes)
 
 
 class Sink(Protocol):
@@ -54,7 +54,7 @@ class StoreOps:
         spec: the model.
         home: where its units rest.
         optimizer: knows how often each parameter has been stepped.
-        buffer: for pieces of a disk home's planes, at least 8 KiB; None for a host home.
+        buffer: for pieces of a disk home's planes, at least 12 KiB; None for a host home.
     """
 
     def __init__(
@@ -74,15 +74,26 @@ class StoreOps:
         updates = {t.name: counts[t.name] for t in unit.tensors if t.name in counts}
         sink(UnitAtRest(unit, updates, self))
 
-    def chunks(self, unit: UnitSpec, plane: str) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """See `UnitAtRest.chunks`."""
         if isinstance(self._home, HostHome):
-            yield 0, self._home.view(unit.index, plane)
+            yield 0, tuple(self._home.view(unit.index, plane) for plane in planes)
             return
-        assert self._buffer is not None
-        dtype = self._layout.extent(unit.index, plane).dtype
-        size = self._buffer.nbytes // dtype.itemsize // PLANE_ELEMENTS * PLANE_ELEMENTS
+        parts, size = self._cut(unit, planes)
         for start in range(0, unit.numel, size):
-            chunk = self._buffer.view(dtype)[: min(size, unit.numel - start)]
-            self._home.read(unit.index, plane, start, chunk)
-            yield start, chunk
+            length = min(size, unit.numel - start)
+            chunk = {plane: part[:length] for plane, part in parts.items()}
+            self._home.read_planes(unit.index, start, chunk)
+            yield start, tuple(chunk.values())
+
+    def _cut(self, unit: UnitSpec, planes: Sequence[str]) -> tuple[dict[str, Tensor], int]:
+        """Cut the buffer into a part for each plane; returns them, and how many elements each takes."""
+        assert self._buffer is not None
+        dtypes = {plane: self._layout.extent(unit.index, plane).dtype for plane in planes}
+        element_bytes = sum(dtype.itemsize for dtype in dtypes.values())
+        size = self._buffer.nbytes // element_bytes // PLANE_ELEMENTS * PLANE_ELEMENTS
+        parts, end = {}, 0
+        for plane, dtype in dtypes.items():
+            start, end = end, end + size * dtype.itemsize
+            parts[plane] = self._buffer[start:end].view(dtype)
+        return parts, size

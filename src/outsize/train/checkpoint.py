@@ -10,14 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outsize.errors import CheckpointError
-from outsize.model.checkpoint_format import sum_of_file
+from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
 from outsize.model.checkpoint_planes import find_plane, read_plane
+from outsize.model.spec import UnitSpec
+from outsize.optim.halves import PIECE_ELEMENTS, join_low
+from outsize.optim.spec import MASTER, WEIGHTS
 from outsize.storage.arena import Arena
 from outsize.train.checkpoint_dir import STATE, latest
-from outsize.train.checkpoint_state import Position, file_of, position_of, read_state, state_planes
+from outsize.train.checkpoint_state import (
+    MASTER_EXCEPTED,
+    MASTER_LOW,
+    Position,
+    file_of,
+    position_of,
+    read_state,
+    state_planes,
+)
 from outsize.train.stream import FILL_ELEMENTS, StreamedTrainer
+
+Stored = Mapping[str, StoredTensor]
 
 
 def find(resume: str, run_dir: Path) -> Path | None:
@@ -76,20 +90,56 @@ def restore(trainer: StreamedTrainer, directory: Path) -> Position:
         CheckpointError: a file is missing or damaged.
     """
     state: dict[str, Any] = read_state(directory)
-    spec = trainer.spec
-    with Arena() as arena:
-        size = min(FILL_ELEMENTS, max(unit.numel for unit in spec.units))
-        values = arena.take(size * 4, "restore").view(torch.float32)
-        for unit in spec.units:
-            for plane, dtype in state_planes(spec.dtype, unit).items():
-                stored = find_plane(directory / file_of(unit, plane), unit, dtype)
-                for start in range(0, unit.numel, size):
-                    chunk = values[: min(size, unit.numel - start)]
-                    read_plane(stored, unit, start, chunk)
-                    trainer.home.write(unit.index, plane, start, chunk)
+    for unit in trainer.spec.units:
+        for plane, dtype in state_planes(trainer.spec.dtype, unit).items():
+            stored = find_plane(directory / file_of(unit, plane), unit, dtype)
+            with Arena() as arena:
+                if plane == MASTER_LOW:
+                    excepted = _read_excepted(directory / file_of(unit, MASTER_EXCEPTED))
+                    _restore_masters(trainer, unit, stored, excepted, arena)
+                else:
+                    _restore_plane(trainer, unit, plane, stored, arena)
     trainer.engine.optimizer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return position_of(directory)
+
+
+def _restore_plane(
+    trainer: StreamedTrainer, unit: UnitSpec, plane: str, stored: Stored, arena: Arena
+) -> None:
+    size = min(FILL_ELEMENTS, unit.numel)
+    values = arena.take(4 * size, "restore").view(torch.float32)
+    for start in range(0, unit.numel, size):
+        chunk = values[: min(size, unit.numel - start)]
+        read_plane(stored, unit, start, chunk)
+        trainer.home.write(unit.index, plane, start, chunk)
+
+
+def _restore_masters(
+    trainer: StreamedTrainer, unit: UnitSpec, stored: Stored, excepted: tuple[Tensor, Tensor], arena: Arena
+) -> None:
+    """Join masters of the weights, which are at home already, and what the checkpoint holds beyond them."""
+    size = min(PIECE_ELEMENTS, unit.numel)
+    low = arena.take(2 * size, "lower halves").view(torch.int16)
+    weights = arena.take(2 * size, "weights").view(torch.bfloat16)
+    master = arena.take(4 * size, "masters").view(torch.float32)
+    positions, bits = excepted
+    for start in range(0, unit.numel, size):
+        length = min(size, unit.numel - start)
+        read_plane(stored, unit, start, low[:length])
+        trainer.home.read(unit.index, WEIGHTS, start, weights[:length])
+        master[:length].copy_(join_low(weights[:length], low[:length]))
+        here = (positions >= start) & (positions < start + length)
+        master.view(torch.int32)[positions[here] - start] = bits[here]
+        trainer.home.write(unit.index, MASTER, start, master[:length])
+
+
+def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:
+    """Positions and bits of the masters that are kept whole."""
+    stored = read_header(path)
+    if stored.keys() != {"positions", "bits"} or stored["positions"].shape != stored["bits"].shape:
+        raise CheckpointError(f"{path} does not hold positions and bits")
+    return read_tensor(stored["positions"]), read_tensor(stored["bits"])
 
 
 def _and_now(known: Mapping[str, Any]) -> str:

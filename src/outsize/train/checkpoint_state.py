@@ -18,10 +18,11 @@ from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.checkpoint_format import FileSum
 from outsize.model.spec import UnitSpec
-from outsize.optim.spec import GRADIENT, WEIGHTS, planes_for
+from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, planes_for
 from outsize.train.checkpoint_dir import STATE, latest
 
 OPTIMIZER = "optimizer"
+MASTER_LOW, MASTER_EXCEPTED = "master_low", "master_excepted"
 FORMAT = 2  # raised whenever the files of a checkpoint, or the meaning of a key, change
 _KEYS = (
     "step",
@@ -166,10 +167,17 @@ def check_same_run(directory: Path, config: Config, dtype: str) -> None:
 
 
 def state_planes(dtype: str, unit: UnitSpec) -> dict[str, torch.dtype]:
-    """The planes of a unit that a checkpoint keeps besides its weights, and their dtypes."""
+    """The planes of a unit that a checkpoint keeps besides its weights, and their dtypes.
+
+    Beside bf16 weights the lower halves of the masters suffice, see `outsize.optim.halves`.
+    """
     if not unit.trainable:
         return {}
-    return {plane: torch.float32 for plane in planes_for(dtype) if plane not in (WEIGHTS, GRADIENT)}
+    planes = {plane: torch.float32 for plane in planes_for(dtype) if plane not in (WEIGHTS, GRADIENT)}
+    if dtype == "bf16":
+        del planes[MASTER]
+        planes[MASTER_LOW] = torch.int16
+    return planes
 
 
 def file_of(unit: UnitSpec, plane: str) -> str:

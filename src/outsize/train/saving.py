@@ -21,14 +21,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outsize.config.schema import TrainConfig
 from outsize.errors import StorageError
-from outsize.model.checkpoint_format import FileSum
+from outsize.model.checkpoint_format import FileSum, write_file
 from outsize.model.checkpoint_planes import Chunk, write_plane
 from outsize.model.checkpoint_writer import CheckpointWriter, sync
-from outsize.optim.spec import WEIGHTS
+from outsize.model.spec import UnitSpec
+from outsize.optim.halves import PIECE_ELEMENTS, split_low
+from outsize.optim.spec import MASTER, WEIGHTS
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.executor import Task
 from outsize.runtime.storing import UnitAtRest
@@ -47,6 +50,8 @@ from outsize.train.checkpoint_dir import (
     write_durable,
 )
 from outsize.train.checkpoint_state import (
+    MASTER_EXCEPTED,
+    MASTER_LOW,
     OPTIMIZER,
     Position,
     file_of,
@@ -139,11 +144,17 @@ class Saving:
         unit, spec = resting.unit, self._prepared.split.spec
         weights = TORCH_DTYPE[spec.dtype]
         if unit.trainable or not self._link(resting, writer):
-            writer.stream_unit(unit, weights, self._guarded(resting.chunks(WEIGHTS)))
+            writer.stream_unit(unit, weights, self._chunks(resting, WEIGHTS))
         for plane, dtype in state_planes(spec.dtype, unit).items():
             name = file_of(unit, plane)
-            chunks = self._guarded(resting.chunks(plane))
+            excepted: list[tuple[Tensor, Tensor]] = []
+            chunks = (
+                self._low_halves(resting, excepted) if plane == MASTER_LOW else self._chunks(resting, plane)
+            )
             self._files[name] = write_plane(self._staging / name, unit, dtype, chunks)
+            if plane == MASTER_LOW:
+                name = file_of(unit, MASTER_EXCEPTED)
+                self._files[name] = write_file(self._staging / name, _joined(excepted))
         self._updates.update(resting.updates)
 
     def _link(self, resting: UnitAtRest, writer: CheckpointWriter) -> bool:
@@ -155,11 +166,27 @@ class Saving:
         dtype = TORCH_DTYPE[self._prepared.split.spec.dtype]
         return known is not None and writer.link_unit(resting.unit, dtype, directory, known)
 
-    def _guarded(self, chunks: Iterator[tuple[int, Tensor]]) -> Iterator[Chunk]:
-        for chunk in chunks:
-            if self.cancelled:
-                raise _CancelledError
-            yield chunk
+    def _chunks(self, resting: UnitAtRest, plane: str) -> Iterator[Chunk]:
+        for start, (chunk,) in resting.chunks(plane):
+            self._check()
+            yield start, chunk
+
+    def _low_halves(self, resting: UnitAtRest, excepted: list[tuple[Tensor, Tensor]]) -> Iterator[Chunk]:
+        """What the masters of a unit hold beyond its weights; what that does not decide goes to ``excepted``."""
+        for start, (master, weights) in resting.chunks(MASTER, WEIGHTS):
+            for first in range(0, len(master), PIECE_ELEMENTS):
+                self._check()
+                piece = slice(first, first + PIECE_ELEMENTS)
+                low, positions, bits = split_low(master[piece], weights[piece])
+                if len(positions):
+                    positions += start + first
+                    ours = _within(resting.unit, positions)  # what lies between tensors is anything
+                    excepted.append((positions[ours], bits[ours]))
+                yield start + first, low
+
+    def _check(self) -> None:
+        if self.cancelled:
+            raise _CancelledError
 
     def _finish(self, writer: CheckpointWriter) -> None:
         """Write everything else; when nothing can be lost any more, point ``latest`` to the checkpoint."""
@@ -188,6 +215,20 @@ class Saving:
         self._num_left = -1
         self._writer = None
         remove_litter(self._checkpoints)
+
+
+def _within(unit: UnitSpec, positions: Tensor) -> Tensor:
+    """Which elements of a plane belong to a tensor, bool ``[k]``."""
+    ours = torch.zeros_like(positions, dtype=torch.bool)
+    for tensor in unit.tensors:
+        ours |= (positions >= tensor.offset) & (positions < tensor.offset + tensor.numel)
+    return ours
+
+
+def _joined(excepted: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    positions = [piece for piece, _ in excepted] or [torch.empty(0, dtype=torch.int64)]
+    bits = [piece for _, piece in excepted] or [torch.empty(0, dtype=torch.int32)]
+    return {"positions": torch.cat(positions), "bits": torch.cat(bits)}
 
 
 class Saver:
