@@ -20,7 +20,7 @@ from outsize.train.checkpoint_dir import latest
 from outsize.train.checkpoint_state import Position, describe
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
-from outsize.train.saving import Saver
+from outsize.train.saver import Saver
 from outsize.train.stream import StreamedTrainer
 from reference import Recipe, Reseed, Trace
 

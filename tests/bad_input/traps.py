@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outsize.model import checkpoint_format
-from outsize.model.checkpoint_writer import CheckpointWriter
+from outsize.model.checkpoint_shards import CheckpointWriter
 from outsize.planner.ops import Kind, Op
 from outsize.runtime import engine
 from outsize.runtime.context import StepContext

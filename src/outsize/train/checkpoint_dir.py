@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 
 from outsize.errors import CheckpointError
-from outsize.model.checkpoint_writer import sync
+from outsize.model.checkpoint_shards import sync
 
 CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"

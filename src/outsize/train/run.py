@@ -26,7 +26,7 @@ from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
-from outsize.train.saving import Saver
+from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
