@@ -32,10 +32,11 @@ def cost(args: argparse.Namespace, directory: Path, home: str, dtype: str) -> di
     """Measure blocks of steps with and without a checkpoint."""
     from outsize.config import load_config
     from outsize.train.checkpoint_dir import latest
-    from outsize.train.checkpoint_state import Position, describe
+    from outsize.train.checkpoint_state import describe
     from outsize.train.prepare import prepare
     from outsize.train.saver import DEFAULT_MINUTES, Saver
     from outsize.train.sources import open_dataset
+    from outsize.train.standing import Position
     from outsize.train.stream import StreamedTrainer
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
@@ -51,7 +52,7 @@ def cost(args: argparse.Namespace, directory: Path, home: str, dtype: str) -> di
         trainer.fill()
 
         def state_of(position: Position) -> dict[str, Any]:
-            scale = trainer.loss_scale.state()
+            scale = trainer.loss_scale
             return describe(position, config, dtype, scale, dataset.num_sequences, "bench")
 
         def block(after_first: Callable[[Saver, Position], None] | None) -> float:

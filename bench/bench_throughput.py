@@ -82,7 +82,7 @@ def ours(model: str, case: Case, gpus: int, sequences: int) -> tuple[float, dict
             2 * sum(weights[slice(*span)]) + back * 2 * sum(gradients[slice(*span)]) < PLACES_BYTES
         ),
     )
-    stages = partition(pipeline, max_evaluations=2500)
+    stages = partition(pipeline, max_visits=800_000)
     layout = StepLayout(
         num_streamed=count,
         rest=None,

@@ -17,10 +17,11 @@ from outsize.model.split import Split
 from outsize.planner.plan import Plan
 from outsize.runtime.compute import seed_of
 from outsize.train.checkpoint_dir import latest
-from outsize.train.checkpoint_state import Position, describe
+from outsize.train.checkpoint_state import describe
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.saver import Saver
+from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
 from reference import Recipe, Reseed, Trace
 
@@ -233,7 +234,7 @@ def saver_of(trainer: StreamedTrainer, run_dir: Path, config: Config, **options:
     """What writes the checkpoints of ``trainer``, as a run would have it."""
 
     def state_of(position: Position) -> dict[str, Any]:
-        return describe(position, config, trainer.spec.dtype, trainer.loss_scale.state(), 10, run="a run")
+        return describe(position, config, trainer.spec.dtype, trainer.loss_scale, 10, run="a run")
 
     settings = {"commits": False, "state_of": state_of, "announce": lambda _: None, **options}
     return Saver(trainer, run_dir, config.train, **settings)

@@ -14,6 +14,7 @@ from outsize.errors import (
     NonFiniteError,
     OutsizeError,
     ProgramError,
+    StalledError,
     StorageError,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "NonFiniteError",
     "OutsizeError",
     "ProgramError",
+    "StalledError",
     "StorageError",
 ]

@@ -10,6 +10,7 @@ The tree, and whose mistake each branch is::
     ├── InfeasiblePlanError    the machine: a budget is too small, and by how much
     ├── StorageError           the machine: disk full, not writable, short read
     │   └── BudgetExceededError   ours: a tier would hold more than was promised
+    ├── StalledError           the machine: no op of a step has ended for far too long
     ├── NonFiniteError         the numbers: loss or gradient norm is NaN or infinite
     ├── ProgramError           ours: a program breaks a rule of `planner.validate`
     └── ExecutionError         ours: an op failed, and on which lane; the cause is chained
@@ -64,8 +65,12 @@ class BudgetExceededError(StorageError):
     """A reservation would push a tier over its budget."""
 
 
+class StalledError(OutsizeError):
+    """No op of a step has ended for far too long; what was saved before stays."""
+
+
 class NonFiniteError(OutsizeError):
-    """Loss or gradient norm is NaN or infinite; no weight was changed by that step."""
+    """Loss or gradient is NaN or infinite; nothing of that step is saved, see docs/exactness.md."""
 
 
 class ProgramError(OutsizeError):

@@ -80,9 +80,12 @@ def test_a_disk_that_fails_says_so(world: World, monkeypatch: pytest.MonkeyPatch
 
 
 def check_unsaved(world: World, run_dir: str, lines: Collection[int] = (1,)) -> None:
-    """A run that broke in its second step has its files and one line; no checkpoint, no store."""
+    """A run that broke in its second step has its files, one line and its home; no checkpoint."""
     directory = world.root / run_dir
     names = {path.name for path in directory.iterdir()}
+    home = directory / "store" / "home.bin"
+    assert home.exists() == ("store" in names)
+    names -= {"store"}  # nothing is left of a home before its first commit, and of one in memory
     # The third step leaves a timeline.
     assert names - {"timeline.json"} == {"config.yaml", "plan.json", "heartbeat.jsonl"}
     assert len((directory / "heartbeat.jsonl").read_text().splitlines()) in lines

@@ -188,6 +188,30 @@ def test_an_infinite_gradient_is_skipped(world: World, exploding: None) -> None:
     ]
 
 
-def test_without_clipping_an_infinite_gradient_is_met_in_the_next_loss(world: World, exploding: None) -> None:
-    """No norm is taken then, so the step is judged by its loss alone; the run ends one step later."""
-    world.fails(NonFiniteError, "^step 3: loss nan;", begins=True, optimizer={"max_grad_norm": 0.0})
+UNCLIPPED = {"max_grad_norm": 0.0, "weight_decay": 0.5, "schedule": "constant"}
+
+
+@pytest.mark.parametrize("home", ["disk", "host"])
+def test_without_clipping_a_unit_does_not_step_by_an_infinite_gradient(
+    world: World, exploding: None, home: str
+) -> None:
+    """No norm is taken then: units behind it may have stepped, but nothing of that step is saved."""
+    match = r"^step 2: loss 4\.\d+, gradient of model\.layers\.1 not finite; nothing of this step is saved"
+    sections: dict[str, Any] = {"optimizer": UNCLIPPED, "memory": {"home": home}}
+    world.fails(NonFiniteError, match, begins=True, train={"save_every": 1}, **sections)
+    assert (world.root / "library/checkpoints/latest").read_text().strip() == "step-00000001"
+
+
+@pytest.mark.parametrize("home", ["disk", "host"])
+def test_a_step_skipped_without_clipping_is_as_if_it_had_not_been(
+    world: World, exploding: None, home: str
+) -> None:
+    """Skipping has to know all gradients before the first unit steps."""
+    config = world.config(train={"on_nonfinite": "skip"}, optimizer=UNCLIPPED, memory={"home": home})
+    outcomes, after_two = steps_of(world, config, [GOOD, OTHER])
+    assert [(outcome.skipped, math.isfinite(outcome.loss)) for outcome in outcomes] == [
+        (False, True),
+        (True, True),
+    ]
+    _, after_one = steps_of(world, config, [GOOD])
+    assert after_two == after_one

@@ -16,6 +16,7 @@ import pytest
 from bad_input.traps import while_saving
 from bad_input.world import STEPS, World, half_written, names_below, process_state, run_well
 from outsize.errors import ConfigError, StorageError
+from outsize.train.machine import home_file
 from outsize.train.run import train
 from outsize.train.verify import verify
 
@@ -205,7 +206,7 @@ def test_two_runs_cannot_have_one_directory(world: World) -> None:
 
 
 def test_two_runs_can_share_a_place_for_their_stores(world: World) -> None:
-    """Stores are files without names, so neither sees the other."""
+    """Each has the name of its own run, so neither touches the other."""
     memory = {"store_dir": str(world.root / "stores"), "offload": True}
 
     def second() -> None:
@@ -220,15 +221,17 @@ def test_two_runs_can_share_a_place_for_their_stores(world: World) -> None:
 
 
 def test_a_store_that_has_a_name_is_locked(world: World) -> None:
-    """Between making a store and removing its name another run may open it: it is told, and harms nothing."""
+    """A run whose directory is not locked, by a file system without locks, is told all the same, and harms nothing."""
     (world.root / "stores").mkdir()
-    with (world.root / "stores" / "home.bin").open("w") as other:
+    memory = {"store_dir": str(world.root / "stores")}
+    file = home_file(world.config(memory=memory).memory, world.root / "run")
+    with file.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(
-            StorageError, match=r"home\.bin is in use by another run; give this one another directory"
+            StorageError, match=r"\.bin is in use by another run; give this one another directory"
         ):
-            train(world.config(memory={"store_dir": str(world.root / "stores")}))
-    (world.root / "stores" / "home.bin").unlink()
+            train(world.config(memory=memory))
+    file.unlink()
 
 
 def test_runs_without_a_name_get_one_each(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

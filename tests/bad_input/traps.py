@@ -41,13 +41,13 @@ class Trap:
         self._wanted = kind, step, microbatch, unit
         self._thread = threading.local()
         self.sprung = 0
-        handle = engine._handle
+        handle = engine.run_op
 
         def watched(table: engine.HandlerTable, op: Op, context: StepContext) -> None:
             self._thread.now = op, getattr(context, "number", None)
             handle(table, op, context)
 
-        monkeypatch.setattr(engine, "_handle", watched)
+        monkeypatch.setattr(engine, "run_op", watched)
 
     def put(self, owner: Any, name: str, action: Callable[[], object]) -> None:
         """Run ``action`` before ``owner.name`` does its work, when the moment has come."""
@@ -86,12 +86,12 @@ def while_saving(
         left[:] = [num_writes] if self.step == step else []
         return begin(self)
 
-    def write_some(descriptor: int, data: memoryview) -> None:
+    def write_some(descriptor: int, data: memoryview, offset: int) -> int:
         if left == [0]:
             left.clear()
             action()
         left[:] = [number - 1 for number in left]
-        write_all(descriptor, data)
+        return write_all(descriptor, data, offset)
 
     monkeypatch.setattr(Saving, "_begin", begin_checkpoint)
     monkeypatch.setattr(checkpoint_format, "_write_all", write_some)

@@ -21,6 +21,7 @@ from outsize.cli import main
 from outsize.config import Config, dump_config
 from outsize.config.load import parse_config
 from outsize.errors import OutsizeError
+from outsize.storage.record import has_commit
 from outsize.train.records import TrainResult
 from outsize.train.run import train
 from support import save_model
@@ -204,5 +205,6 @@ def names_below(directory: Path) -> set[str]:
 
 
 def half_written(directory: Path) -> list[Path]:
-    """What should have been renamed or removed."""
-    return [path for pattern in HALF_WRITTEN for path in directory.rglob(pattern)]
+    """What should have been renamed or removed; a home with a commit in it stays for the run to go on."""
+    found = (path for pattern in HALF_WRITTEN for path in directory.rglob(pattern))
+    return [path for path in found if not has_commit(path)]

@@ -241,7 +241,7 @@ def test_ctrl_c_ends_with_status_130(backend, capsys):
 
 def test_a_run_that_ends_early_says_how_to_go_on(backend, capsys):
     backend.steps_done = 3
-    assert run("train", *PATHS, "--json") == 130
+    assert run("train", *PATHS, "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["steps"] == 3
     assert "--resume auto --run-dir runs/x goes on from here" in err

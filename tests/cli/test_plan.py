@@ -176,6 +176,17 @@ def test_sequences_longer_than_the_model(model_dir, capsys):
     assert "longer than the 4096 positions" in capsys.readouterr().err
 
 
+def test_sequences_are_as_long_as_the_model_takes_where_none_are_named(model_dir, capsys):
+    for positions, tokens in ((4096, 64 * 2048), (512, 64 * 512)):
+        (model_dir / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": positions}))
+        assert answer(capsys, model_dir, "--gpus", "4090", "--no-advice")["tokens_per_step"] == tokens
+
+
+def test_the_machine_is_looked_at_first(model_dir, capsys):
+    assert run(model_dir, "--gpus", "4091", "--seq-len", 8192) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
 def test_a_plan_is_made_without_torch(model_dir):
     """A machine without it, or without the seconds that importing it takes, plans as well."""
     script = (

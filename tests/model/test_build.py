@@ -169,13 +169,23 @@ def test_a_path_that_does_not_exist_is_an_error_and_asks_no_hub(name: str):
         load_hf_config(name)
 
 
-def test_a_hub_id_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    from transformers import AutoConfig
+def test_a_hub_id_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
 
     def absent(name: str, **_: object) -> None:
-        raise OSError(f"{name} is not a local folder and is not a valid model identifier\nlong advice")
+        raise OSError("no network\nlong advice")
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", absent)
-    with pytest.raises(ModelError, match="cannot read the config of nobody/nothing") as error:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+    with pytest.raises(
+        ModelError, match=r"no directory nobody/nothing, and the hub .*: no network; check"
+    ) as error:
         load_hf_config("nobody/nothing")
     assert "long advice" not in str(error.value)
+
+
+def test_a_hub_id_is_the_config_of_its_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 128}))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path))
+    assert load_hf_config("somebody/something").hidden_size == 128

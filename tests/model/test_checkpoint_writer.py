@@ -150,12 +150,12 @@ def fail_on_write(monkeypatch: pytest.MonkeyPatch, error: BaseException, after: 
     """Let the ``after``-th tensor that is written fail."""
     write, calls = checkpoint_format._write_all, []
 
-    def failing(fd: int, data: memoryview) -> None:
+    def failing(fd: int, data: memoryview, offset: int) -> int:
         calls.append(len(data))
         if len(calls) == after:
-            os.write(fd, data[: len(data) // 2])
+            write(fd, data[: len(data) // 2], offset)
             raise error
-        write(fd, data)
+        return write(fd, data, offset)
 
     monkeypatch.setattr(checkpoint_format, "_write_all", failing)
 
@@ -187,14 +187,14 @@ def test_what_was_there_comes_back_when_the_last_rename_fails(tmp_path, monkeypa
     trained = Trained("llama")
     out = trained.write(tmp_path / "out")
     (out / "notes.txt").write_text("mine")
-    rename = Path.rename
+    rename = os.replace
 
-    def failing(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
+    def failing(source: Path, target: Path) -> None:
+        if ".partial-" in source.name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
+        rename(source, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(StorageError, match="cannot be written"):
         trained.write(out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]

@@ -59,6 +59,7 @@ def layouts(draw: st.DrawFn) -> StepLayout:
         num_host_buffers=draw(st.integers(1, 4)),
         num_tile_buffers=draw(st.integers(1, 4)),
         staged=on_disk and draw(st.booleans()),
+        commits=on_disk and draw(st.booleans()),
     )
     offload = draw(st.sets(st.sampled_from(layout.offloadable))) if layout.offloadable else set()
     return replace(layout, offload=frozenset(offload))

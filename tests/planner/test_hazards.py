@@ -57,6 +57,10 @@ def waits(text, rest=None, num_streamed=4):
         ("WRITE 1#0<t0", "STEP 1"),
         ("STEP 1", "READ 1#0>t0"),
         ("B 1.0@w0", "F 1.0@w0"),
+        ("WRITE 1#0<t0", "COMMIT"),
+        ("WRITE 3#2<t1", "COMMIT"),
+        ("COMMIT", "WRITE 1#0<t0"),
+        ("COMMIT", "STEP 1#0@t0"),
     ],
 )
 def test_the_later_op_waits_for_the_earlier_one(earlier, later):
@@ -262,3 +266,12 @@ def test_a_reader_of_what_is_never_written_waits_for_the_64_before_it_now_and_th
 
 def test_a_unit_that_has_left_its_slot_does_not_read_it():
     assert waits("LOAD 1@w0.0; FREE 1@w0.0; LOAD 2@w0.0; F 1.0@w0")["F 1.0@w0"] == []
+
+
+@pytest.mark.parametrize(
+    "op", ["LOAD 1@w0.0", "READ 1>h0", "READ 1#0>t0", "F 1.0@w0", "GRAD 1@w0", "CLIP", "NORM 1@w0"]
+)
+def test_a_commit_holds_nothing_up_but_the_next_optimizer(op):
+    hazards = Hazards(4, None)
+    hazards.dependencies(parse_op("COMMIT"))
+    assert hazards.dependencies(parse_op(op)) == ()

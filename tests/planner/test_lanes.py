@@ -26,6 +26,7 @@ from outsize.planner.program import parse_op
         ("READ 0>h0", "read:units"),
         ("WRITE 0<h0", "write:units"),
         ("STORE 0", "store"),
+        ("COMMIT", "commit"),
     ],
 )
 def test_every_op_has_its_lane(op, lane):

@@ -94,7 +94,7 @@ def test_the_program_of_the_stages_takes_the_same_time(seed):
     pipeline = replace(instance(random), hop_s=random.choice([0.0, 0.25]))
     top = len(pipeline.forward_s)
     stages = partition(
-        pipeline, [random.randint(1, pipeline.num_microbatches)], max_evaluations=random.choice([1, 500])
+        pipeline, [random.randint(1, pipeline.num_microbatches)], max_visits=random.choice([1, 20_000])
     )
     layout = staged(top, stages, pipeline.num_workers, num_microbatches=pipeline.num_microbatches)
     starts = {first for first, _ in (*stages.forward, stages.backward[0])}
@@ -127,7 +127,7 @@ def test_a_235b_mixture_of_experts_is_cut_in_no_time():
         hop_s=0.0032,
         fits=lambda span, backward: span[1] - span[0] <= (1 if backward else 2),
     )
-    stages = partition(pipeline, [16], max_evaluations=200)
+    stages = partition(pipeline, [16], max_visits=40_000)
     times = stage_times(stages, pipeline.forward_s, pipeline.backward_s)
     assert bubble(times, 16, 16, 8, 0.0032) < 0.05
 

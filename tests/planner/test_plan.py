@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec, pack_unit
+from outsize.optim.spec import commit_record_bytes
+from outsize.planner.memory import COMMIT_COPIES
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets, Demand, PlanOptions, plan_step
 from outsize.planner.validate import MemoryLimits, validate
@@ -44,9 +46,9 @@ STAGED = PlanOptions(home="disk", below="host", microbatches=2)
 ALL = pytest.mark.parametrize("options", [HOST, DISK, STAGED], ids=["host", "disk", "staged"])
 
 
-def make_plan(options, device=64 * MiB, model=None, **demand):
+def make_plan(options, device=64 * MiB, model=None, disk=None, **demand):
     model = model or make_model()
-    return plan_step(model, make_demand(model, **demand), Budgets(device=device), options)
+    return plan_step(model, make_demand(model, **demand), Budgets(device=device, disk=disk), options)
 
 
 def check(plan, demand):
@@ -136,12 +138,35 @@ def test_the_table_names_every_byte():
         "fixed": 1_000,
         "optimizer tiles": 3 * 65_536 * 16,
         "checkpoint buffer": 2**20,
+        "commits": COMMIT_COPIES * commit_record_bytes(make_model(), 65_536),
     }
     assert plan.memory["host"] == {}
     assert plan.memory["disk"] == {
         "saved activations": 6 * 2 * MiB // 4,
-        "home": 16 * (2 * EMBEDDING + 6 * BLOCK + REST),
+        "home": 28 * (2 * EMBEDDING + 6 * BLOCK + REST) + 2 * commit_record_bytes(make_model()),
     }
+    in_place = make_plan(
+        replace(DISK, slots=2, tile_elements=65_536, offload=True, commits=False), device=20 * MiB
+    )
+    assert in_place.memory["disk"]["home"] == 16 * (2 * EMBEDDING + 6 * BLOCK + REST)
+    assert "commits" not in in_place.memory["device"]
+
+
+def test_a_home_on_disk_commits_every_step_unless_asked_not_to():
+    kinds = [op.kind for op in make_plan(DISK).program]
+    assert kinds.count(Kind.COMMIT) == 1
+    assert kinds[-1] is Kind.COMMIT
+    for options in (replace(DISK, commits=False), HOST):
+        assert Kind.COMMIT not in {op.kind for op in make_plan(options).program}
+
+
+def test_a_disk_too_small_for_two_sides_is_told_of_one():
+    options = replace(DISK, offload=False)
+    needed = make_plan(options).memory["disk"]["home"]
+    with pytest.raises(InfeasiblePlanError, match=r"memory\.commits=none, which needs about half") as caught:
+        make_plan(options, disk=needed - 1)
+    assert caught.value.short_by == {"disk": 1}
+    assert make_plan(replace(options, commits=False), disk=needed - 1)
 
 
 def test_tiles_and_buffers_lie_in_host_memory_where_the_device_has_its_own():
@@ -156,7 +181,9 @@ def test_frozen_units_have_no_state_and_no_gradient():
     model = make_model(frozen=(0, 1), rest=False)
     plan = plan_step(model, make_demand(model), Budgets(device=64 * MiB), replace(DISK, offload=False))
     trained = 5 * BLOCK + EMBEDDING
-    assert plan.memory["disk"]["home"] == 16 * trained + 4 * (EMBEDDING + BLOCK)
+    assert plan.memory["disk"]["home"] == 28 * trained + 4 * (EMBEDDING + BLOCK) + 2 * commit_record_bytes(
+        model
+    )
     assert plan.traffic.disk_written == (4 + 12) * trained
     assert {op.unit for op in plan.program if op.kind is Kind.STEP} == set(range(2, 8))
 

@@ -19,6 +19,7 @@ from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings
 from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import HostScratch
@@ -88,6 +89,8 @@ def engine_over(
         where: HostHome | DiskHome
         if home == "host":
             where = HostHome(parts.spec, planes, arena)
+        elif plan.layout.commits:
+            where = CommittedHome(parts.spec, planes, directory / "home", pool, arena=arena)
         else:
             where = DiskHome(parts.spec, planes, directory / "home", pool)
         stack.enter_context(where)

@@ -6,12 +6,13 @@ import torch
 from outsize.errors import BudgetExceededError
 from outsize.optim.spec import planes_for
 from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.testing import HOME_CONTRACT, pattern, same_bits, small_model
 
 
-@pytest.fixture(params=["host", "disk", "disk-small-requests"])
+@pytest.fixture(params=["host", "disk", "disk-small-requests", "committed", "committed-small-requests"])
 def make_home(request, tmp_path, pool, arena):
     count = itertools.count()
 
@@ -20,7 +21,10 @@ def make_home(request, tmp_path, pool, arena):
         if request.param == "host":
             return HostHome(model, planes, arena)
         request_bytes = 4096 if request.param.endswith("small-requests") else 2**20
-        return DiskHome(model, planes, tmp_path / f"{next(count)}", pool, request_bytes=request_bytes)
+        path = tmp_path / f"{next(count)}"
+        if request.param.startswith("committed"):
+            return CommittedHome(model, planes, path, pool, arena=arena, request_bytes=request_bytes)
+        return DiskHome(model, planes, path, pool, request_bytes=request_bytes)
 
     return make
 

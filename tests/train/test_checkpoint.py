@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.train.checkpoint_dir import STATE, latest
-from outsize.train.checkpoint_state import Position, position_of
+from outsize.train.checkpoint_state import position_of
 from outsize.train.prepare import prepare
 from outsize.train.run import train
+from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
 from support import make_run, read_weights, save
 

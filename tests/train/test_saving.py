@@ -25,10 +25,10 @@ from outsize.runtime import engine
 from outsize.runtime.storing import UnitAtRest
 from outsize.train.checkpoint import check_files
 from outsize.train.checkpoint_dir import STATE, latest, remove_litter, remove_old
-from outsize.train.checkpoint_state import Position
 from outsize.train.prepare import prepare
 from outsize.train.run import train
 from outsize.train.saving import Saving
+from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
 from support import make_batches, make_run, read_weights, save, saver_of
 
@@ -233,11 +233,11 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -
     """Let the ``count``-th write to a file of tensors fail."""
     write_all, left = checkpoint_format._write_all, [count]
 
-    def failing(descriptor: int, data: memoryview) -> None:
+    def failing(descriptor: int, data: memoryview, offset: int) -> int:
         left[0] -= 1
         if not left[0]:
             raise error
-        write_all(descriptor, data)
+        return write_all(descriptor, data, offset)
 
     monkeypatch.setattr(checkpoint_format, "_write_all", failing)
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line ``arguments``, those of the process by default, and exit with its status.
 
-    Status 0: done; 1: `verify` found a difference; 2: a mistake that the message names; 130: interrupted.
+    Status 0: done; 1: `verify` found a difference; 2: a mistake that the message names; 3: a step stalled and
+    could not be given up; 130: interrupted before anything was saved, or twice.
     """
     from outsize.cli.app import app
 

@@ -39,7 +39,10 @@ def plan(
     ] = None,
     method: Annotated[Method, typer.Option(help="What is trained: all parameters.")] = Method.FULL,
     dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = Dtype.BF16,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sequence; default: 2048, or what the model has positions for."),
+    ] = None,
     tokens_per_step: Annotated[
         int | None,
         typer.Option(help="Tokens per optimizer step, a multiple of --seq-len; default: 64 sequences."),

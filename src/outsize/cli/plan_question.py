@@ -19,8 +19,9 @@ from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
 from outsize.units import parse_count
 
-# Sequences of a step where the user names no tokens.
+# Sequences of a step, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES = 64
+DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
 
 
@@ -52,7 +53,7 @@ def ask(
     gpus: str | None,
     machine: Path | None,
     dtype: str,
-    seq_len: int,
+    seq_len: int | None,
     tokens_per_step: int | None,
     microbatches: int | None,
     home: str,
@@ -68,12 +69,14 @@ def ask(
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
+    box = _machine(gpus, machine)
     directory, hf_config = _read_config(model)
     shape, spec = read_shape(hf_config), spec_from_config(hf_config, dtype)
     limit = hf_config.get("max_position_embeddings")
-    if limit is not None and seq_len > limit:
+    if seq_len is None:
+        seq_len = min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
+    elif limit is not None and seq_len > limit:
         raise ConfigError(f"--seq-len: {seq_len} is longer than the {limit} positions of the model; lower it")
-    box = _machine(gpus, machine)
     config = load_config(
         flags={
             "model.path": str(directory),

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from outsize.cli.console import Output
 from outsize.cli.options import with_run_options
 from outsize.units import format_bytes
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 def train(config: "Config", output: Output, dry_run: bool) -> None:
     """Train a model larger than its memory.
 
-    Ctrl-C ends after the step under way, saves, and exits with status 130.
+    Ctrl-C ends after the step under way, saves, and exits with status 0; a second one stops at once, with 130.
     """
     from outsize.cli.plan_text import print_plan
     from outsize.cli.progress import Progress
@@ -32,7 +30,6 @@ def train(config: "Config", output: Output, dry_run: bool) -> None:
     output.print_result(_summary(result))
     if result.steps < config.train.steps:
         output.say(f"interrupted and saved; --resume auto --run-dir {result.run_dir} goes on from here")
-        raise typer.Exit(130)
 
 
 def _summary(result: "TrainResult") -> str:

@@ -38,7 +38,7 @@ def _warmup(config: "Config") -> list[str]:
     if config.warmup_steps >= steps:
         return [
             f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
-            f"train.steps ({steps})"
+            f"train.steps ({steps}); lower it, for example to 0, or train for more steps"
         ]
     return []
 
@@ -71,6 +71,7 @@ def settings_without_effect(config: "Config") -> list[str]:
         ),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
+        (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),
         (memory, "memory.tile_elements", memory.home == "host", "memory.home is host"),
     ]

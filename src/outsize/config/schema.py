@@ -161,8 +161,23 @@ class TrainConfig(Section):
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
-        description="What a NaN or infinite loss or gradient norm does, before any weight has changed: "
-        "end the run, or skip the step and count it.",
+        description="What a NaN or infinite loss or gradient does, before any weight of the step is saved: "
+        "end the run, or skip the step, changing nothing, and count it.",
+    )
+    on_stall: Literal["abort", "report", "ignore"] = Field(
+        default="abort",
+        description="What becomes of a step in which nothing ends any more: report where it stands and end the run, "
+        "report it and wait on, or nothing.",
+    )
+    stall_factor: float = Field(
+        default=10.0,
+        ge=1,
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+    )
+    stall_floor_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="The least time, in seconds, after which a step is taken to be stalled.",
     )
     deterministic: bool = Field(
         default=True, description="Whether only kernels are used that give the same bits in every run."
@@ -223,6 +238,11 @@ class MemoryConfig(Section):
     )
     store_dir: PathText | None = Field(
         default=None, description="Directory of the disk home, best on a local NVMe; null is run_dir/store."
+    )
+    commits: Literal["step", "none"] = Field(
+        default="step",
+        description="step: a home on disk keeps what a step changes twice, so that a run goes on from the last "
+        "step whatever ended it; none: it takes half the disk, and a run goes on from the last checkpoint.",
     )
     slots: int | None = Field(
         default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."

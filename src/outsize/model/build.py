@@ -59,6 +59,8 @@ def load_hf_config(
         raise ModelError(
             f"{name}: no such file or directory; give a model directory, a config.json or a hub id"
         )
+    else:
+        name = _download_config(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
@@ -68,6 +70,26 @@ def load_hf_config(
             "transformers knows the architecture"
         ) from error
     return cast("PretrainedConfig", config)
+
+
+def _download_config(hub_id: str) -> str:
+    """Return the local directory of a model of the hub, its small files there; transformers would retry for long.
+
+    Raises:
+        ModelError: the hub hands out no such model.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(hub_id, allow_patterns=["*.json", "*.py"])
+    except (
+        Exception
+    ) as error:  # the hub client raises a dozen kinds: no network, no such model, gated, bad name
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"no directory {hub_id}, and the hub does not hand out such a model: {first_line}; check the name and the "
+            "network, or give the directory of a model"
+        ) from error
 
 
 def build_skeleton(

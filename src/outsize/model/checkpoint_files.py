@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from outsize import files
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import StoredTensor, read_header
 
@@ -66,7 +67,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 def _read_index(path: Path) -> dict[str, str]:
     """Return which file holds which tensor."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(files.read_text(path))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -7,6 +7,7 @@ a file is written tensor by tensor and synced, without a copy of the whole.
 `tests/model/test_checkpoint_format.py` holds it against the library.
 """
 
+import errno
 import json
 import os
 import zlib
@@ -19,6 +20,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import CheckpointError
 from outsize.units import align_up, format_bytes
 
@@ -78,7 +80,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         file_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with files.open_binary(path, "r") as file:
             header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - _LENGTH_BYTES):
                 raise CheckpointError(_broken(path, f"it holds {file_bytes} bytes and no whole header"))
@@ -121,7 +123,7 @@ def read_elements(stored: StoredTensor, start: int, stop: int, into: Tensor) -> 
         )
     itemsize = stored.dtype.itemsize
     try:
-        fd = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = files.system().open(stored.path, os.O_RDONLY)
         try:
             if flat.dtype == stored.dtype:
                 _read_exactly(fd, stored.offset + start * itemsize, bytes_of(flat), stored.path)
@@ -133,7 +135,7 @@ def read_elements(stored: StoredTensor, start: int, stop: int, into: Tensor) -> 
                 _read_exactly(fd, stored.offset + first * itemsize, bytes_of(part), stored.path)
                 flat[first - start : first - start + len(part)].copy_(part)
         finally:
-            os.close(fd)
+            files.system().close(fd)
     except OSError as error:
         raise CheckpointError(f"{stored.path} cannot be read: {error.strerror}") from error
 
@@ -180,11 +182,11 @@ class TensorWriter:
         text = text.ljust(align_up(len(text), _LENGTH_BYTES))
         self._expected = _LENGTH_BYTES + len(text) + end
         self._num_bytes = self._crc32 = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._fd = files.system().open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             self.write(memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
         except BaseException:
-            os.close(self._fd)
+            files.system().close(self._fd)
             raise
 
     def write(self, data: memoryview) -> None:
@@ -192,8 +194,7 @@ class TensorWriter:
         for start in range(0, len(data), _STAGING_BYTES):
             piece = data[start : start + _STAGING_BYTES]
             self._crc32 = zlib.crc32(piece, self._crc32)
-            _write_all(self._fd, piece)
-        self._num_bytes += len(data)
+            self._num_bytes = _write_all(self._fd, piece, self._num_bytes)
 
     def sync(self) -> FileSum:
         """Wait until everything is on the disk, and let it go from the page cache.
@@ -203,7 +204,7 @@ class TensorWriter:
         """
         if self._num_bytes != self._expected:
             raise ValueError(f"{self._num_bytes} bytes came, the header says {self._expected}")
-        os.fsync(self._fd)
+        files.system().fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return FileSum(self._num_bytes, self._crc32)
 
@@ -211,7 +212,7 @@ class TensorWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self._fd)
+        files.system().close(self._fd)
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
@@ -235,7 +236,7 @@ def sum_of_file(path: Path) -> FileSum:
         OSError: it cannot be read.
     """
     size = crc32 = 0
-    with path.open("rb", buffering=0) as file:
+    with files.open_binary(path, "r", buffered=False) as file:
         while piece := file.read(_STAGING_BYTES):
             size, crc32 = size + len(piece), zlib.crc32(piece, crc32)
     return FileSum(size, crc32)
@@ -267,17 +268,21 @@ def _read_exactly(fd: int, offset: int, into: memoryview, path: Path) -> None:
     """Fill ``into`` from byte ``offset`` on; the system may hand out less than asked."""
     done = 0
     while done < len(into):
-        count = os.preadv(fd, [into[done:]], offset + done)
+        count = files.system().pread(fd, into[done:], offset + done)
         if count == 0:
             raise CheckpointError(_broken(path, f"it ended at byte {offset + done}"))
         done += count
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    """Write all of ``data``; the system may take less than it is given."""
+def _write_all(fd: int, data: memoryview, offset: int) -> int:
+    """Write all of ``data`` at ``offset``, and return where it ends; the system may take less than it is given."""
     done = 0
     while done < len(data):
-        done += os.write(fd, data[done:])
+        count = files.system().pwrite(fd, data[done:], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the system takes no more bytes")
+        done += count
+    return offset + done
 
 
 def _broken(path: Path, why: str) -> str:

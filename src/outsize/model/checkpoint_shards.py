@@ -1,9 +1,8 @@
 """The files of a checkpoint in Hugging Face layout: a shard per unit, an index, the config, the tokenizer."""
 
+import contextlib
 import copy
 import json
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from outsize import files
 from outsize.model.checkpoint import CheckpointReader, persistent_buffers
 from outsize.model.checkpoint_files import INDEX, locate_checkpoint
 from outsize.model.checkpoint_format import FileSum, bytes_of, sum_of_file, write_file
@@ -86,7 +86,7 @@ class CheckpointWriter:
         if names is None:
             return False
         try:
-            os.link(former / shard, self._directory / shard)
+            files.system().link(former / shard, self._directory / shard)
         except OSError:  # a file system without links, or a checkpoint that somebody changed
             return False
         self._note_plain(unit, dtype, known, names.values())
@@ -109,13 +109,13 @@ class CheckpointWriter:
             "metadata": {"total_size": self._total_bytes},
             "weight_map": dict(sorted(self._weight_map.items())),
         }
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
         _copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
         CheckpointReader(directory, self._model)  # every name and shape is there, or this raises
         for path in sorted(directory.iterdir()):
             if path.is_file() and path.name not in self.files:
-                sync(path)
+                files.sync(path)
                 self.files[path.name] = sum_of_file(path)
 
     def _name(self, number: int) -> str:
@@ -136,7 +136,8 @@ class CheckpointWriter:
             parts = {t.name: plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors}
             self.write_unit(unit, parts)
         finally:
-            raw.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                files.system().unlink(raw)
 
     def _note_plain(self, unit: UnitSpec, dtype: torch.dtype, written: FileSum, names: Iterable[str]) -> None:
         shard, numel = self.shard_of(unit), sum(tensor.numel for tensor in unit.tensors)
@@ -157,7 +158,7 @@ def _plain_names(model: nn.Module, unit: UnitSpec, dtype: torch.dtype) -> dict[s
 
 def _whole_plane(unit: UnitSpec, dtype: torch.dtype, chunks: Iterable[Chunk], raw: Path) -> Tensor:
     """Return the plane itself where it comes in one chunk, else a mapping of the file ``raw``."""
-    with raw.open("wb") as file:
+    with files.open_binary(raw, "w") as file:
         for _, chunk in chunks:
             if chunk.numel() == unit.numel:
                 return chunk
@@ -209,9 +210,10 @@ def _write_config(
     for part in (config, *(part for part in nested if part is not None)):
         part.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    config.save_pretrained(directory)
+    files.write_text(directory / "config.json", config.to_json_string(use_diff=True))
     if cast(Any, model).can_generate():
-        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        generation = GenerationConfig.from_model_config(config)
+        files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
 
 
 def _copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
@@ -225,13 +227,4 @@ def _copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
     for pattern in (*_COPIED, "*.py") if with_code else _COPIED:
         for path in origin.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, directory / path.name)
-
-
-def sync(path: Path) -> None:
-    """Wait until ``path``, a file or a directory, is on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+                files.copy(path, directory / path.name)

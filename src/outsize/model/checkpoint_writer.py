@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from outsize import files
 from outsize.errors import StorageError
-from outsize.model.checkpoint_shards import CheckpointWriter, sync
+from outsize.model.checkpoint_shards import CheckpointWriter
 from outsize.model.spec import UnitSpec
 from outsize.units import format_bytes
 
@@ -69,27 +70,27 @@ def write_checkpoint(
 @contextmanager
 def _becoming(final: Path) -> Iterator[Path]:
     """Give out a hidden directory beside ``final``; at the end it takes that place, or it is removed."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directories(final.parent)
     token = uuid.uuid4().hex[:8]
     partial = final.parent / f".{final.name}.partial-{token}"
     former = final.parent / f".{final.name}.former-{token}"
-    partial.mkdir()
+    files.system().mkdir(partial)
     try:
         yield partial
-        sync(partial)
+        files.sync(partial)
         if final.exists():
-            final.rename(former)
-        partial.rename(final)
-        sync(final.parent)
+            files.system().rename(final, former)
+        files.system().rename(partial, final)
+        files.sync(final.parent)
     except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
-        shutil.rmtree(partial, ignore_errors=True)
+        files.system().remove_tree(partial)
         if former.exists() and not final.exists():
-            former.rename(final)
+            files.system().rename(former, final)
         raise
     if former.is_dir():
-        shutil.rmtree(former)
-    else:
-        former.unlink(missing_ok=True)
+        files.system().remove_tree(former)
+    elif former.exists():
+        files.system().unlink(former)
 
 
 @contextmanager

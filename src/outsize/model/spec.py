@@ -19,6 +19,9 @@ UnitKind = Literal["embedding", "block", "head", "rest"]
 ALIGN_ELEMENTS = 64
 # 2,048 elements are 4 KiB in bf16 and 8 KiB in fp32: every plane is a whole number of disk sectors.
 PLANE_ELEMENTS = 2048
+# 65,536 elements are 256 KiB in fp32: the checksum of a disk home covers so many at most. On smaller pieces the calls
+# of the hash cost more than the hashing, and larger ones would not divide the smallest tile of the optimizer.
+GRANULE_ELEMENTS = 65_536
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -133,6 +136,11 @@ class Workload:
     forward_workspace_bytes: Mapping[str, int]
     backward_workspace_bytes: Mapping[str, int]
     held_bytes: int
+
+
+def granule_elements_for(tile_elements: int) -> int:
+    """Return the largest granule, a power of two, that tiles of that size are made of; 0 is no tiles."""
+    return min(tile_elements & -tile_elements or GRANULE_ELEMENTS, GRANULE_ELEMENTS)
 
 
 def pack_unit(

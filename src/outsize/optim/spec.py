@@ -3,7 +3,13 @@
 A plane holds one number per element of a unit, padding included. Masters, moments and gradients are fp32
 whatever the compute dtype, so the optimizer's arithmetic is that of a plain fp32 run; with fp32 compute the
 weights are their own masters.
+
+A home that commits every step keeps what a step changes twice, so that the state of the step before is whole until the
+next one is; gradients are made anew in every step and lie there once.
 """
+
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
+from outsize.units import align_up
 
 WEIGHTS = "weights"
 MASTER = "master"
@@ -50,3 +56,27 @@ def step_read_planes(dtype: str) -> tuple[str, ...]:
 def step_write_planes(dtype: str) -> tuple[str, ...]:
     """Return the planes that a step changes and that must be kept."""
     return tuple(plane for plane in planes_for(dtype) if plane != GRADIENT)
+
+
+# A commit record holds a text that says where the run stood, with a number for each parameter, and a side and a
+# checksum for each granule. Direct I/O moves whole sectors.
+_TEXT_BYTES, _PARAMETER_BYTES, _GRANULE_BYTES, _SECTOR_BYTES = 16_384, 16, 9, 4096
+
+
+def committed_bytes(unit: UnitSpec, dtype: str) -> int:
+    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
+    if not unit.trainable:
+        return unit.weight_bytes(dtype)
+    planes = planes_for(dtype)
+    return unit.numel * (sum(planes.values()) + sum(planes[plane] for plane in step_write_planes(dtype)))
+
+
+def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS) -> int:
+    """Return the most bytes that a commit record of ``model`` takes, whole sectors, with granules of that size."""
+    num_planes = len(step_write_planes(model.dtype))
+    granules = sum(
+        -(-unit.numel // granule_elements) * (num_planes if unit.trainable else 1) for unit in model.units
+    )
+    parameters = sum(len(unit.tensors) for unit in model.units)
+    size = _TEXT_BYTES + parameters * _PARAMETER_BYTES + granules * _GRANULE_BYTES
+    return align_up(size, _SECTOR_BYTES)

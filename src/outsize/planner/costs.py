@@ -19,6 +19,8 @@ from outsize.planner.simulate import CostModel
 
 # AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
 ADAMW_BYTES = 28
+# Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
+COMMIT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ class _Pricing:
             return Cost(amount=ADAMW_BYTES * self._elements(op), through=through)
         if op.kind in (Kind.READ, Kind.WRITE):
             return self._disk(op)
+        if op.kind is Kind.COMMIT:
+            return Cost(seconds=COMMIT_S)
         return Cost()
 
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:

@@ -112,6 +112,7 @@ class _Clock:
                 self.turn[item.lane].append(index)
         self.fixed: list[tuple[float, int]] = []
         self.flows: list[_Flow] = []
+        self.rates: dict[tuple[tuple[str, ...], ...], dict[tuple[str, ...], float]] = {}
         self.now = 0.0
         self.busy: set[str] = set()
 
@@ -123,7 +124,7 @@ class _Clock:
     def advance(self) -> bool:
         """Go to the next end of something; False when all is done."""
         fixed_s = self.fixed[0][0] if self.fixed else inf
-        flow_s = min((flow.done_s for flow in self.flows), default=inf)
+        flow_s = min([flow.done_s for flow in self.flows], default=inf)
         self.now = min(fixed_s, flow_s)
         if self.now == inf:
             return False
@@ -145,9 +146,12 @@ class _Clock:
 
     def _share(self) -> None:
         """Give every flow its fair rate from now on."""
-        rates = fair_rates([flow.through for flow in self.flows], self.capacity)
-        for flow, rate in zip(self.flows, rates, strict=True):
-            if rate != flow.rate:
+        paths = tuple(sorted([flow.through for flow in self.flows]))
+        if paths not in self.rates:  # the same flows meet again and again
+            self.rates[paths] = dict(zip(paths, fair_rates(paths, self.capacity), strict=True))
+        rates = self.rates[paths]
+        for flow in self.flows:
+            if (rate := rates[flow.through]) != flow.rate:
                 flow.left -= flow.rate * (self.now - flow.since_s)
                 flow.since_s, flow.rate = self.now, rate
                 flow.done_s = self.now + max(flow.left, 0.0) / rate

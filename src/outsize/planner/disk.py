@@ -12,10 +12,11 @@ from outsize.planner.program import Program
 
 
 def insert_disk(program: Program, layout: StepLayout) -> Program:
-    """Stage units through host buffers where the layout says so, and cut the optimizer's steps into tiles."""
+    """Stage units through host buffers where the layout says so, cut the optimizer's steps into tiles, and commit."""
     if layout.staged:
         program = _stage(program, layout)
-    return _tile(program, layout)
+    program = _tile(program, layout)
+    return Program((*program.ops, Op(kind=Kind.COMMIT))) if layout.commits else program
 
 
 def _stage(program: Program, layout: StepLayout) -> Program:

@@ -6,7 +6,8 @@ writes.
 ==============  ===============================================  =============================================
 resource        read by                                          written by
 ==============  ===============================================  =============================================
-home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p   STEP u: all tiles; WRITE u#p: tile p
+home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP u: all tiles; WRITE u#p: tile p
+                COMMIT: all tiles of all units
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
 act(u, m)       -                                                F, FB, R, B, SAVE, FETCH u.m; F (u-1).m
@@ -16,10 +17,14 @@ norm(u)         CLIP                                             NORM u
 coef            STEP                                             CLIP
 gradhome(u)     STEP u, READ u#p, SUM u                          GRAD u, WRITE u<h
 tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
+commit          STEP                                             COMMIT
 ==============  ===============================================  =============================================
 
 The input of unit u exists only once F u.m ran, since the model's forward of microbatch m is a coroutine that
 F u.m resumes; so F writes the act of its unit and of the next one.
+
+A COMMIT speaks of a whole step, its WRITEs and what the optimizer counts. So it waits for all of them, and the STEPs of
+the next step wait for it, by when that step's forward and backward have given it time.
 
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
 an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs of its worker
@@ -58,6 +63,7 @@ class Hazards:
         self._gradient_homes: dict[int | None, Cell] = {unit: Cell() for unit in units}
         self._norms: dict[int | None, Cell] = {unit: Cell() for unit in units}
         self._coefficient = Cell()
+        self._committed = Cell()
         self._cells: dict[_Key, Cell] = {}
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
@@ -84,6 +90,7 @@ class Hazards:
             Kind.STEP: self._step,
             Kind.WRITE: self._write,
             Kind.STORE: self._store,
+            Kind.COMMIT: self._commit,
         }
 
     def dependencies(self, op: Op) -> tuple[int, ...]:
@@ -205,8 +212,9 @@ class Hazards:
             self._cell("tile", 0, op.buffer).write(seq, deps)
 
     def _step(self, op: Op, seq: int, deps: Deps) -> None:
-        if self._coefficient.writer >= 0:
-            self._coefficient.read(seq, deps)
+        for cell in (self._coefficient, self._committed):
+            if cell.writer >= 0:
+                cell.read(seq, deps)
         if op.tile is None:
             self._gradient_homes[op.unit].read(seq, deps)
             self._homes[op.unit].write_all(seq, deps)
@@ -225,3 +233,8 @@ class Hazards:
     def _store(self, op: Op, seq: int, deps: Deps) -> None:
         self._homes[op.unit].read_all(seq, deps)
         self._stores[op.unit] = seq
+
+    def _commit(self, op: Op, seq: int, deps: Deps) -> None:
+        for home in self._homes.values():
+            home.read_all(seq, deps)
+        self._committed.write(seq, deps)

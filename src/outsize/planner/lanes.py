@@ -12,6 +12,7 @@ lane              ops
 ``read:units``    READ of whole units into host buffers
 ``write:units``   WRITE of gradients from host buffers
 ``store``         STORE: behind everything else, at low priority
+``commit``        COMMIT
 ================  ====================================================================================
 
 Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step
@@ -43,6 +44,7 @@ _OF_MACHINE = {
     Kind.READ: "read",
     Kind.WRITE: "write",
     Kind.STORE: "store",
+    Kind.COMMIT: "commit",
 }
 
 

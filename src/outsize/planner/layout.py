@@ -30,6 +30,7 @@ class StepLayout:
         num_host_buffers: host buffers for whole units on their way between disk and device.
         num_tile_buffers: buffers in the ring of the optimizer's tiles.
         staged: whether units pass through host buffers, the home being two tiers below the device.
+        commits: whether the step ends with a COMMIT, its home being on disk.
         num_workers: devices, each with slots and accumulators of these sizes.
         stages: how the step is dealt out to them; None for the V-cycle of one worker.
     """
@@ -49,6 +50,7 @@ class StepLayout:
     num_host_buffers: int = 0
     num_tile_buffers: int = 0
     staged: bool = False
+    commits: bool = False
     num_workers: int = 1
     stages: Stages | None = None
 

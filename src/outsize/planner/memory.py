@@ -10,6 +10,8 @@ bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4              
 fp16      the same                                                                18
 frozen    weights only                                                        4 or 2
 ========  ===================================================================  =====
+
+A home that commits holds all of them but the gradient twice, 28 and 32 bytes, and two commit records before them.
 """
 
 from collections import Counter
@@ -17,8 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outsize.model.spec import ModelSpec, UnitSpec
-from outsize.optim.spec import bytes_per_parameter, planes_for, step_read_planes, step_write_planes
+from outsize.model.spec import ModelSpec, UnitSpec, granule_elements_for
+from outsize.optim.spec import (
+    bytes_per_parameter,
+    commit_record_bytes,
+    committed_bytes,
+    planes_for,
+    step_read_planes,
+    step_write_planes,
+)
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
 from outsize.planner.ops import Kind, Op
@@ -27,6 +36,8 @@ from outsize.units import align_up
 
 Tier = Literal["host", "disk"]
 
+# A record as it is written, the tables of both sides that it is made from, and a copy while it is.
+COMMIT_COPIES = 4
 # Extents of `storage.scratch` are whole sectors.
 _EXTENT_BYTES = 4096
 # Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
@@ -134,9 +145,15 @@ def memory_table(
     buffers = table["device" if below == "disk" else "host"]
     buffers["optimizer tiles"] = ring
     buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
+    if layout.commits:
+        record = commit_record_bytes(model, granule_elements_for(tile_elements))
+        buffers["commits"] = COMMIT_COPIES * record
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    if layout.commits:
+        kept = sum(committed_bytes(unit, model.dtype) for unit in model.units)
+        table[home]["home"] = kept + 2 * commit_record_bytes(model)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 

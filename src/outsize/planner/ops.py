@@ -27,6 +27,7 @@ text                          meaning
 ``WRITE 3#0<t2``              what the step changed, back to disk
 ``STEP 3``                    optimizer step of the whole unit, in place in host memory
 ``STORE 3``                   weights and optimizer state of unit 3, from their home to a checkpoint
+``COMMIT``                    what the step wrote becomes durable, and the state that a crash goes back to
 ============================  ================================================================================
 """
 
@@ -56,6 +57,7 @@ class Kind(StrEnum):
     STEP = "STEP"
     WRITE = "WRITE"
     STORE = "STORE"
+    COMMIT = "COMMIT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Op:
 
     Attributes:
         kind: the verb.
-        unit: unit index; None only for CLIP.
+        unit: unit index; None only for CLIP and COMMIT.
         microbatch: for F, FB, R, B, SAVE, FETCH, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.

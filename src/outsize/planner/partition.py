@@ -1,25 +1,28 @@
 """Where to cut a model into stages, for forward and for backward apart.
 
-The objective is the time of the step itself (`pipeline.makespan_s`), not a proxy of it. Starts come from packing
-units greedily under pairs of time limits, one for forward and one for backward stages; the best of them
-climb by moving one unit across a cut, by splitting a stage and by joining two, until nothing gains. Everything is
-in a fixed order, so the same units give the same cuts.
+The objective is the time of the step itself (`pipeline.makespan_s`), not a proxy of it. Stages of nearly equal times
+leave little to choose but their numbers, so the search begins there: pairs of numbers of forward and backward
+stages, drawn widely, of which the best climb to neighbouring numbers and rounds. The best of what that finds
+climb by moving one unit across a cut, by splitting a stage and by joining two, until nothing gains. Everything is in a
+fixed order, so the same units give the same cuts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from math import inf
+from typing import TypeVar
 
+from outsize.planner.cuts import Sizes, drawn, even_cut, limits, neighbours, packed_cut, without_first_unit
 from outsize.planner.pipeline import makespan_s, stage_times
 from outsize.planner.stages import Span, Stages, spans_down, spans_up
 
-# How many starts climb, and how many limits are tried on each side.
-NUM_CLIMBERS = 6
-NUM_LIMITS = 10
+# How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
+# best start has one of them, and whatever it leaves goes on to the next.
+NUM_DRAWN = 8
+NUM_CLIMBERS = 4
 
 Fits = Callable[[Span, bool], bool]
-_Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,11 @@ class Pipeline:
         num_workers: how many there are.
         num_microbatches: of a step.
         hop_s: hand-over between stages.
+        weights_s: what weights take over the link, by unit; nothing where it is empty.
+        gradients_s: the same of gradients.
         bottom: the lowest unit that runs backward.
         fits: whether a worker can hold the units of a span, forward (False) or backward (True).
+        holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
     """
 
     forward_s: tuple[float, ...]
@@ -41,184 +47,192 @@ class Pipeline:
     num_workers: int
     num_microbatches: int
     hop_s: float = 0.0
+    weights_s: tuple[float, ...] = ()
+    gradients_s: tuple[float, ...] = ()
     bottom: int = 0
     fits: Fits = lambda span, backward: True
+    holds: Callable[[Stages], bool] = lambda stages: True
 
-    def stages(self, forward: _Sizes, backward: _Sizes, round_size: int) -> Stages:
+    def stages(self, forward: Sizes, backward: Sizes, round_size: int) -> Stages:
         """Return the stages of these sizes."""
         top = len(self.forward_s)
         return Stages(forward=spans_up(forward), backward=spans_down(backward, top), round_size=round_size)
 
     def step_s(self, stages: Stages) -> float:
         """Return the time of a step."""
-        times = stage_times(stages, self.forward_s, self.backward_s)
+        times = stage_times(stages, self.forward_s, self.backward_s, self.weights_s, self.gradients_s)
         size = stages.round_size
         return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s)
 
 
-def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_evaluations: int = 6000) -> Stages:
+def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: int = 400_000) -> Stages:
     """Return the stages whose step is shortest, as far as the search finds them.
 
     Args:
         pipeline: what is cut.
         round_sizes: microbatches per round to choose from; by default all microbatches, and one to four for
             each worker.
-        max_evaluations: how many steps are timed at most.
+        max_visits: how many visits of stages are timed at most, in all steps together; a million take seconds.
 
     Raises:
         ValueError: not even single units fit, or there are fewer stages than workers whatever the cut.
     """
-    search = _Search(pipeline, max_evaluations)
     workers, microbatches = pipeline.num_workers, pipeline.num_microbatches
     usual = {microbatches, *(max(1, n * workers // 4) for n in (4, 5, 6, 7, 8, 10, 12, 16))}
-    sizes = sorted({min(size, microbatches) for size in round_sizes or usual})
-    starts = [
-        (search.step_s(forward, backward, size), forward, backward, size)
-        for forward, backward in search.starts()
-        for size in sizes
-    ]
+    search = _Search(pipeline, sorted({min(n, microbatches) for n in round_sizes or usual}), max_visits)
+    drawn_numbers = sorted((search.numbers_s(numbers), numbers) for numbers in search.drawn())
+    even = [(seconds, numbers) for seconds, numbers in drawn_numbers[:NUM_CLIMBERS] if seconds < inf]
+    for index, (_, numbers) in enumerate(even):
+        share = search.left // (2 * (len(even) - index))
+        even[index] = search.climb(numbers, search.numbers_s, search.near_numbers, share)
+    starts = [(seconds, search.cut(numbers)) for seconds, numbers in even]
+    starts += [(seconds, cut) for cut in search.packed() if (seconds := search.step_s(cut)) < inf]
     if not starts:
         raise ValueError("no cut fits the workers' memory and gives each of them a stage")
     best = min(starts)
-    climbers = list(islice(_distinct(sorted(starts)), NUM_CLIMBERS))
-    for index, start in enumerate(climbers):
-        best = min(best, search.climb(start, sizes, search.left // (len(climbers) - index)))
-    return pipeline.stages(*best[1:])
+    climbers = sorted(set(starts))
+    for index, (_, cut) in enumerate(climbers):
+        share = search.left // min(NUM_CLIMBERS, len(climbers) - index)
+        best = min(best, search.climb(cut, search.step_s, search.near_cuts, share))
+    best = search.climb(best[1], search.step_s, search.two_changes, search.left)
+    return pipeline.stages(*best[1])
 
 
-_Found = tuple[float, _Sizes, _Sizes, int]
-
-
-def _distinct(found: Sequence[_Found]) -> Iterator[_Found]:
-    """Yield what has not been cut like that before."""
-    seen: set[tuple[_Sizes, _Sizes]] = set()
-    for entry in found:
-        if entry[1:3] not in seen:
-            seen.add(entry[1:3])
-            yield entry
+# Stages forward and backward, and microbatches per round.
+_Cut = tuple[Sizes, Sizes, int]
+# Units of the fused stage, stages forward and backward beside it, and microbatches per round.
+_Numbers = tuple[int, int, int, int]
+_Place = TypeVar("_Place", _Cut, _Numbers)
 
 
 class _Search:
-    def __init__(self, pipeline: Pipeline, max_evaluations: int) -> None:
+    def __init__(self, pipeline: Pipeline, round_sizes: Sequence[int], max_visits: int) -> None:
         self.pipeline = pipeline
-        self.left = max_evaluations
+        self.round_sizes = round_sizes
+        self.left = max_visits
+        self.top = len(pipeline.forward_s)
         self.fits = cache(pipeline.fits)
-        self.known: dict[tuple[_Sizes, _Sizes, int], float] = {}
+        self.allowed = cache(self._allowed)
+        self.cut = cache(self._cut)
+        self.known: dict[_Cut, float] = {}
 
-    def step_s(self, forward: _Sizes, backward: _Sizes, round_size: int) -> float:
-        key = (forward, backward, round_size)
-        if key not in self.known:
-            self.left -= 1
-            self.known[key] = self.pipeline.step_s(self.pipeline.stages(*key))
-        return self.known[key]
+    def step_s(self, cut: _Cut) -> float:
+        """Return the time of a step; infinity where a cut is not allowed."""
+        if cut not in self.known:
+            if not self.allowed(*cut[:2]):
+                return inf
+            stages = self.pipeline.stages(*cut)
+            self.left -= stages.num_stages * -(-self.pipeline.num_microbatches // cut[2])
+            self.known[cut] = self.pipeline.step_s(stages)
+        return self.known[cut]
 
-    def starts(self) -> Iterator[tuple[_Sizes, _Sizes]]:
-        """Yield cuts by pairs of limits, the last unit fused alone or with what fits beside it."""
-        pipeline = self.pipeline
-        forwards, backwards = pipeline.forward_s, pipeline.backward_s
-        top = len(forwards)
-        seen = set()
-        for fused in range(top - 1, max(pipeline.bottom, top - 2) - 1, -1):
-            for up in _limits(forwards[:fused]):
-                for down in _limits(backwards[pipeline.bottom : fused]):
-                    forward = self._pack(range(fused - 1, -1, -1), forwards, up, False)[::-1]
-                    rest = self._pack(range(fused - 1, pipeline.bottom - 1, -1), backwards, down, True)
-                    cut = (forward, (top - fused, *rest))
-                    if cut not in seen and self.allowed(*cut):
-                        seen.add(cut)
-                        yield cut
+    def numbers_s(self, numbers: _Numbers) -> float:
+        """Return the time of a step of even stages; infinity where they are not allowed."""
+        return self.step_s(self.cut(numbers))
 
-    def climb(self, found: _Found, round_sizes: Sequence[int], num_evaluations: int) -> _Found:
-        """Return what single changes lead to, taking the first that gains each time."""
-        until = self.left - num_evaluations
-        better: _Found | None = found
-        while better is not None:
-            found, better = better, None
-            neighbours = [(found[1], found[2], size) for size in round_sizes if size != found[3]]
-            neighbours += [(f, b, found[3]) for f, b in self._neighbours(found[1], found[2])]
-            for cut in neighbours:
-                if self.left <= until:
-                    break
-                if (seconds := self.step_s(*cut)) < found[0] * (1 - 1e-9):
-                    better = (seconds, *cut)
-                    break
-        return found
+    def drawn(self) -> Iterator[_Numbers]:
+        """Yield numbers of stages from the fewest that fit to one for each unit."""
+        sizes = sorted({*self.round_sizes[:1], *self.round_sizes[-2:]})
+        for fused in range(1, min(2, self.top - self.pipeline.bottom) + 1):
+            ups, downs = self._beside(fused)
+            for up in drawn(len(self._pack_up(fused, inf)), len(ups), NUM_DRAWN):
+                for down in drawn(len(self._pack_down(fused, inf)), len(downs), NUM_DRAWN):
+                    yield from ((fused, up, down, size) for size in sizes)
 
-    def allowed(self, forward: _Sizes, backward: _Sizes) -> bool:
-        """Whether every stage fits and every worker has one."""
-        if len(forward) + len(backward) < self.pipeline.num_workers:
-            return False
-        top = len(self.pipeline.forward_s)
-        ups = all(self.fits(span, False) for span in spans_up(forward))
-        return ups and all(self.fits(span, True) for span in spans_down(backward, top))
+    def near_numbers(self, numbers: _Numbers) -> Iterator[_Numbers]:
+        """Yield what lies next to even stages."""
+        fused, up, down, size = numbers
+        yield from ((fused, up, down, other) for other in self.round_sizes if other != size)
+        for more_up, more_down in _STEPS:
+            yield fused, up + more_up, down + more_down, size
+        yield from ((fused + more, up, down, size) for more in (1, -1))
 
-    def _pack(self, units: range, seconds: Sequence[float], limit: float, backward: bool) -> _Sizes:
-        """Return sizes of stages, as many units in each as stay under the limit and fit."""
-        sizes: list[int] = []
-        total = 0.0
-        for unit in units:
-            span = (unit, unit + (sizes[-1] if sizes else 0) + 1)
-            if sizes and total + seconds[unit] <= limit * (1 + 1e-9) and self.fits(span, backward):
-                sizes[-1] += 1
-                total += seconds[unit]
-            else:
-                sizes.append(1)
-                total = seconds[unit]
-        return tuple(sizes)
+    def packed(self) -> Iterator[_Cut]:
+        """Yield cuts by pairs of time limits."""
+        for fused in range(1, min(2, self.top - self.pipeline.bottom) + 1):
+            ups, downs = self._beside(fused)
+            for up in {self._pack_up(fused, limit): None for limit in limits(ups, NUM_DRAWN)}:
+                for down in {self._pack_down(fused, limit): None for limit in limits(downs, NUM_DRAWN)}:
+                    yield from ((up, (fused, *down), size) for size in self.round_sizes[-2:])
 
-    def _neighbours(self, forward: _Sizes, backward: _Sizes) -> Iterator[tuple[_Sizes, _Sizes]]:
-        pipeline = self.pipeline
-        changes = [(changed, backward) for changed in _changes(forward)]
-        changes += [(forward, (backward[0], *changed)) for changed in _changes(backward[1:])]
+    def near_cuts(self, cut: _Cut) -> Iterator[_Cut]:
+        """Yield what lies next to a cut."""
+        forward, backward, size = cut
+        yield from ((forward, backward, other) for other in self.round_sizes if other != size)
+        yield from ((changed, backward, size) for changed in neighbours(forward))
+        yield from ((forward, (backward[0], *changed), size) for changed in neighbours(backward[1:]))
         if len(backward) > 1:  # the fused stage takes a unit from its neighbours, or gives them one
-            taken = (backward[0] + 1, *_less(backward[1:]))
-            changes.append((_less(forward[::-1])[::-1], taken))
-        if backward[0] > 1 and len(pipeline.forward_s) - backward[0] + 1 > pipeline.bottom:
+            taken = (backward[0] + 1, *without_first_unit(backward[1:]))
+            yield without_first_unit(forward[::-1])[::-1], taken, size
+        if backward[0] > 1 and self.top - backward[0] + 1 > self.pipeline.bottom:
             more = (backward[1] + 1, *backward[2:]) if len(backward) > 1 else (1,)
             grown = (*forward[:-1], forward[-1] + 1) if forward else (1,)
-            changes += [
-                (grown, (backward[0] - 1, *more)),
-                ((*forward, 1), (backward[0] - 1, 1, *backward[1:])),
-            ]
-        return (change for change in changes if self.allowed(*change))
+            yield grown, (backward[0] - 1, *more), size
+            yield (*forward, 1), (backward[0] - 1, 1, *backward[1:]), size
+
+    def two_changes(self, cut: _Cut) -> Iterator[_Cut]:
+        """Yield what lies next to what lies next to a cut."""
+        return (other for one in self.near_cuts(cut) for other in self.near_cuts(one))
+
+    def climb(
+        self,
+        place: _Place,
+        step_s: Callable[[_Place], float],
+        near: Callable[[_Place], Iterator[_Place]],
+        num_visits: int,
+    ) -> tuple[float, _Place]:
+        """Return what single changes lead to, taking the first that gains each time."""
+        until = self.left - num_visits
+        best_s, better = step_s(place), True
+        while better:
+            better = False
+            for other in near(place):
+                if self.left <= until:
+                    break
+                if (seconds := step_s(other)) < best_s * (1 - 1e-9):
+                    best_s, place, better = seconds, other, True
+                    break
+        return best_s, place
+
+    def _cut(self, numbers: _Numbers) -> _Cut:
+        """Return the even cut of these numbers; one that is not allowed where there is none."""
+        fused, up, down, size = numbers
+        ups, downs = self._beside(fused)
+        if not (0 < fused <= self.top and _can_cut(len(ups), up) and _can_cut(len(downs), down)):
+            return (), (), size
+        return even_cut(ups, up), (fused, *even_cut(downs, down)), size
+
+    def _beside(self, fused: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Return seconds of the units below a fused stage of so many, up for forward and down for backward."""
+        top = self.top - fused
+        return self.pipeline.forward_s[:top], self.pipeline.backward_s[self.pipeline.bottom : top][::-1]
+
+    def _pack_up(self, fused: int, limit_s: float) -> Sizes:
+        """Return forward stages under a time limit; the first takes what is left, since all others wait for it."""
+        top = self.top - fused
+        ups, _ = self._beside(fused)
+        return packed_cut(ups[::-1], limit_s, lambda first, end: self.fits((top - end, top - first), False))[
+            ::-1
+        ]
+
+    def _pack_down(self, fused: int, limit_s: float) -> Sizes:
+        """Return backward stages under a time limit."""
+        top = self.top - fused
+        _, downs = self._beside(fused)
+        return packed_cut(downs, limit_s, lambda first, end: self.fits((top - end, top - first), True))
+
+    def _allowed(self, forward: Sizes, backward: Sizes) -> bool:
+        """Whether every stage fits, all of them together too, and every worker has one."""
+        if not backward or len(forward) + len(backward) < self.pipeline.num_workers:
+            return False
+        ups = all(self.fits(span, False) for span in spans_up(forward))
+        downs = ups and all(self.fits(span, True) for span in spans_down(backward, self.top))
+        return downs and self.pipeline.holds(self.pipeline.stages(forward, backward, 1))
 
 
-def _less(sizes: _Sizes) -> _Sizes:
-    """Return ``sizes`` with one unit less in the first."""
-    return (sizes[0] - 1, *sizes[1:]) if sizes[0] > 1 else sizes[1:]
+# Changes of the numbers of stages, forward and backward, that a climb tries.
+_STEPS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1), (2, 0), (-2, 0), (0, 2), (0, -2))
 
 
-def _changes(sizes: _Sizes) -> Iterator[_Sizes]:
-    """Yield sizes with one unit moved, one stage split in two, or two joined."""
-    for i, size in enumerate(sizes):
-        for j in (i - 1, i + 1):
-            if size > 1 and 0 <= j < len(sizes):
-                moved = list(sizes)
-                moved[i] -= 1
-                moved[j] += 1
-                yield tuple(moved)
-        for part in range(1, size):
-            yield (*sizes[:i], part, size - part, *sizes[i + 1 :])
-        if i + 1 < len(sizes):
-            yield (*sizes[:i], size + sizes[i + 1], *sizes[i + 2 :])
-    for i in range(len(sizes)):  # a unit travels further
-        for j in range(len(sizes)):
-            if abs(i - j) > 1 and sizes[i] > 1:
-                moved = list(sizes)
-                moved[i] -= 1
-                moved[j] += 1
-                yield tuple(moved)
-
-
-def _limits(seconds: Sequence[float]) -> list[float]:
-    """Return limits to pack under: sums of consecutive units, at most `NUM_LIMITS` of them, evenly drawn."""
-    sums = set()
-    for first in range(len(seconds)):
-        total = 0.0
-        for value in seconds[first : first + 12]:
-            total += value
-            sums.add(round(total, 12))
-    found = sorted(sums) or [0.0]
-    if len(found) <= NUM_LIMITS:
-        return found
-    return [found[i * (len(found) - 1) // (NUM_LIMITS - 1)] for i in range(NUM_LIMITS)]
+def _can_cut(num_units: int, num_stages: int) -> bool:
+    return 0 < num_stages <= num_units or num_units == num_stages == 0

@@ -113,6 +113,7 @@ class Plan:
             "accumulator_bytes": list(layout.accumulator_bytes),
             "resident_slot_bytes": list(self.resident_slot_bytes),
             "resident_accumulator_bytes": list(self.resident_accumulator_bytes),
+            "commits": layout.commits,
             "num_host_buffers": layout.num_host_buffers,
             "host_buffer_bytes": self.host_buffer_bytes,
             "num_tile_buffers": layout.num_tile_buffers,
@@ -214,6 +215,11 @@ def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOption
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"
     elif tier == "host" and options.home == "host":
         advice = "the home on disk"
+    elif tier == "disk" and options.commits and largest == "home":
+        advice = (
+            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
+            "back to the last checkpoint after a crash"
+        )
     else:
         advice = f"a {tier} budget of {format_bytes(needed)}"
     return (

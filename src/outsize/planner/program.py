@@ -38,6 +38,7 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.STEP: (frozenset({"unit"}), _UNIT_TILE),
     Kind.WRITE: (frozenset({"unit", "buffer"}), _UNIT_TILE),
     Kind.STORE: (frozenset({"unit"}),),
+    Kind.COMMIT: (frozenset(),),
 }
 _KINDS = {kind.value: kind for kind in Kind}
 _FIELDS = tuple(field.name for field in fields(Op) if field.name != "kind")
@@ -75,7 +76,7 @@ def is_well_formed(op: Op) -> bool:
 
 def render_op(op: Op) -> str:
     """Return the text of one op, e.g. ``LOAD 3@w0.1<h0``."""
-    text = op.kind.value
+    text = str(op.kind)
     if op.unit is not None:
         text += f" {op.unit}"
     if op.tile is not None:

@@ -12,7 +12,8 @@ a
 4. The gradient of a unit leaves once all its backwards have run; where gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
 6. A buffer is filled, used and drained in this order, for one unit or tile at a time.
-7. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has
+7. A step is committed, where it is, once, behind everything it writes.
+8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has
 stepped.
 8. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
 

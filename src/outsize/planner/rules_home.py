@@ -26,18 +26,21 @@ class HomeRules:
         self._gradients: set[int] = set()  # units whose gradient has come home
         self._partial: set[int] = set()  # units whose gradient of some rounds has come home
         self._started: set[tuple[int, int]] = set()  # tiles read
+        self._committed = False
         self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
         self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
         self._ring: dict[int | None, tuple[Kind, int, int]] = {}  # tile buffer -> READ or STEP, unit, tile
 
     def check(self, op: Op, unit: int) -> None:
-        """Follow CLIP, READ, STEP or WRITE.
+        """Follow CLIP, READ, STEP, WRITE or COMMIT.
 
         Raises:
             BrokenRuleError: it may not come here.
         """
         if op.kind is Kind.CLIP:
             self._clip()
+        elif op.kind is Kind.COMMIT:
+            self._commit()
         elif op.tile is not None:
             self._tile(op, unit, op.tile)
         elif op.kind is Kind.READ:
@@ -87,6 +90,17 @@ class HomeRules:
         Raises:
             BrokenRuleError: something is.
         """
+        self._check_done()
+        require(self._committed == self._layout.commits, "the step has not been committed")
+
+    def _commit(self) -> None:
+        require(self._layout.commits, "the home of this layout does not commit")
+        require(not self._committed, "a step is committed once")
+        self._check_done()
+        self._committed = True
+
+    def _check_done(self) -> None:
+        """Check that every unit has stepped, and that nothing is on its way."""
         require(not self._host, f"host buffers {sorted(map(str, self._host))} are not empty")
         require(not self._ring, f"tile buffers {sorted(map(str, self._ring))} are not empty")
         for unit, trains in enumerate(self._layout.trainable):

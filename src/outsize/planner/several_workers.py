@@ -5,6 +5,7 @@ the other is used; activations of two microbatches; workspace for all units of t
 recomputed before the first of them is differentiated.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,11 +27,8 @@ from outsize.units import format_bytes
 
 # Two follow one another: the second one tells the time of a step among others.
 NUM_STEPS = 2
-# Steps that the partitioner times: enough for an answer in seconds; more gain little, see docs/log.md.
-MAX_EVALUATIONS = 1000
-# Shares of the device that stages may take, tried in turn: slots are as large as the largest unit at each place, so a
-# cut whose stages each fit may not fit with all of them.
-SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
+# Visits that the partitioner times: enough for an answer in a second or two.
+MAX_VISITS = 200_000
 _ID_BYTES = 16
 
 ASSUMPTIONS = (
@@ -105,21 +103,20 @@ def _fit(
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
-    table = partial(_memory, model, work, shared + question.fixed_bytes)
-    smallest = _single_units(model.num_streamed)
-    _check(table(_layout(model, smallest, microbatches, len(machine.gpus))), budgets.device, budgets.host)
-    for share in SHARES:
-        stages = question.stages or _cut(
-            question, model, work, microbatches, forward_s, backward_s, int(share * budgets.device)
-        )
-        if stages is None:
-            continue
-        layout = _layout(model, stages, microbatches, len(machine.gpus))
-        memory = table(layout)
-        if sum(memory["device"].values()) <= budgets.device:
-            return layout, memory
-    layout = _layout(model, smallest, microbatches, len(machine.gpus))
-    return layout, table(layout)
+    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes)
+    stages = _single_units(model.num_streamed)
+    _check(table(stages), budgets.device, budgets.host)
+
+    def holds(stages: Stages) -> bool:
+        return sum(table(stages)["device"].values()) <= budgets.device
+
+    if question.stages is None:
+        pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s)
+        with contextlib.suppress(ValueError):
+            stages = partition(replace(pipeline, holds=holds), max_visits=MAX_VISITS)
+    elif holds(question.stages):
+        stages = question.stages
+    return _layout(model, stages, microbatches, len(machine.gpus)), table(stages)
 
 
 def _single_units(count: int) -> Stages:
@@ -131,16 +128,15 @@ def _single_units(count: int) -> Stages:
     )
 
 
-def _cut(
+def _pipeline(
     question: Question,
     model: ModelSpec,
     work: Workload,
     microbatches: int,
     forward_s: tuple[float, ...],
     backward_s: tuple[float, ...],
-    device_bytes: int,
-) -> Stages | None:
-    """Return stages of which each fits ``device_bytes``; None where no cut does."""
+) -> Pipeline:
+    """Return what is cut: times, and which single stages a GPU could hold."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
     gradients = [unit.gradient_bytes for unit in model.units]
     workspace = [_workspace(work, unit.kind) for unit in model.units]
@@ -151,21 +147,24 @@ def _cut(
         at_once = units if backward else range(0)
         size += 2 * max(*gradients, sum(gradients[u] for u in at_once))
         size += max(*workspace, sum(workspace[u] for u in at_once))
-        return size <= device_bytes
+        return size <= question.budgets.device
 
-    hop_s = work.boundary_bytes[-1] / min(link.up_bytes_per_s.value for link in question.machine.links)
-    pipeline = Pipeline(
+    machine = question.machine
+    count = len(machine.gpus)
+    # All links at once move no more than host memory gives and takes.
+    most = machine.host.bytes_per_s.value / count
+    up = min(most, *(link.up_bytes_per_s.value for link in machine.links))
+    down = min(most, *(link.down_bytes_per_s.value for link in machine.links))
+    return Pipeline(
         forward_s=forward_s,
         backward_s=backward_s,
-        num_workers=len(question.machine.gpus),
+        num_workers=count,
         num_microbatches=microbatches,
-        hop_s=hop_s,
+        hop_s=work.boundary_bytes[-1] / up,
+        weights_s=tuple(size / up for size in weights),
+        gradients_s=tuple(size / down for size in gradients),
         fits=fits,
     )
-    try:
-        return partition(pipeline, max_evaluations=MAX_EVALUATIONS)
-    except ValueError:
-        return None
 
 
 def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: int) -> StepLayout:
@@ -187,11 +186,11 @@ def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: in
 
 
 def _memory(
-    model: ModelSpec, work: Workload, shared_bytes: int, layout: StepLayout
+    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, stages: Stages
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each GPU."""
-    assert layout.stages is not None
-    stages = layout.stages
+    weights = [unit.weight_bytes(model.dtype) for unit in model.units]
+    gradients = [unit.gradient_bytes for unit in model.units]
     deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
     workspace = max(
         sum(_workspace(work, model.units[u].kind) for u in range(*span)) for span in stages.backward
@@ -199,14 +198,14 @@ def _memory(
     saved = sum(work.boundary_bytes[1:]) + work.boundary_bytes[-1]  # inputs, and the gradient under way
     return {
         "device": {
-            "weight slots": sum(layout.slot_bytes),
-            "gradient accumulators": sum(layout.accumulator_bytes),
+            "weight slots": sum(slots_for(stages, weights)),
+            "gradient accumulators": sum(slots_for(stages, gradients, only_backward=True)),
             "activations": _activations(deepest, work),
             "workspace": workspace,
             "shared": shared_bytes,
         },
         "host": {
-            "saved activations": layout.num_microbatches * saved,
+            "saved activations": microbatches * saved,
             "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
         },
         "disk": {},

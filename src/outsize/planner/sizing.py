@@ -35,6 +35,7 @@ class PlanOptions:
         slots: units that the device holds at once.
         prefetch: how many units ahead of their use LOADs start.
         tile_elements: elements per tile of the optimizer step, a multiple of 2048.
+        commits: whether a home on disk keeps what a step changes twice, and commits every step.
         offload: whether all inputs of units leave the device (True) or none (False).
     """
 
@@ -46,6 +47,7 @@ class PlanOptions:
     prefetch: int | None = None
     tile_elements: int | None = None
     offload: bool | None = None
+    commits: bool = True
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -133,6 +135,7 @@ class Sizing:
             num_host_buffers=knobs.num_host_buffers,
             num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
             staged=options.staged,
+            commits=options.commits and options.home == "disk",
         )
         if options.offload is False:
             return layout

@@ -34,6 +34,7 @@ class StepContext:
     Attributes:
         number: step of the run, from 0; seeds randomness.
         learning_rate: of this step.
+        tokens: trained tokens of the step.
         loss_scale: what losses are multiplied by before the backward (fp16), 1.0 otherwise.
         microbatches: in order.
         runs: passages under way, by microbatch.
@@ -48,6 +49,7 @@ class StepContext:
     number: int
     learning_rate: float
     microbatches: tuple[Microbatch, ...]
+    tokens: int = 0
     loss_scale: float = 1.0
     runs: dict[int, MicrobatchRun] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)

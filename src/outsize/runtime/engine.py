@@ -26,6 +26,7 @@ from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import Binder, GradientSums
+from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps, LossSettings
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
@@ -40,6 +41,8 @@ from outsize.storage.scratch import Scratch
 
 # What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
 STORE_LANE, STORE_NICENESS = "store", 10
+# Ops before and after the first unfinished one, in a report.
+SHOWN_OPS = 8
 # A handler by the kind of an op, and whether it concerns a tile.
 HandlerTable = dict[tuple[Kind, bool], Callable[[Op, Any], None]]
 
@@ -57,6 +60,7 @@ class EngineSettings:
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
         num_threads: compute threads of each lane that computes.
         observe_gradient: sees each gradient before it leaves the device.
+        describe: what a home that commits is told of each step.
     """
 
     optimizer: AdamW
@@ -67,6 +71,7 @@ class EngineSettings:
     graph_in_forward: bool = False
     num_threads: int | None = None
     observe_gradient: GradientObserver | None = None
+    describe: Describe = lambda _: {}
 
 
 @dataclass(slots=True)
@@ -136,6 +141,7 @@ class Engine:
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
         )
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
+        self._commits = CommitOps(home, settings.describe)
         self.activations = ActivationOps(device, scratch)
         self._compute = ComputeOps(
             split,
@@ -149,16 +155,18 @@ class Engine:
             self.weights,
             settings.graph_in_forward,
         )
+        self._last: StepHandle | None = None
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         around = partial(_lane_thread, self._compute, settings.num_threads)
-        self._executor = Executor(device, lane_of, partial(_handle, self._table()), hazards, around)
+        self._executor = Executor(device, lane_of, partial(run_op, self._table()), hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
         tasks = self._executor.submit(self.plan.program.ops, context)
         kinds = {Kind.CLIP} if self.plan.layout.clip else _COMPUTE_KINDS | {Kind.GRAD}
-        return StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        return self._last
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.
@@ -197,10 +205,35 @@ class Engine:
         """For each lane with unfinished work: its first unfinished op and what it waits for."""
         return self._executor.waiting()
 
+    def position(self) -> str:
+        """The program under way, with an arrow at its first unfinished op; empty between steps."""
+        tasks = self._last.tasks if self._last is not None else []
+        first = next((index for index, task in enumerate(tasks) if not task.passed()), None)
+        if first is None or self._last is None:
+            return ""
+        done = sum(task.passed() for task in tasks)
+        shown = [
+            f"{'-->' if index == first else '   '} {index:5d}  {task.op}{'' if not task.passed() else '  done'}"
+            for index, task in enumerate(tasks[: first + SHOWN_OPS])
+            if index >= first - SHOWN_OPS
+        ]
+        step = self._last.context.number + 1
+        return "\n".join([f"step {step}, {done} of {len(tasks)} ops done", *shown])
+
+    @property
+    def num_ended(self) -> int:
+        """Ops that have ended, more or less: it is there to be compared with what it was."""
+        return self._executor.num_ended
+
+    def give_up(self, error: BaseException) -> None:
+        """Begin no more ops; whoever waits gets ``error`` as soon as the ops under way are done."""
+        self._executor.fail(error)
+
     def close(self) -> None:
         """End the lanes and take the parameters out of the model; idempotent."""
         self._executor.close()
         self._binder.close()
+        self._last = None
 
     def _table(self) -> HandlerTable:
         """Which handler runs an op, by its kind and whether it concerns a tile."""
@@ -222,11 +255,13 @@ class Engine:
             (Kind.STEP, True): self.optimizer.step,
             (Kind.READ, True): self.optimizer.read,
             (Kind.WRITE, True): self.optimizer.write,
+            (Kind.COMMIT, False): self._commits.commit,
             (Kind.STORE, False): self._storing.store,
         }
 
 
-def _handle(table: HandlerTable, op: Op, context: Any) -> None:
+def run_op(table: HandlerTable, op: Op, context: Any) -> None:
+    """Have the handler of an op's kind run it."""
     table[op.kind, op.tile is not None](op, context)
 
 

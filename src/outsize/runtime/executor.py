@@ -78,6 +78,10 @@ class Executor:
         handler: does what an op says.
         hazards: finds what an op must wait for, over successive programs.
         around: a context manager factory entered by each lane's thread, given the lane's name.
+
+    Attributes:
+        events: ops that have ended, where they end with their handler.
+        num_ended: tells whether anything has ended since it was looked at last.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Executor:
         self._submitted = 0
         self._failure: tuple[BaseException, str] | None = None
         self._closing = False
+        self.num_ended = 0
         self.events: list[Event] = []
         self._timed: deque[_Timed] = deque(maxlen=MOST_TIMED)
         self._ended_s: dict[str, float] = {}
@@ -138,6 +143,10 @@ class Executor:
                 raise ExecutionError(f"{what}: {type(error).__name__}: {error}") from error
             finally:
                 del error  # else error and frame hold each other, and the activations with them
+
+    def fail(self, error: BaseException) -> None:
+        """Skip all ops that have not begun; `wait` raises ``error`` once those that have are done."""
+        self._fail(error, "")
 
     @property
     def failed(self) -> bool:
@@ -212,6 +221,9 @@ class Executor:
             while (task := tasks.get()) is not None:
                 self._run(task, lane)
                 task.dependencies = ()
+                self.num_ended += (
+                    1  # lanes may overtake each other here; it is asked only whether it has changed
+                )
                 task.gate.release()
                 del task
 

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from outsize.errors import NonFiniteError
-from outsize.model.spec import ModelSpec
+from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.planner.ops import Op
-from outsize.runtime.binding import GradientSums
+from outsize.runtime.binding import GradientSums, tensor_views
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.weights import typed_plane
@@ -30,7 +31,8 @@ class GradientOps:
         host_buffers: byte buffers for units between device and disk.
         parameter_order: position of each parameter in ``model.parameters()``, for the order of the norms.
         max_grad_norm: global norm to clip to; infinity only takes the norm.
-        clips: whether the program has a CLIP; without one a step is judged by its loss alone.
+        clips: whether the program has a CLIP; without one a step is judged by its loss, and each unit by its own
+            gradient before it steps.
         skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
     """
@@ -86,6 +88,7 @@ class GradientOps:
         context.touched[op.unit] = self._sums.close(op.unit)
         if not self._clips and not context.skipped:
             self._check(context)
+            self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
         if self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
         self.bytes_down += plane.nbytes
@@ -133,6 +136,21 @@ class GradientOps:
         raise NonFiniteError(
             f"step {context.number + 1}: loss {context.loss():g}{detail}; no weight was changed. Try a lower "
             "optimizer.lr, fp32 or bf16 instead of fp16, or train.on_nonfinite=skip to go on"
+        )
+
+    def _check_gradient(
+        self, unit: UnitSpec, touched: frozenset[int], plane: Tensor, context: StepContext
+    ) -> None:
+        """Without CLIP: keep a unit from stepping by a gradient that is not finite, and all that step after it."""
+        views = tensor_views(unit, plane)
+        # Both extremes of a tensor are finite only if all of it is; unlike `isfinite`, they take no memory.
+        extremes = [extreme for position in touched for extreme in torch.aminmax(views[position])]
+        if not extremes or torch.stack(extremes).isfinite().all():
+            return
+        context.skipped = True
+        raise NonFiniteError(
+            f"step {context.number + 1}: loss {context.loss():g}, gradient of {unit.name} not finite; nothing of this "
+            "step is saved. Try optimizer.max_grad_norm, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
         )
 
     def _staged(self, unit: int, buffer: int) -> Tensor:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outsize.storage.prealloc import explain
+from outsize import files
+from outsize.storage.prealloc import explain, sync_directory
 
 
 @contextmanager
@@ -22,7 +23,9 @@ def needed_directory(path: Path, key: str) -> Iterator[None]:
     absent = [directory for directory in (path, *path.parents) if not directory.exists()]
     try:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            files.make_directories(path)
+            for directory in reversed(absent):  # what will be durable in it must be found again
+                sync_directory(directory.parent)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             raise explain(error, f"write in {path} ({key})") from error
@@ -30,4 +33,4 @@ def needed_directory(path: Path, key: str) -> Iterator[None]:
     finally:
         for directory in absent:
             with suppress(OSError):  # in use, or never made
-                directory.rmdir()
+                files.system().rmdir(directory)

@@ -20,10 +20,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
-from outsize.storage.prealloc import enable_direct, explain, preallocate
+from outsize.storage.prealloc import enable_direct, explain, open_again, preallocate
 from outsize.units import align_up
 
 SECTOR_BYTES = 4096
@@ -35,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 Span = tuple[Tensor, int]
 """A uint8 buffer and the file offset that it is read from or written to."""
+
+Inspect = Callable[[memoryview, int], None]
+"""Sees the bytes of each request of a span and their offset in it: before they are written, or after they were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class DirectFile:
         direct: False asks for buffered I/O from the start.
         temporary: remove the name at once, so that the space is freed when the process ends, however it ends.
         ledger: where the bytes are reserved, in tier ``disk``; None reserves nothing.
+        existing: open a file that is there, of exactly this size, and keep what it holds.
 
     Raises:
         StorageError: disk full, not writable, in use by another run; no file is left behind.
@@ -85,6 +90,7 @@ class DirectFile:
         direct: bool = True,
         temporary: bool = False,
         ledger: Ledger | None = None,
+        existing: bool = False,
     ) -> None:
         if num_bytes <= 0 or request_bytes <= 0 or request_bytes % SECTOR_BYTES:
             raise ValueError(
@@ -96,7 +102,7 @@ class DirectFile:
         self._request_bytes = request_bytes
         self._reservation = ledger.reserve("disk", str(path), self.num_bytes) if ledger else None
         try:
-            self._descriptor = preallocate(self.path, self.num_bytes)
+            self._descriptor = (open_again if existing else preallocate)(self.path, self.num_bytes)
         except BaseException:
             self._release()
             raise
@@ -105,7 +111,7 @@ class DirectFile:
         if refusal is not None:
             _log.warning("%s: no direct I/O here (%s); buffered I/O costs more CPU", path, refusal)
         if temporary:
-            self.path.unlink()
+            files.system().unlink(self.path)
         self._idle = threading.Condition()
         self._num_active = 0
         self._closed = False
@@ -119,12 +125,13 @@ class DirectFile:
         """Write ``buffer`` at ``offset``, see `write_spans`."""
         self.write_spans([(buffer, offset)])
 
-    def read_spans(self, spans: Sequence[Span]) -> None:
+    def read_spans(self, spans: Sequence[Span], inspect: Sequence[Inspect] = ()) -> None:
         """Fill several buffers, all their requests in flight together.
 
         Args:
             spans: contiguous uint8 CPU tensors and file offsets; address, length and offset multiples of
                 4096.
+            inspect: one for each span; runs in the thread that moved the bytes, and may raise.
 
         Raises:
             StorageError: a request failed; the buffers hold nothing useful.
@@ -132,10 +139,10 @@ class DirectFile:
         """
         views = [(_bytes_of(buffer, offset, self.num_bytes), offset) for buffer, offset in spans]
         started = time.perf_counter()
-        self._transfer(views, written=False)
+        self._transfer(views, inspect, written=False)
         self._count(sum(len(view) for view, _ in views), 0, time.perf_counter() - started, 0.0)
 
-    def write_spans(self, spans: Sequence[Span]) -> None:
+    def write_spans(self, spans: Sequence[Span], inspect: Sequence[Inspect] = ()) -> None:
         """Write several buffers together; arguments and errors as in `read_spans`.
 
         After an error the spans hold a mixture of old and new bytes. Data has left the page cache when this
@@ -143,16 +150,16 @@ class DirectFile:
         """
         views = [(_bytes_of(buffer, offset, self.num_bytes), offset) for buffer, offset in spans]
         started = time.perf_counter()
-        self._transfer(views, written=True)
+        self._transfer(views, inspect, written=True)
         self._count(0, sum(len(view) for view, _ in views), 0.0, time.perf_counter() - started)
 
     def read_request(self, view: memoryview, offset: int) -> None:
         """Fill one aligned view in this thread; uncounted, for code that runs in the pool itself."""
-        self._move(os.preadv, "read", view, offset)
+        self._move(files.system().pread, "read", view, offset)
 
     def write_request(self, view: memoryview, offset: int) -> None:
         """Write one aligned view in this thread; uncounted, for code that runs in the pool itself."""
-        self._move(os.pwritev, "write", view, offset)
+        self._move(files.system().pwrite, "write", view, offset)
 
     def run(self, calls: Sequence[Callable[[], object]]) -> None:
         """Run calls of `read_request` and `write_request` in the pool; the file stays open meanwhile."""
@@ -167,6 +174,17 @@ class DirectFile:
                 self._num_active -= 1
                 self._idle.notify_all()
 
+    def sync(self) -> None:
+        """Return when everything written so far will outlast a loss of power.
+
+        Raises:
+            StorageError: the disk could not; what was written since the last sync may be gone.
+        """
+        try:
+            files.system().fdatasync(self._descriptor)
+        except OSError as error:
+            raise explain(error, f"make {self.path} durable") from error
+
     def statistics(self) -> DiskStatistics:
         """Return what was moved so far."""
         return self._statistics
@@ -178,7 +196,7 @@ class DirectFile:
             self._closed = True
             self._idle.wait_for(lambda: self._num_active == 0)
         if first:
-            os.close(self._descriptor)
+            files.system().close(self._descriptor)
             self._release()
 
     def __enter__(self) -> Self:
@@ -189,27 +207,39 @@ class DirectFile:
     ) -> None:
         self.close()
 
-    def _transfer(self, views: Sequence[tuple[memoryview, int]], *, written: bool) -> None:
+    def _transfer(
+        self, views: Sequence[tuple[memoryview, int]], inspect: Sequence[Inspect], *, written: bool
+    ) -> None:
         size = self._request_bytes
         request = self.write_request if written else self.read_request
-        self.run(
-            [
-                partial(request, view[start : start + size], offset + start)
-                for view, offset in views
-                for start in range(0, len(view), size)
-            ]
-        )
+
+        def inspected(inspect: Inspect, view: memoryview, offset: int, start: int) -> None:
+            piece = view[start : start + size]
+            if written:
+                inspect(piece, start)
+            request(piece, offset + start)
+            if not written:
+                inspect(piece, start)
+
+        calls: list[Callable[[], object]] = []
+        for number, (view, offset) in enumerate(views):
+            for start in range(0, len(view), size):
+                if inspect:
+                    calls.append(partial(inspected, inspect[number], view, offset, start))
+                else:
+                    calls.append(partial(request, view[start : start + size], offset + start))
+        self.run(calls)
         if self._buffered:
             self._drop_cache(views, written=written)
 
     def _move(
-        self, call: Callable[[int, list[memoryview], int], int], verb: str, view: memoryview, offset: int
+        self, call: Callable[[int, memoryview, int], int], verb: str, view: memoryview, offset: int
     ) -> None:
         """Move one request, going on where the kernel moves less than asked."""
         done = 0
         while done < len(view):
             try:
-                moved = call(self._descriptor, [view[done:]], offset + done)
+                moved = call(self._descriptor, view[done:], offset + done)
             except OSError as error:
                 action = f"{verb} {len(view)} bytes at offset {offset} of {self.path}"
                 raise explain(error, action) from error
@@ -225,7 +255,7 @@ class DirectFile:
     def _drop_cache(self, views: Sequence[tuple[memoryview, int]], *, written: bool) -> None:
         """Keep the page cache small: only clean pages can be dropped, so written ones go to disk first."""
         if written:
-            os.fdatasync(self._descriptor)
+            files.system().fdatasync(self._descriptor)
         for view, offset in views:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outsize.model.spec import ModelSpec
 from outsize.storage.arena import Arena
-from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile
+from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile, Span
 from outsize.storage.layout import Layout
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
@@ -169,6 +169,7 @@ class DiskHome:
         request_bytes: largest single disk request.
         temporary: the file has no name and is gone when the process ends.
         ledger: where the file's bytes are reserved, in tier ``disk``.
+        existing: open the file of an earlier home, with what it holds.
 
     Raises:
         StorageError: see `DirectFile`.
@@ -185,8 +186,9 @@ class DiskHome:
         request_bytes: int = DEFAULT_REQUEST_BYTES,
         temporary: bool = False,
         ledger: Ledger | None = None,
+        existing: bool = False,
     ) -> None:
-        self._layout = Layout(model, planes)
+        self._layout = self._lay_out(model, planes)
         self.file = DirectFile(
             path,
             self._layout.num_bytes,
@@ -194,23 +196,24 @@ class DiskHome:
             request_bytes=request_bytes,
             temporary=temporary,
             ledger=ledger,
+            existing=existing,
         )
 
     def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         """See `Home.read`."""
-        self.file.read_spans([self._span(unit, plane, start, into)])
+        self._read(unit, start, {plane: into})
 
     def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         """See `Home.write`."""
-        self.file.write_spans([self._span(unit, plane, start, source)])
+        self._write(unit, start, {plane: source})
 
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; all requests are in flight together."""
-        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
+        self._read(unit, start, into)
 
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """See `Home.write_planes`; all requests are in flight together."""
-        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
+        self._write(unit, start, sources)
 
     def statistics(self) -> HomeStatistics:
         """Return what was moved so far."""
@@ -235,6 +238,15 @@ class DiskHome:
     ) -> None:
         self.close()
 
-    def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> tuple[Tensor, int]:
+    def _lay_out(self, model: ModelSpec, planes: Mapping[str, int]) -> Layout:
+        return Layout(model, planes)
+
+    def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
+
+    def _write(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
+
+    def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> Span:
         extent = self._layout.locate(unit, plane, start, tensor)
         return tensor.detach().view(torch.uint8), extent.offset + start * extent.dtype.itemsize

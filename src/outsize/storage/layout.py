@@ -1,6 +1,6 @@
 """Which plane of which unit lies where in a home, and which ranges of it may be asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +13,23 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Where one plane lies: first byte, number of elements and their dtype."""
+    """Where one plane lies: first byte, number of elements and their dtype.
+
+    Attributes:
+        offset: first byte of its only side, or of side 0.
+        numel: elements.
+        dtype: of the elements.
+        num_sides: 2 where the plane is kept twice, one copy behind the other.
+    """
 
     offset: int
     numel: int
     dtype: torch.dtype
+    num_sides: int = 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the plane, a multiple of 4096."""
+        """Bytes of the plane, once; a multiple of 4096."""
         return self.numel * self.dtype.itemsize
 
 
@@ -31,23 +39,28 @@ class Layout:
     Args:
         model: the units.
         planes: bytes per element of each plane; units that are not trained have ``weights`` only.
+        base: first byte of the first plane.
+        twice: planes of trained units that are kept twice.
 
     Raises:
         ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
     """
 
-    def __init__(self, model: ModelSpec, planes: Mapping[str, int]) -> None:
+    def __init__(
+        self, model: ModelSpec, planes: Mapping[str, int], *, base: int = 0, twice: Collection[str] = ()
+    ) -> None:
         if "weights" not in planes:
             raise ValueError(f"planes {sorted(planes)} lack 'weights'")
         dtypes = {plane: _dtype_of(model.dtype, plane, itemsize) for plane, itemsize in planes.items()}
         self.extents: dict[tuple[int, str], Extent] = {}
-        self.num_bytes = 0
+        self.num_bytes = base
         for unit in model.units:
             for plane, dtype in dtypes.items():
                 if unit.numel and (plane == "weights" or unit.trainable):
-                    extent = Extent(offset=self.num_bytes, numel=unit.numel, dtype=dtype)
+                    num_sides = 2 if unit.trainable and plane in twice else 1
+                    extent = Extent(offset=self.num_bytes, numel=unit.numel, dtype=dtype, num_sides=num_sides)
                     self.extents[unit.index, plane] = extent
-                    self.num_bytes += extent.num_bytes
+                    self.num_bytes += num_sides * extent.num_bytes
 
     def extent(self, unit: int, plane: str) -> Extent:
         """Return where a plane lies.

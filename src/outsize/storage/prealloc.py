@@ -8,6 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.units import format_bytes
 
@@ -45,26 +46,60 @@ def preallocate(path: Path, num_bytes: int) -> int:
     """
     _check_free_space(path, num_bytes)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = files.system().open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise explain(error, f"create {path}") from error
     try:
         _lock(descriptor, path)
     except BaseException:
-        os.close(descriptor)
+        files.system().close(descriptor)
         raise
     try:
-        os.ftruncate(descriptor, 0)
+        files.system().truncate(descriptor, 0)
         # Before direct I/O is switched on: where the file system cannot allocate, libc writes single bytes.
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        files.system().allocate(descriptor, num_bytes)
     except BaseException as error:
         with suppress(OSError):
-            path.unlink()
-        os.close(descriptor)
+            files.system().unlink(path)
+        files.system().close(descriptor)
         if isinstance(error, OSError):
             raise explain(error, f"allocate {format_bytes(num_bytes)} for {path}") from error
         raise
     return descriptor
+
+
+def open_again(path: Path, num_bytes: int) -> int:
+    """Open and lock ``path``, which holds ``num_bytes`` bytes, and leave them as they are; return its descriptor.
+
+    Raises:
+        StorageError: it is not there, of another size, not writable, or in use.
+    """
+    try:
+        descriptor = files.system().open(path, os.O_RDWR)
+    except OSError as error:
+        raise explain(error, f"open {path}") from error
+    try:
+        _lock(descriptor, path)
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise StorageError(f"{path} has {size} bytes, not {num_bytes}: it was truncated, or is another's")
+    except BaseException:
+        files.system().close(descriptor)
+        raise
+    return descriptor
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory outlast a loss of power, where the file system can.
+
+    Raises:
+        StorageError: the disk could not.
+    """
+    try:
+        files.sync(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync directories
+            raise explain(error, f"make {path} durable") from error
 
 
 def _check_free_space(path: Path, num_bytes: int) -> None:
@@ -99,7 +134,8 @@ def enable_direct(descriptor: int, sector_bytes: int) -> OSError | None:
     page = mmap.mmap(-1, sector_bytes)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.preadv(descriptor, [page], 0)
+        with memoryview(page) as view:
+            files.system().pread(descriptor, view, 0)
     except OSError as error:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
         return error

@@ -23,12 +23,12 @@ from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import (
     MASTER_EXCEPTED,
     MASTER_LOW,
-    Position,
     file_of,
     position_of,
     read_state,
     state_planes,
 )
+from outsize.train.standing import Position
 from outsize.train.stream import FILL_ELEMENTS, StreamedTrainer
 
 Stored = Mapping[str, StoredTensor]

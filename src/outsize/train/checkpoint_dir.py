@@ -13,13 +13,11 @@ removed only after that, and by renaming it first, so that what has a checkpoint
 
 import contextlib
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 
+from outsize import files
 from outsize.errors import CheckpointError
-from outsize.model.checkpoint_shards import sync
 
 CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
@@ -27,6 +25,7 @@ LATEST = "latest"
 PARTIAL = ".partial"
 
 _NAME = re.compile(r"step-(\d{8,})")
+_SHOWN_CHARS = 80
 # What a process that was killed may leave; nothing else is ever removed as litter.
 _LITTER = re.compile(r"\.?step-\d{8,}\.partial.*|latest\.partial")
 
@@ -40,15 +39,19 @@ def latest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, None where there is none.
 
     Raises:
-        CheckpointError: ``latest`` names one that is not there.
+        CheckpointError: ``latest`` cannot be read, or names one that is not there.
     """
     pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
         return None
-    directory = pointer.parent / pointer.read_text(encoding="utf-8").strip()
-    if directory.parent != pointer.parent or not (directory / STATE).is_file():
+    try:
+        name = files.read_text(pointer).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}; correct or remove it") from error
+    directory = pointer.parent / name
+    if not _NAME.fullmatch(name) or not (directory / STATE).is_file():
         raise CheckpointError(
-            f"{pointer} names {directory.name}, which is not a checkpoint; correct or remove it"
+            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
         )
     return directory
 
@@ -61,8 +64,8 @@ def make_durable(path: Path) -> None:
     """
     if not path.is_dir():
         make_durable(path.parent)
-        path.mkdir(exist_ok=True)
-        sync(path.parent)
+        files.make_directories(path)
+        files.sync(path.parent)
 
 
 def write_durable(path: Path, text: str) -> None:
@@ -73,15 +76,12 @@ def write_durable(path: Path, text: str) -> None:
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync(path.parent)
+        files.write_text(partial, text, sync=True)
+        files.system().rename(partial, path)
+        files.sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            files.system().unlink(partial)
 
 
 def take_place(staging: Path, directory: Path) -> None:
@@ -92,8 +92,8 @@ def take_place(staging: Path, directory: Path) -> None:
     """
     if directory.exists():
         _remove(directory)
-    os.replace(staging, directory)
-    sync(directory.parent)
+    files.system().rename(staging, directory)
+    files.sync(directory.parent)
 
 
 def remove_litter(checkpoints: Path) -> None:
@@ -101,12 +101,12 @@ def remove_litter(checkpoints: Path) -> None:
     for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
         if _LITTER.fullmatch(path.name) and not path.is_symlink():
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+                files.system().remove_tree(path)
             else:
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    files.system().unlink(path)
     with contextlib.suppress(OSError):
-        checkpoints.rmdir()
+        files.system().rmdir(checkpoints)
 
 
 def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
@@ -132,9 +132,9 @@ def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
 
 def _remove(directory: Path) -> None:
     doomed = directory.with_name(directory.name + PARTIAL + "-removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(directory, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    files.system().remove_tree(doomed)
+    files.system().rename(directory, doomed)
+    files.system().remove_tree(doomed)
 
 
 def _step(path: Path) -> int:
@@ -147,7 +147,7 @@ def _made_by(run: str, path: Path) -> bool:
     if _step(path) < 0 or path.is_symlink():
         return False
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads(files.read_text(path / STATE))
     except (OSError, ValueError):
         return False
     return isinstance(state, dict) and state.get("run") == run

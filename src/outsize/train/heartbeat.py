@@ -3,15 +3,15 @@
 import contextlib
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from outsize import files
 from outsize.storage.prealloc import explain
 from outsize.train.records import StepRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEARTBEAT = "heartbeat.jsonl"
 
 
@@ -25,7 +25,7 @@ class Heartbeat:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / HEARTBEAT
         try:
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
+            self._file: TextIO = files.open_text(self._path, "a")
         except OSError as error:
             raise explain(error, f"write {self._path}") from error
 
@@ -64,18 +64,20 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all.
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a text file so that it is there whole or not at all, with ``durable`` after a loss of power too.
 
     Raises:
         StorageError: it cannot be written; what was there before still is.
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        files.write_text(partial, text, sync=durable)
+        files.system().rename(partial, path)
+        if durable:
+            files.sync(path.parent)
     except OSError as error:
         raise explain(error, f"write {path}") from error
     finally:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            files.system().unlink(partial)

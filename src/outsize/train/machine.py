@@ -1,5 +1,6 @@
 """What the machine has to give: which device computes, and how many bytes each tier may hold."""
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
     Args:
         memory: what the user asked for; null and ``auto`` are resolved here.
         state_bytes: weights, masters, moments and gradients at rest.
-        store_dir: where the disk home would be.
+        store_dir: where the disk home would be, its directory or its file.
     """
     device = choose_device(memory.device)
     available = available_ram_bytes()
@@ -90,6 +91,18 @@ def _default_device_bytes(device: str, available: int) -> int:
     return int(available * CPU_DEVICE_SHARE)
 
 
+def home_file(memory: MemoryConfig, run_dir: Path) -> Path:
+    """Return the file of a disk home that commits; several runs may share ``memory.store_dir``."""
+    if memory.store_dir is None:
+        return run_dir / "store" / "home.bin"
+    where = str(run_dir.resolve())
+    return (
+        Path(memory.store_dir)
+        / f"{run_dir.resolve().name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.bin"
+    )
+
+
 def _free_disk_bytes(path: Path) -> int:
+    """What is free for a home at ``path``, and what an earlier one there takes already."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(existing).free + (path.stat().st_blocks * 512 if path.is_file() else 0)

@@ -26,7 +26,7 @@ from outsize.runtime.calibrate import Measured, calibrate
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.data.batch import IGNORED, Batch
-from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine
+from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -96,8 +96,7 @@ def prepare(
     parts = split_model(model, dtype, config)
     spec = parts.spec
     state_bytes = sum(home_bytes(unit, dtype) for unit in spec.units)
-    store_dir = Path(config.memory.store_dir or run_dir / "store")
-    machine = describe_machine(config.memory, state_bytes, store_dir)
+    machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
@@ -201,12 +200,16 @@ def make_plan(
     options = PlanOptions(
         home=machine.home,
         below=machine.below,
-        clip=config.optimizer.max_grad_norm > 0 or parts.spec.dtype == "fp16",
+        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
+        clip=config.optimizer.max_grad_norm > 0
+        or parts.spec.dtype == "fp16"
+        or config.train.on_nonfinite == "skip",
         microbatches=config.train.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
+        commits=memory.commits == "step",
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     plan = plan_step(parts.spec, demand, budgets, options)

@@ -25,6 +25,13 @@ class StepRecord:
         stall_share: share of the step, 0 to 1, in which the device had work to do but waited for bytes.
         stall_owner: lane that most of that waiting was for, e.g. ``"read"``; None where nothing waited.
         skipped: whether the update was left out because loss or gradient were not finite.
+        skipped_steps: steps whose update was left out so far, this one and those before a resume included.
+        busy_s: seconds that each lane spent on ops, by lane.
+        stall_s: seconds that the compute lane stood still, by the lane that it waited for.
+        forward_s: seconds of the compute lane in forwards, less that of the last unit.
+        backward_s: seconds of the compute lane in backwards, with recompute and the forward of the last unit.
+        update_s: seconds of the optimizer.
+        rss_bytes: resident memory of the process when the step was known.
         peak_rss_bytes: largest resident memory of the process so far.
     """
 
@@ -41,6 +48,13 @@ class StepRecord:
     stall_share: float = 0.0
     stall_owner: str | None = None
     skipped: bool = False
+    skipped_steps: int = 0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    rss_bytes: int = 0
     peak_rss_bytes: int = 0
 
     @property

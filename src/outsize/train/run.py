@@ -7,29 +7,32 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import Position, check_same_run, describe, position_of, read_state
+from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
+from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
+from outsize.train.lane_times import lane_times
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
+from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
+from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
@@ -67,7 +70,7 @@ def train(
     run_dir = choose_run_dir(config)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, resume=config.train.resume == "auto"))
+        stack.enter_context(claimed(run_dir, config))
         stack.enter_context(
             borrowed_torch(
                 deterministic=config.train.deterministic, device=choose_device(config.memory.device)
@@ -81,25 +84,43 @@ def train(
         prepared = prepare(started, run_dir, announce)
         if resumed is not None:
             check_same_run(resumed, config, prepared.split.spec.dtype)
+        record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
+        if resumed is not None:
             done = position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
-            checkpoint.check_files(resumed)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
-        store = Path(config.memory.store_dir or run_dir / "store")
-        trainer = stack.enter_context(StreamedTrainer(prepared, store))
-        trainer.fill()
-        position = checkpoint.restore(trainer, resumed) if resumed else Position(0, 0, 0)
-        announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+        # Entered first, so that it still watches while everything else is given back.
+        watchdog = stack.enter_context(
+            Watchdog(
+                run_dir,
+                announce,
+                action=config.train.on_stall,
+                factor=config.train.stall_factor,
+                floor_s=config.train.stall_floor_s,
+            )
+        )
+        trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
-        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce, resumed))
-        run = _Run(config, prepared, run_dir, trainer, heartbeat, saver, progress, announce, position)
+        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
+        run = _Run(
+            config,
+            prepared,
+            run_dir,
+            trainer,
+            heartbeat,
+            watchdog,
+            saver,
+            progress,
+            announce,
+            trainer.position,
+        )
         return run.go(dataset, interrupt)
 
 
@@ -112,6 +133,7 @@ class _Run:
     run_dir: Path
     trainer: StreamedTrainer
     heartbeat: Heartbeat
+    watchdog: Watchdog
     saver: Saver
     progress: Progress | None
     announce: Announce
@@ -129,6 +151,7 @@ class _Run:
         config = self.config
         self.disk, self.link = self.trainer.disk_bytes(), self._link()
         interrupt.can_finish = True
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
@@ -138,7 +161,11 @@ class _Run:
                 self.saver.between_steps(self.position)
             self.trainer.settle()
             self._account_end()
-            self.saver.finish(self.position)
+            with self.watchdog.paused():
+                self.saver.finish(self.position)
+            saved = latest(self.run_dir)
+            if saved is not None and self.position.step >= config.train.steps:
+                remove_home(config, self.run_dir, saved, self.announce)
         owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
         return TrainResult(
             steps=self.position.step,
@@ -162,6 +189,7 @@ class _Run:
         self.position = Position(
             former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
         )
+        self.watchdog.step_ended(outcome.seconds)
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
         record = self._record(outcome)
@@ -178,7 +206,8 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        stalls = timeline.stall_s_by_owner()
+        times = lane_times(timeline)
+        stalls = times.stall_s
         for lane, seconds in stalls.items():
             self.owners_s[lane] = self.owners_s.get(lane, 0.0) + seconds
         stalled = sum(stalls.values())
@@ -202,6 +231,13 @@ class _Run:
             stall_share=min(stalled / outcome.seconds, 1.0),
             stall_owner=next(iter(stalls), None),
             skipped=outcome.skipped,
+            skipped_steps=self.position.skipped,
+            busy_s=times.busy_s,
+            stall_s=times.stall_s,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            update_s=times.update_s,
+            rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
         )
 
@@ -255,29 +291,20 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
 
 
 def _saver(
-    config: Config,
-    trainer: StreamedTrainer,
-    run_dir: Path,
-    dataset: PackedDataset,
-    announce: Announce,
-    resumed: Path | None,
+    config: Config, trainer: StreamedTrainer, run_dir: Path, dataset: PackedDataset, announce: Announce
 ) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
-    goes_on = resumed is not None and resumed == latest(run_dir)
-    run = read_state(resumed)["run"] if resumed is not None and goes_on else uuid.uuid4().hex
-
-    def state_of(position: Position) -> dict[str, Any]:
-        scale = trainer.loss_scale.state()
-        return describe(position, config, trainer.spec.dtype, scale, dataset.num_sequences, run)
-
+    newest = latest(run_dir)
+    run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
+    scale, dtype = trainer.loss_scale, trainer.spec.dtype
     return Saver(
         trainer,
         run_dir,
         config.train,
-        commits=False,
-        state_of=state_of,
+        commits=trainer.prepared.plan.layout.commits,
+        state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
         announce=announce,
-        saved_step=position_of(resumed).step if resumed is not None and goes_on else -1,
+        saved_step=-1 if newest is None else position_of(newest).step,
     )
 
 

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outsize import files
 from outsize.config import Config
 from outsize.errors import ConfigError, StorageError
 from outsize.storage.directory import needed_directory
+from outsize.storage.prealloc import explain
+from outsize.storage.record import has_commit
 from outsize.train.checkpoint_dir import CHECKPOINTS, LATEST
 from outsize.train.heartbeat import HEARTBEAT
+from outsize.train.machine import home_file
 
 
 def choose_run_dir(config: Config) -> Path:
@@ -25,29 +29,32 @@ def choose_run_dir(config: Config) -> Path:
 
 
 @contextmanager
-def claimed(run_dir: Path, *, resume: bool) -> Iterator[None]:
+def claimed(run_dir: Path, config: Config) -> Iterator[None]:
     """Make a run directory and keep other runs out of it; one that stays empty is removed again.
 
     Args:
         run_dir: the directory.
-        resume: whether a run that it holds is to be continued.
+        config: says whether a run that it holds is to be continued, and where its home would be.
 
     Raises:
         ConfigError: it holds a run that is not to be continued.
         StorageError: it cannot be written, or another run is using it.
     """
     with needed_directory(run_dir, "train.run_dir"):
-        descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise explain(error, f"open {run_dir} (train.run_dir)") from error
         try:
             _lock(descriptor, run_dir)
-            if not resume and _holds_run(run_dir):
+            if config.train.resume != "auto" and _holds_run(run_dir, config):
                 raise ConfigError(
                     f"{run_dir} holds a run already; go on with it with --resume auto (train.resume=auto), or choose "
                     "another train.run_dir"
                 )
             yield
         finally:
-            os.close(descriptor)
+            files.system().close(descriptor)
 
 
 def _lock(descriptor: int, run_dir: Path) -> None:
@@ -61,6 +68,7 @@ def _lock(descriptor: int, run_dir: Path) -> None:
         return  # a file system without locks: nothing to check
 
 
-def _holds_run(run_dir: Path) -> bool:
+def _holds_run(run_dir: Path, config: Config) -> bool:
     heartbeat = run_dir / HEARTBEAT
-    return (heartbeat.is_file() and heartbeat.stat().st_size > 0) or (run_dir / CHECKPOINTS / LATEST).exists()
+    begun = heartbeat.is_file() and heartbeat.stat().st_size > 0
+    return begun or (run_dir / CHECKPOINTS / LATEST).exists() or has_commit(home_file(config.memory, run_dir))

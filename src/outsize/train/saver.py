@@ -8,8 +8,8 @@ from typing import Any
 from outsize.config.schema import TrainConfig
 from outsize.runtime.executor import Task
 from outsize.train.checkpoint_dir import latest
-from outsize.train.checkpoint_state import Position
 from outsize.train.saving import Saving
+from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
 
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4

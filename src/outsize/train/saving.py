@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.model.checkpoint_format import FileSum, write_file
 from outsize.model.checkpoint_planes import Chunk, write_plane
-from outsize.model.checkpoint_shards import CheckpointWriter, sync
+from outsize.model.checkpoint_shards import CheckpointWriter
 from outsize.model.spec import UnitSpec
 from outsize.optim.halves import PIECE_ELEMENTS, split_low
 from outsize.optim.spec import MASTER, WEIGHTS
@@ -75,6 +76,8 @@ class Saving:
         path: of the checkpoint, once it is complete and ``latest`` names it.
         error: why it could not be written.
         cancelled: set it to have the checkpoint given up.
+        step: steps done.
+        number: of the last of them, from 0, as in a `StepContext`.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Saving:
         self.error: StorageError | None = None
         self.cancelled = False
         self.step = step
+        self.number = step - 1
         self._prepared = prepared
         self._checkpoints = directory / CHECKPOINTS
         self._final = self._checkpoints / name_of(step)
@@ -124,7 +128,7 @@ class Saving:
         remove_litter(self._checkpoints)
         make_durable(self._checkpoints)
         self._former = known_files(self._checkpoints.parent, self._state["run"])
-        (self._staging / OPTIMIZER).mkdir(parents=True)
+        files.make_directories(self._staging / OPTIMIZER)
         split = self._prepared.split
         self._writer = CheckpointWriter(self._staging, split.model, split.spec.units)
         return self._writer
@@ -183,15 +187,15 @@ class Saving:
         prepared, staging = self._prepared, self._staging
         # Not from where the run began: that may be a checkpoint that has been removed since.
         writer.finish(prepared.hf_config, self._former[0] if self._former else prepared.directory)
-        files = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
+        found = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
             of_unit = [file_of(unit, plane) for plane in state_planes(prepared.split.spec.dtype, unit)]
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
-                files[name]["unit"] = unit.name
-        state = {**self._state, "updates": self._updates, "files": files}
+                found[name]["unit"] = unit.name
+        state = {**self._state, "updates": self._updates, "files": found}
         write_durable(staging / STATE, render_state(state))
-        sync(staging / OPTIMIZER)
-        sync(staging)
+        files.sync(staging / OPTIMIZER)
+        files.sync(staging)
         if self.cancelled:
             raise _CancelledError
         take_place(staging, self._final)

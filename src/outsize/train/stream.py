@@ -3,15 +3,17 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.config import Config
-from outsize.model.spec import PLANE_ELEMENTS, UnitSpec
+from outsize.model.spec import PLANE_ELEMENTS, UnitSpec, granule_elements_for
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
@@ -24,16 +26,21 @@ from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
 from outsize.runtime.gradients import GradientObserver
 from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
+from outsize.storage.record import Record
 from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 from outsize.train.data.batch import Batch
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
+from outsize.train.standing import Position, Standing, position_in
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
+# The file of a disk home whose name goes at once.
+TEMPORARY = "temporary.bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +100,29 @@ class StreamedTrainer:
         prepared: model, plan and budgets.
         store_dir: directory of the disk home.
         observe_gradient: sees each gradient before it leaves the device, for tests and diagnosis.
+        home_file: of a home that commits, which stays; without a name it is gone with the process.
+        config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
+        record: of the committed home in ``home_file``, to go on with it; see `resume`.
     """
 
     def __init__(
-        self, prepared: Prepared, store_dir: Path, observe_gradient: GradientObserver | None = None
+        self,
+        prepared: Prepared,
+        store_dir: Path,
+        observe_gradient: GradientObserver | None = None,
+        *,
+        home_file: Path | None = None,
+        config: Config | None = None,
+        record: Record | None = None,
     ) -> None:
         self.prepared = prepared
-        config, machine, plan = prepared.config, prepared.machine, prepared.plan
+        config = self._run_config = config or prepared.config
+        machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
+        self.position = Position(0, 0, 0)
+        self._home_file = home_file
+        self._standing: Standing | None = None
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             self.ledger = Ledger(
@@ -115,7 +136,8 @@ class StreamedTrainer:
             if machine.home == "disk":
                 stack.enter_context(needed_directory(store_dir, "memory.store_dir"))
             self.pool = stack.enter_context(IOPool())
-            self.home = stack.enter_context(contextlib.closing(self._open_home(store_dir)))
+            self.home = self._open_home(store_dir, buffers, record)
+            stack.callback(self._close_home)
             self.scratch = self._open_scratch(stack, store_dir, buffers)
             rate = config.memory.link_gb_per_s
             device = stack.enter_context(
@@ -147,6 +169,7 @@ class StreamedTrainer:
                 graph_in_forward=prepared.measured.graph_matters,
                 num_threads=torch.get_num_threads(),
                 observe_gradient=observe_gradient,
+                describe=self._describe,
             )
             prepared.split.model.train()
             self.engine = Engine(
@@ -190,12 +213,21 @@ class StreamedTrainer:
         config = self.prepared.config
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
+        self.position = replace(self.position, step=first)
+        self._standing = Standing(
+            self.position,
+            self.loss_scale,
+            self.engine.optimizer.updates,
+            self._run_config,
+            self.spec.dtype,
+        )
         began = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
                 microbatches=microbatches_of(batch, config.train.microbatches, shifted),
+                tokens=num_targets(batch, shifted),
                 loss_scale=self.loss_scale.value,
             )
             self._last = self.engine.begin(context)
@@ -208,11 +240,38 @@ class StreamedTrainer:
                 loss=context.loss(),
                 gradient_norm=float("nan") if norm is None else norm,
                 learning_rate=context.learning_rate,
-                tokens=num_targets(batch, shifted),
+                tokens=context.tokens,
                 seconds=ended - began,
                 skipped=context.skipped,
             )
             began = ended
+
+    def resume(self, record: Record) -> Position:
+        """Go on from ``record``, that of the home which this was made with, once all of it has been read and checked.
+
+        Raises:
+            StorageError: it is damaged; says where.
+        """
+        assert isinstance(self.home, CommittedHome)
+        self.home.check(self._borrow)
+        return self._stand(record)
+
+    def take_over(self, path: Path, record: Record) -> Position:
+        """Copy the state of a committed home at ``path`` into this one, which is of another kind.
+
+        Raises:
+            StorageError: it is damaged; says where.
+        """
+        planes = planes_for(self.spec.dtype)
+        with (
+            Arena() as arena,
+            CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
+        ):
+            piece = arena.take(
+                min(FILL_ELEMENTS, max(u.numel for u in self.spec.units)) * 4, "a part of a plane"
+            )
+            former.copy_to(self.home, piece)
+        return self._stand(record)
 
     def settle(self) -> None:
         """Return when the optimizer of the last step is done, so that the home holds the weights after it."""
@@ -267,13 +326,41 @@ class StreamedTrainer:
     def _arena(self, tier: str, pin: bool) -> Arena:
         return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None)
 
-    def _open_home(self, store_dir: Path) -> HostHome | DiskHome:
-        planes = planes_for(self.spec.dtype)
+    def _open_home(self, store_dir: Path, buffers: Arena, record: Record | None) -> HostHome | DiskHome:
+        planes, plan = planes_for(self.spec.dtype), self.prepared.plan
         if self.prepared.machine.home == "host":
             return HostHome(self.spec, planes, self._host)
-        return DiskHome(
-            self.spec, planes, store_dir / "home.bin", self.pool, ledger=self.ledger, temporary=True
+        if not plan.layout.commits:
+            path = store_dir / TEMPORARY
+            return DiskHome(self.spec, planes, path, self.pool, ledger=self.ledger, temporary=True)
+        return CommittedHome(
+            self.spec,
+            planes,
+            self._home_file or store_dir / TEMPORARY,
+            self.pool,
+            arena=buffers,
+            granule_elements=granule_elements_for(plan.tile_elements),
+            record=record,
+            temporary=self._home_file is None,
+            ledger=self.ledger,
         )
+
+    def _close_home(self) -> None:
+        """Close the home; one that stays but has nothing committed is of no use to anyone."""
+        self.home.close()
+        if isinstance(self.home, CommittedHome) and self._home_file and self.home.record is None:
+            with contextlib.suppress(OSError):
+                files.system().unlink(self.home.file.path)
+
+    def _describe(self, context: StepContext) -> Mapping[str, Any]:
+        assert self._standing is not None
+        return self._standing.after(context)
+
+    def _stand(self, record: Record) -> Position:
+        self.engine.optimizer.updates.update(record.state["updates"])
+        self.loss_scale.restore(record.state["loss_scale"])
+        self.position = position_in(record.state)
+        return self.position
 
     def _open_scratch(self, stack: contextlib.ExitStack, store_dir: Path, buffers: Arena) -> Scratch | None:
         plan = self.prepared.plan

@@ -15,7 +15,6 @@ run that is killed leaves its temporary directory; the next one on the same host
 import hashlib
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.train.data.detected import Detected
 from outsize.train.data.files import Sources
@@ -44,7 +44,7 @@ class CachedTokens:
     """An entry of the cache, open for reading; a `TokenStore`."""
 
     def __init__(self, entry: Path) -> None:
-        self.detected = Detected.from_json(json.loads((entry / "index.json").read_text(encoding="utf-8")))
+        self.detected = Detected.from_json(json.loads(files.read_text(entry / "index.json")))
         num_tokens, num_documents = self.num_tokens, self.num_documents
         self._tokens = ArrayReader([ArrayFile(entry / "tokens.bin", np.dtype("<i4"), num_tokens)])
         self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
@@ -93,10 +93,10 @@ def new_entry(entry: Path) -> Iterator[Path]:
     """
     temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{os.getpid()}-{entry.name}"
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directories(entry.parent)
         _remove_abandoned(entry.parent)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        files.system().remove_tree(temporary)
+        files.system().mkdir(temporary)
         yield temporary
         _rename(temporary, entry)
     except OSError as error:
@@ -104,20 +104,17 @@ def new_entry(entry: Path) -> Iterator[Path]:
             f"cannot write tokenised data to {entry.parent}: {error}; choose another cache_dir"
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        files.system().remove_tree(temporary)
 
 
 def write_index(directory: Path, detected: Detected) -> None:
     """Write ``index.json``, the last file of an entry."""
-    with (directory / "index.json").open("w", encoding="utf-8") as file:
-        json.dump(detected.to_json(), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    files.write_text(directory / "index.json", json.dumps(detected.to_json(), indent=1), sync=True)
 
 
 def _rename(temporary: Path, entry: Path) -> None:
     try:
-        temporary.rename(entry)
+        files.system().rename(temporary, entry)
     except OSError:
         if not (entry / "index.json").exists():  # else another process was first, with the same bytes
             raise
@@ -128,7 +125,7 @@ def _remove_abandoned(cache_dir: Path) -> None:
     for path in cache_dir.glob(f"{mine}*"):
         pid = path.name.removeprefix(mine).split("-")[0]
         if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+            files.system().remove_tree(path)
 
 
 def _is_alive(pid: int) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from outsize.errors import DataError
+from outsize.files import open_binary
 
 Container = Literal["text", "json", "parquet", "tokens"]
 CHUNK_BYTES = 1 << 18
@@ -111,7 +112,7 @@ def read_chunks(path: Path, on_read: Callable[[int], None] = lambda num_bytes: N
         DataError: the file is unreadable, or its compressed stream is damaged or cut short.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_binary(path, "r", buffered=False) as file:
             if path.suffix == ".gz":
                 yield from _gunzip(file, on_read)
             elif path.suffix == ".zst":

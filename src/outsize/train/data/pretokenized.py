@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import ConfigError, DataError
+from outsize.files import open_binary
 from outsize.train.data.files import Sources
 from outsize.train.data.tokens import ArrayFile, ArrayReader
 
@@ -109,7 +110,7 @@ def _array_file(path: Path, size_bytes: int, vocab_size: int) -> ArrayFile:
 
 def _npy_file(path: Path, size_bytes: int) -> ArrayFile:
     try:
-        with path.open("rb") as file:
+        with open_binary(path, "r") as file:
             version = np.lib.format.read_magic(file)
             read_header = (
                 np.lib.format.read_array_header_1_0

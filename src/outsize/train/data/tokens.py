@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import DataError
+from outsize.files import system
 
 
 class TokenStore(Protocol):
@@ -64,6 +65,11 @@ class ArrayReader:
     """Reads ranges of an array that may continue over several files. Safe to use from several threads."""
 
     def __init__(self, files: Sequence[ArrayFile]) -> None:
+        """Open the files.
+
+        Raises:
+            DataError: one cannot be opened.
+        """
         self._files = tuple(files)
         self._ends = list(accumulate(file.count for file in files))
         self._descriptors: list[int] = []
@@ -71,7 +77,11 @@ class ArrayReader:
             self, _close_all, self._descriptors
         )  # with the reader, if nobody calls close
         for file in files:
-            self._descriptors.append(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                self._descriptors.append(system().open(file.path, os.O_RDONLY))
+            except OSError as error:
+                self.close()
+                raise DataError(f"{file.path}: cannot open: {error.strerror}") from error
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -80,7 +90,7 @@ class ArrayReader:
         """Return elements ``start .. start + count``, in the dtype of the files.
 
         Raises:
-            DataError: a file is shorter than it was, or has been closed.
+            DataError: a file is shorter than it was, cannot be read, or has been closed.
             IndexError: the range leaves the array.
         """
         if start < 0 or count < 0 or start + count > len(self):
@@ -108,7 +118,10 @@ class ArrayReader:
         buffer = out.view(np.uint8).data
         position = file.offset_bytes + within * file.dtype.itemsize
         while len(buffer):
-            num_read = os.preadv(self._descriptors[index], [buffer], position)
+            try:
+                num_read = system().pread(self._descriptors[index], buffer, position)
+            except OSError as error:
+                raise DataError(f"{file.path}: cannot read at byte {position}: {error.strerror}") from error
             if num_read == 0:
                 raise DataError(
                     f"{file.path}: ends at byte {position}; it was changed or cut since it was opened"
@@ -118,4 +131,4 @@ class ArrayReader:
 
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
-        os.close(descriptor)
+        system().close(descriptor)

@@ -1,12 +1,12 @@
 """Writes the files of a cache entry; `cache` says what they are."""
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.files import open_binary, system
 from outsize.train.data.detected import EXAMPLE_TOKENS
 from outsize.train.data.encode import Encoded
 
@@ -22,9 +22,9 @@ class TokenWriter:
     """
 
     def __init__(self, directory: Path, *, masked: bool, files: ExitStack) -> None:
-        self._tokens = files.enter_context((directory / "tokens.bin").open("wb"))
-        self._ends = files.enter_context((directory / "documents.bin").open("wb"))
-        self._trained = files.enter_context((directory / "trained.bin").open("wb")) if masked else None
+        self._tokens = files.enter_context(open_binary(directory / "tokens.bin", "w"))
+        self._ends = files.enter_context(open_binary(directory / "documents.bin", "w"))
+        self._trained = files.enter_context(open_binary(directory / "trained.bin", "w")) if masked else None
         self.num_tokens = self.num_trained = self.num_documents = 0
         self.max_token_id = -1
         self._first: list[Encoded] = []
@@ -58,4 +58,4 @@ class TokenWriter:
         for file in (self._tokens, self._ends, self._trained):
             if file is not None:
                 file.flush()
-                os.fsync(file.fileno())
+                system().fsync(file.fileno())

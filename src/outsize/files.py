@@ -1,0 +1,218 @@
+"""Calls to the file system, all in one place, over a seam under which a test can put faults.
+
+Whatever a run keeps goes through here: the home, scratch files, checkpoints, tokens, the heartbeat. A `System` makes
+the calls themselves; `outsize.testing.faults` puts another one in its place that counts them, records them and lets
+them fail. The functions below are made of those calls and say nothing of their own: what they raise is the `OSError`
+of the system, for the caller to explain.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+_COPY_BYTES = 2**20
+_MODES = {
+    "r": os.O_RDONLY,
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "a": os.O_WRONLY | os.O_CREAT,
+}
+
+
+class System:
+    """The calls that the operating system makes; arguments and errors are those of `os`."""
+
+    def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+        """Open a file or directory, not for child processes; return its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, descriptor: int) -> None:
+        """Close a descriptor."""
+        os.close(descriptor)
+
+    def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
+        """Read at most ``len(into)`` bytes from ``offset``; return how many."""
+        return os.preadv(descriptor, [into], offset)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write at most all of ``data`` at ``offset``; return how much."""
+        return os.pwritev(descriptor, [data], offset)
+
+    def fsync(self, descriptor: int) -> None:
+        """Wait until a file or directory is on the disk."""
+        os.fsync(descriptor)
+
+    def fdatasync(self, descriptor: int) -> None:
+        """The same for the bytes of a file alone."""
+        os.fdatasync(descriptor)
+
+    def allocate(self, descriptor: int, num_bytes: int) -> None:
+        """Take the space that a file of ``num_bytes`` needs."""
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+    def truncate(self, descriptor: int, num_bytes: int) -> None:
+        """Cut a file, or lengthen it with zeros."""
+        os.ftruncate(descriptor, num_bytes)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or directory another name, at once; a file of that name is replaced."""
+        os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        os.link(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        """Make a directory."""
+        os.mkdir(path)
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all below it as far as can be; what cannot stays."""
+        shutil.rmtree(path, ignore_errors=True)
+
+
+_system = System()
+
+
+@contextlib.contextmanager
+def replaced(system: System) -> Iterator[None]:
+    """Have ``system`` make the calls of all threads while the context lasts."""
+    global _system  # noqa: PLW0603
+    former = _system
+    _system = system
+    try:
+        yield
+    finally:
+        _system = former
+
+
+def system() -> System:
+    """Return what makes the calls now."""
+    return _system
+
+
+class RawFile(io.RawIOBase):
+    """A file whose bytes move by `System.pread` and `System.pwrite`; to be wrapped in a buffer."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__()
+        self._descriptor = -1  # should opening fail, closing has nothing to do
+        self.name, self._mode = str(path), mode
+        self._descriptor = _system.open(path, _MODES[mode])
+        self._position = os.fstat(self._descriptor).st_size if mode == "a" else 0
+
+    def readable(self) -> bool:
+        """Whether it was opened for reading."""
+        return self._mode == "r"
+
+    def writable(self) -> bool:
+        """Whether it was opened for writing."""
+        return self._mode != "r"
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        """Read what there is, at most as much as ``buffer`` holds."""
+        done = _system.pread(self._descriptor, memoryview(buffer).cast("B"), self._position)
+        self._position += done
+        return done
+
+    def write(self, data: "ReadableBuffer") -> int:
+        """Write ``data``, or the part that the system takes."""
+        done = _system.pwrite(self._descriptor, memoryview(data).cast("B"), self._position)
+        self._position += done
+        return done
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}
+        size = os.fstat(self._descriptor).st_size if whence == os.SEEK_END else 0
+        self._position = base.get(whence, size) + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if not self.closed:
+            super().close()
+            if self._descriptor >= 0:
+                _system.close(self._descriptor)
+
+
+def open_binary(path: Path, mode: str, *, buffered: bool = True) -> BinaryIO:
+    """Open a file of bytes; ``mode`` is r, w or a."""
+    raw = RawFile(path, mode)
+    if not buffered:
+        return cast(BinaryIO, raw)
+    return io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
+
+
+def open_text(path: Path, mode: str) -> TextIO:
+    """Open a file of UTF-8 text; ``mode`` is r, w or a."""
+    return io.TextIOWrapper(open_binary(path, mode), encoding="utf-8")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file."""
+    with open_text(path, "r") as file:
+        return file.read()
+
+
+def write_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Write a file of text; with ``sync`` it is on the disk when this returns."""
+    with open_text(path, "w") as file:
+        file.write(text)
+        file.flush()
+        if sync:
+            _system.fsync(file.fileno())
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy the bytes of a file."""
+    with open_binary(source, "r") as readable, open_binary(target, "w") as writable:
+        shutil.copyfileobj(readable, writable, _COPY_BYTES)
+
+
+def sync(path: Path) -> None:
+    """Wait until ``path``, a file or a directory, is on the disk."""
+    descriptor = _system.open(path, os.O_RDONLY)
+    try:
+        _system.fsync(descriptor)
+    finally:
+        _system.close(descriptor)
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and its parents; one that is there already is well."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directories(path.parent)
+    try:
+        _system.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise

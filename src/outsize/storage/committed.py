@@ -1,0 +1,267 @@
+"""A home on disk that commits: the state of the last commit is whole whatever happens, and is checked on reading.
+
+1. What a step writes goes beside what is committed (`outsize.storage.granules`); what is read is the newest.
+2. `commit` makes all of it durable, then writes a record that says where it lies, then makes that durable. Until the
+   record is, the one before holds, and everything that it speaks of is untouched.
+3. Only behind a commit may the next step write: it overwrites the state before the last commit. The planner's program
+   sees to that (`COMMIT`).
+
+Gradients are not part of a state: they lie there once, and no commit speaks of them. They have checksums all the same.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outsize.errors import StorageError
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
+from outsize.optim.spec import GRADIENT, commit_record_bytes, planes_for, step_write_planes
+from outsize.storage.arena import Arena
+from outsize.storage.disk import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
+from outsize.storage.granules import DamagedError, Granules
+from outsize.storage.home import DiskHome, Home
+from outsize.storage.layout import Layout
+from outsize.storage.ledger import Ledger
+from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import sync_directory
+from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack
+from outsize.units import align_up
+
+
+def layout_digest(model: ModelSpec) -> str:
+    """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what."""
+    text = repr((model.dtype, [(u.name, u.numel, u.trainable, u.tensors) for u in model.units]))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def find_record(path: Path, model: ModelSpec) -> tuple[Record | None, str]:
+    """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
+
+    Raises:
+        StorageError: the file cannot be read, or was written in another format.
+    """
+    if not path.is_file():
+        return None, ""
+    record, wrong = newest_record(path, commit_record_bytes(model))
+    ours = record is not None and record.layout == layout_digest(model)
+    if ours and path.stat().st_size != _layout_of(model).num_bytes:
+        return None, f"{path} is truncated"
+    return record, wrong
+
+
+class CommittedHome(DiskHome):
+    """A home in a file that holds a committed state at any time after the first commit.
+
+    Args:
+        model: the units.
+        planes: bytes per element of each plane.
+        path: the file.
+        pool: threads that move the bytes; shared, and closed by whoever made it.
+        arena: where the buffer of the commit record comes from.
+        granule_elements: elements that a checksum covers, a power of two from 2048 up; what is read and written
+            begins and ends at multiples of it, or with the plane.
+        record: of the home that ``path`` holds, to go on with it; None makes a new one.
+        request_bytes: largest single disk request, rounded up to whole granules.
+        temporary: the file has no name and is gone when the process ends; it commits all the same.
+        ledger: where the file's bytes are reserved, in tier ``disk``.
+
+    Raises:
+        StorageError: see `DirectFile`.
+        BudgetExceededError: the ledger has too little left.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        planes: Mapping[str, int],
+        path: str | Path,
+        pool: IOPool,
+        *,
+        arena: Arena,
+        granule_elements: int = PLANE_ELEMENTS,
+        record: Record | None = None,
+        request_bytes: int = DEFAULT_REQUEST_BYTES,
+        temporary: bool = False,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._model = model
+        self._slot_bytes = commit_record_bytes(model)
+        if record is not None:
+            granule_elements = min(record.granule_elements, granule_elements)
+        found = record.granule_elements if record is not None else granule_elements
+        self._buffer = arena.take(commit_record_bytes(model, granule_elements), "commit record")
+        super().__init__(
+            model,
+            planes,
+            path,
+            pool,
+            request_bytes=align_up(request_bytes, 4 * max(found, granule_elements)),
+            temporary=temporary,
+            ledger=ledger,
+            existing=record is not None,
+        )
+        self.granule_elements = granule_elements
+        self._granules = {key: Granules(extent, found) for key, extent in self._layout.extents.items()}
+        self._sequence = 0
+        self.record = record
+        try:
+            if record is not None:
+                self._restore(record)
+            elif not temporary:
+                # What the file held before must not come back once there are new bytes in it.
+                self.file.sync()
+                sync_directory(self.file.path.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Make everything written so far the committed state; nothing may be written meanwhile.
+
+        Args:
+            state: what the run says of itself, JSON.
+
+        Raises:
+            StorageError: the disk failed; the state before is still the committed one.
+        """
+        self.file.sync()
+        kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
+        record = Record(
+            sequence=self._sequence + 1,
+            state=dict(state),
+            granule_elements=self.granule_elements,
+            layout=layout_digest(self._model),
+            sides=np.concatenate([granules.newest for granules in kept]),
+            checksums=np.concatenate([granules.committed_checksums for granules in kept]),
+        )
+        size = align_up(pack(record, self._buffer.numpy().data), SECTOR_BYTES)
+        view = self._buffer.numpy().data[:size]
+        self.file.run([lambda: self.file.write_request(view, record.slot * self._slot_bytes)])
+        self.file.sync()
+        for granules in kept:
+            granules.committed[:] = granules.newest
+        self._sequence, self.record = record.sequence, record
+
+    def check(self, borrow: Callable[[int], Tensor]) -> None:
+        """Read the whole committed state once and check it, before anything is written.
+
+        Args:
+            borrow: gives aligned memory of at least so many bytes, until the next call.
+
+        Raises:
+            StorageError: it is damaged; says where.
+        """
+        for (unit, plane), granules in self._granules.items():
+            if plane != GRADIENT:
+                buffer = borrow(granules.extent.num_bytes)
+                self.read(unit, plane, 0, buffer.view(granules.extent.dtype))
+                if granules.granule_elements > self.granule_elements:
+                    finer = granules.refine(self.granule_elements, buffer.numpy().data)
+                    self._granules[unit, plane] = finer
+            elif granules.granule_elements > self.granule_elements:
+                self._granules[unit, plane] = Granules(granules.extent, self.granule_elements)
+
+    def copy_to(self, home: Home, piece: Tensor) -> None:
+        """Write the committed state into another home of the same model, by way of ``piece``, aligned memory."""
+        for (unit, plane), granules in self._granules.items():
+            if plane == GRADIENT:
+                continue
+            extent = granules.extent
+            size = (
+                len(piece) // extent.dtype.itemsize // granules.granule_elements * granules.granule_elements
+            )
+            size = size or extent.numel
+            for start in range(0, extent.numel, size):
+                part = piece.view(extent.dtype)[: min(size, extent.numel - start)]
+                self.read(unit, plane, start, part)
+                home.write(unit, plane, start, part)
+
+    def _restore(self, record: Record) -> None:
+        kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
+        ends = np.cumsum([len(granules.newest) for granules in kept])
+        bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
+        if bad or record.layout != layout_digest(self._model):
+            raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
+        for granules, sides, checksums in zip(
+            kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
+        ):
+            granules.restore(sides, checksums)
+        self._sequence = record.sequence
+
+    def _lay_out(self, model: ModelSpec, planes: Mapping[str, int]) -> Layout:
+        return _layout_of(model, planes)
+
+    def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        spans: list[Span] = []
+        checks: list[Inspect] = []
+        for plane, tensor in into.items():
+            self._layout.locate(unit, plane, start, tensor)
+            granules = self._granules[unit, plane]
+            for side, first, last in granules.to_read(start, tensor.numel()):
+                spans.append(_span(granules, tensor, start, side, first, last))
+                checks.append(self._checked(unit, plane, granules, granules.check(side, first)))
+        self.file.read_spans(spans, checks)
+
+    def _write(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        spans: list[Span] = []
+        notes: list[Inspect] = []
+        written: list[tuple[Granules, int, int, int]] = []
+        for plane, tensor in sources.items():
+            self._layout.locate(unit, plane, start, tensor)
+            granules = self._granules[unit, plane]
+            for side, first, last in granules.to_write(start, tensor.numel()):
+                spans.append(_span(granules, tensor, start, side, first, last))
+                notes.append(granules.note(side, first))
+                written.append((granules, side, first, last))
+        self.file.write_spans(spans, notes)
+        for granules, side, first, last in written:
+            granules.newest[first:last] = side
+
+    def _checked(self, unit: int, plane: str, granules: Granules, check: Inspect) -> Inspect:
+        """Let ``check`` raise what tells the user."""
+
+        def inspect(view: memoryview, offset: int) -> None:
+            try:
+                check(view, offset)
+            except DamagedError as damage:
+                raise StorageError(self._describe(unit, plane, granules, damage)) from None
+
+        return inspect
+
+    def _describe(self, unit: int, plane: str, granules: Granules, damage: DamagedError) -> str:
+        first = damage.granule * granules.granule_elements
+        where = (
+            f"unit {self._model.units[unit].name}, plane {plane}, elements {first} to "
+            f"{min(first + granules.granule_elements, granules.extent.numel)}"
+        )
+        said = f"{self.file.path} is damaged: {where} are not what was written; look at the disk"
+        if self.record is None:
+            return f"{said}. Nothing was committed yet"
+        step = self.record.state.get("step", self.record.sequence)
+        if plane != GRADIENT and damage.side == granules.committed[damage.granule]:
+            return (
+                f"{said}. They belong to step {step}, the last committed one; the last good one is that of the newest "
+                "checkpoint, and --resume auto goes on from there"
+            )
+        return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
+
+
+def _layout_of(model: ModelSpec, planes: Mapping[str, int] | None = None) -> Layout:
+    return Layout(
+        model,
+        planes_for(model.dtype) if planes is None else planes,
+        base=NUM_SLOTS * commit_record_bytes(model),
+        twice=step_write_planes(model.dtype),
+    )
+
+
+def _span(granules: Granules, tensor: Tensor, start: int, side: int, first: int, last: int) -> Span:
+    """The part of ``tensor``, elements from ``start`` on, that is a run of granules, and where it lies."""
+    size = granules.granule_elements
+    piece = tensor.detach()[first * size - start : min(last * size - start, tensor.numel())]
+    return piece.view(torch.uint8), granules.offset(side, first)

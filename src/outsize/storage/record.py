@@ -1,0 +1,166 @@
+"""The commit record of a home: where the run stood, which side of each granule holds that state, and its checksums.
+
+A file of a home begins with two slots of the same size. Records go to them in turn, so that while one is being
+written the one before is whole. A record is a header, a JSON text, a byte for each granule (its side) and eight for
+its checksum; the header's digest covers all of it, so a torn record is known for what it is.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from outsize import files
+from outsize.errors import StorageError
+from outsize.storage.prealloc import explain
+
+VERSION = 1
+NUM_SLOTS = 2
+_MAGIC = b"OUTSIZE\x00"
+# Magic, version, bytes of the text, granules, sequence number, and the digest of all but itself.
+_HEADER = struct.Struct("<8sIIQQQ")
+_DIGEST_BYTES = 8
+
+Sides = npt.NDArray[np.uint8]
+Checksums = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One committed state.
+
+    Attributes:
+        sequence: number of the commit, from 1; they go to slots 0 and 1 in turn.
+        state: what the run says of itself, JSON.
+        granule_elements: elements that a checksum covers.
+        layout: digest of what lies where, see `outsize.storage.committed.layout_digest`.
+        sides: the side, 0 or 1, of each granule, uint8 [granules].
+        checksums: of that side, uint64 [granules].
+    """
+
+    sequence: int
+    state: Mapping[str, Any]
+    granule_elements: int
+    layout: str
+    sides: Sides
+    checksums: Checksums
+
+    @property
+    def slot(self) -> int:
+        """The slot that it goes to."""
+        return (self.sequence - 1) % NUM_SLOTS
+
+
+class _BadRecordError(Exception):
+    """What is wrong with the bytes of a slot."""
+
+
+def pack(record: Record, into: memoryview) -> int:
+    """Write ``record`` to the start of ``into`` and return its bytes.
+
+    Raises:
+        StorageError: it does not fit.
+    """
+    text = json.dumps(
+        {"granule_elements": record.granule_elements, "layout": record.layout, "state": dict(record.state)},
+        separators=(",", ":"),
+        allow_nan=False,
+    ).encode()
+    body = text + record.sides.tobytes() + record.checksums.astype("<u8").tobytes()
+    end = _HEADER.size + len(body)
+    if end > len(into):
+        raise StorageError(f"a commit record of {end} bytes does not fit its slot of {len(into)}")
+    fields = (_MAGIC, VERSION, len(text), len(record.sides), record.sequence)
+    _HEADER.pack_into(into, 0, *fields, 0)
+    into[_HEADER.size : end] = body
+    _HEADER.pack_into(into, 0, *fields, _digest(into[:end]))
+    return end
+
+
+def unpack(data: memoryview) -> Record | None:
+    """Return the record at the start of ``data``, None where nothing was ever written.
+
+    Raises:
+        StorageError: it was written in another format.
+        _BadRecordError: it is torn or damaged.
+    """
+    if len(data) < _HEADER.size or not any(data[: _HEADER.size]):
+        return None
+    magic, version, text_bytes, num_granules, sequence, digest = _HEADER.unpack_from(data)
+    if magic != _MAGIC or not version:
+        raise _BadRecordError("it does not begin as one")
+    if version != VERSION:
+        raise StorageError(f"it is a home of format {version}, and this version of outsize knows {VERSION}")
+    end = _HEADER.size + text_bytes + 9 * num_granules
+    if end > len(data):
+        raise _BadRecordError("it is longer than its slot")
+    if _digest(data[:end]) != digest:
+        raise _BadRecordError("its digest is wrong")
+    at = _HEADER.size + text_bytes
+    try:
+        head = json.loads(bytes(data[_HEADER.size : at]))
+        record = Record(
+            sequence=sequence,
+            state=dict(head["state"]),
+            granule_elements=int(head["granule_elements"]),
+            layout=str(head["layout"]),
+            sides=np.frombuffer(data[at : at + num_granules], np.uint8).copy(),
+            checksums=np.frombuffer(data[at + num_granules : end], "<u8").astype(np.uint64),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise _BadRecordError(f"its text cannot be read: {error!r}") from error
+    return record
+
+
+def has_commit(path: Path) -> bool:
+    """Whether the file at ``path`` is a home that has committed, whole or not."""
+    return path.is_file() and bytes(_read(path, 0, 0)).startswith(_MAGIC)
+
+
+def newest_record(path: Path, slot_bytes: int) -> tuple[Record | None, str]:
+    """Return the newest whole record in the slots of ``path``, and what is wrong with the others, empty if nothing is.
+
+    Raises:
+        StorageError: the file cannot be read, or was written in another format.
+    """
+    found: list[Record] = []
+    wrong: list[str] = []
+    for slot in range(NUM_SLOTS):
+        try:
+            record = unpack(_read(path, slot * slot_bytes, slot_bytes))
+        except _BadRecordError as error:
+            wrong.append(f"commit record {slot} of {path}: {error}")
+        except StorageError as error:
+            raise StorageError(f"{path}: {error}; use that version, or remove the file") from error
+        else:
+            found += [record] if record is not None else []
+    return max(found, key=lambda record: record.sequence, default=None), "; ".join(wrong)
+
+
+def _digest(data: memoryview) -> int:
+    """Digest of a packed record, its own digest left out."""
+    digest = xxhash.xxh3_64(bytes(data[: _HEADER.size - _DIGEST_BYTES]))
+    digest.update(data[_HEADER.size :])
+    return digest.intdigest()
+
+
+def _read(path: Path, offset: int, num_bytes: int) -> memoryview:
+    """Return up to ``num_bytes`` of a slot: its header, and as much more as that speaks of."""
+    try:
+        with files.open_binary(path, "r") as file:
+            file.seek(offset)
+            data = file.read(_HEADER.size)
+            if len(data) == _HEADER.size and data.startswith(_MAGIC):
+                _, _, text_bytes, num_granules, _, _ = _HEADER.unpack(data)
+                data += file.read(max(0, min(text_bytes + 9 * num_granules, num_bytes - len(data))))
+            os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise explain(error, f"read {path}") from error
+    return memoryview(data)

@@ -1,0 +1,29 @@
+"""Contracts as functions, for our tests and for those of others, and faults to run them under.
+
+What every home, scratch and device promises is a tuple of checks. Each takes a factory that makes a fresh object and
+raises AssertionError where a promise is broken. In a test::
+
+    @pytest.mark.parametrize("check", HOME_CONTRACT)
+    def test_home(check):
+        check(lambda model: MyHome(model, planes_for(model.dtype)))
+
+`outsize.testing.faults` puts failing disks and lanes under a whole run.
+"""
+
+from outsize.testing.devices import DEVICE_CONTRACT, MakeDevice
+from outsize.testing.homes import HOME_CONTRACT, MakeHome
+from outsize.testing.samples import pattern, raises, same_bits, small_model
+from outsize.testing.scratches import SCRATCH_CONTRACT, MakeScratch
+
+__all__ = [
+    "DEVICE_CONTRACT",
+    "HOME_CONTRACT",
+    "SCRATCH_CONTRACT",
+    "MakeDevice",
+    "MakeHome",
+    "MakeScratch",
+    "pattern",
+    "raises",
+    "same_bits",
+    "small_model",
+]

@@ -1,0 +1,172 @@
+"""One small run under every fault: what each does to it, and whether that was allowed.
+
+A run that a fault is put into may end in two ways: as if nothing had been wrong, bit for bit; or with an `OutsizeError`
+that says what was, after which the same run, resumed on a sound machine, ends bit for bit where it would have. It
+leaves no thread, no open file and no half-written name, and the next run in the same process is as good as any.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outsize.config import Config
+from outsize.errors import OutsizeError
+from outsize.testing.faults import Fault, Key, Layer, Operation, faults_of, layered
+from outsize.testing.tiny import tiny_run
+from outsize.train.run import train
+
+# What a run writes under another name first, or under a name that is gone at once.
+HALF_WRITTEN = ("*.partial*", "*.former*", ".writing*", "home.bin", "activations.bin")
+JOIN_TIMEOUT_S = 5.0
+
+Point = tuple[Key, Fault]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a fault did.
+
+    Attributes:
+        outcome: ``equal``, ``refused`` (and resumed to the same end), or ``missed``: the operation did not come by.
+        error: what the run said of it, empty where nothing.
+        problems: promises that were broken, one sentence each.
+    """
+
+    outcome: str
+    error: str
+    problems: tuple[str, ...]
+
+
+class Campaign:
+    """Runs one configuration again and again.
+
+    Args:
+        config: of the run; its ``run_dir`` is removed before each.
+        root: directory of all its files, whose names are told relative to it.
+        begin: a run directory to go on from, copied before each; None starts afresh.
+    """
+
+    def __init__(self, config: Config, root: Path, begin: Path | None = None) -> None:
+        assert config.train.run_dir is not None
+        self._begin = begin
+        self._config = config
+        self._root = root
+        self._run_dir = Path(config.train.run_dir)
+        self._reset()
+        train(config)  # whatever libraries open and start once
+        self._reset()
+        with layered(Layer(root)) as layer:
+            train(config)
+        self.operations: tuple[Operation, ...] = tuple(layer.operations)
+        self._expected = digest(self._run_dir)
+
+    def points(
+        self, wanted: Callable[[Operation, Fault], bool] = lambda operation, fault: True
+    ) -> list[Point]:
+        """Return every operation with everything that can go wrong there, in the order of the run."""
+        ordered = sorted(self.operations, key=lambda operation: operation.number)
+        return [(o.key, fault) for o in ordered for fault in faults_of(o) if wanted(o, fault)]
+
+    def judge(self, key: Key, fault: Fault) -> Verdict:
+        """Run under one fault."""
+        self._reset()
+        threads, files = _threads(), _open_files()
+        problems: list[str] = []
+        error = ""
+        with layered(Layer(self._root, {key: fault})) as layer:
+            try:
+                train(self._config)
+            except OutsizeError as refusal:
+                error = f"{type(refusal).__name__}: {refusal}"
+            except Exception as other:
+                error = f"{type(other).__name__}: {other}"
+                problems.append(f"not an error of ours: {error}")
+        problems += self._left(threads, files, key.kind in ("unlink", "rmdir"))
+        if error and not problems:
+            resumed = self._config.train.model_copy(update={"resume": "auto"})
+            train(self._config.model_copy(update={"train": resumed}))
+            problems += self._left(threads, files, False)
+        if not problems and digest(self._run_dir) != self._expected:
+            problems.append("ends with other weights, state or losses" + (" when resumed" if error else ""))
+        outcome = "missed" if not layer.sprung else "refused" if error else "equal"
+        return Verdict(outcome, error, tuple(problems))
+
+    def _reset(self) -> None:
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._begin is not None:
+            shutil.copytree(self._begin, self._run_dir)
+
+    def _left(self, threads: set[threading.Thread], files: dict[str, str], names_may_stay: bool) -> list[str]:
+        """Return what a run left behind that it should not have."""
+        running = _threads() - threads
+        for thread in running:
+            thread.join(JOIN_TIMEOUT_S)
+        found = [f"thread left running: {thread.name}" for thread in running if thread.is_alive()]
+        found += [f"file left open: {to}" for fd, to in _open_files().items() if files.get(fd) != to]
+        if not names_may_stay:
+            found += [
+                f"half-written file left: {path.relative_to(self._root)}"
+                for pattern in HALF_WRITTEN
+                for path in self._root.rglob(pattern)
+            ]
+        return found
+
+
+def digest(run_dir: Path) -> dict[str, str]:
+    """Hash what a run came to: weights and optimizer state of its last checkpoint, and the loss of each step.
+
+    A step that was lost and trained again has a line each time; the last one counts.
+    """
+    checkpoint = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    found = {
+        str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in checkpoint.rglob("*.safetensors")
+    }
+    beats = [json.loads(line) for line in (run_dir / "heartbeat.jsonl").read_text().splitlines() if line]
+    return found | {f"loss {beat['step']}": repr(beat["loss"]) for beat in beats}
+
+
+def _threads() -> set[threading.Thread]:
+    """Return the threads that a run answers for: native ones that have run Python, and tqdm's monitor, go on."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread) and not type(thread).__module__.startswith("tqdm")
+    }
+
+
+def _open_files() -> dict[str, str]:
+    """Return the open descriptors, with what they point to."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found[descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # the one that lists the directory
+            continue
+    return found
+
+
+def scenario(name: str, root: Path) -> Campaign:
+    """A tiny run to put faults into: ``host`` or ``disk`` from the start, ``resume`` from one after two steps."""
+    memory = {"home": "host" if name == "host" else "disk", "offload": True}
+    save = {"save_every": 2}
+    if name != "resume":
+        return Campaign(tiny_run(root, train=save, memory=memory), root)
+    train(tiny_run(root, train={"steps": 2, **save}, memory=memory))
+    (root / "run").rename(root / "before")
+    return Campaign(tiny_run(root, train={"resume": "auto", **save}, memory=memory), root, root / "before")
+
+
+def does_harm(operation: Operation, fault: Fault) -> bool:
+    """Whether a fault may change how a run ends; late calls and lost syncs alone do not."""
+    return fault not in (Fault.DELAY, Fault.LOST) and is_noticed(operation, fault)
+
+
+def is_noticed(operation: Operation, fault: Fault) -> bool:
+    """Whether somebody can tell: one bit of a file without a checksum is a different file, not a damaged one."""
+    return fault is not Fault.FLIP

@@ -1,0 +1,143 @@
+"""The home that a run has left on disk: whose it is, how far it is, and when it goes.
+
+It belongs to the run directory that it was made for. At any time after the first step it is a checkpoint of its own,
+and usually a newer one than the last that was saved; when a run has come to its end and is saved, it has done its
+service.
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from outsize import files
+from outsize.config import Config
+from outsize.errors import CheckpointError, StorageError
+from outsize.model.spec import ModelSpec
+from outsize.storage.committed import find_record, layout_digest
+from outsize.storage.prealloc import explain, sync_directory
+from outsize.storage.record import Record
+from outsize.train import checkpoint, standing
+from outsize.train.checkpoint_state import position_of
+from outsize.train.machine import home_file
+from outsize.train.prepare import Prepared
+from outsize.train.stream import StreamedTrainer
+from outsize.units import format_bytes
+
+Announce = Callable[[str], None]
+
+
+def newest_home(
+    config: Config, run_dir: Path, spec: ModelSpec, resumed: Path | None, announce: Announce
+) -> Record | None:
+    """Return the record of the home that the run goes on from; None where a checkpoint is newer, or there is none.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        spec: its model.
+        resumed: the newest checkpoint, if any.
+        announce: told what is found and not taken.
+
+    Raises:
+        ConfigError: the home belongs to a run with another model, seed or dtype.
+        StorageError: it cannot be read, is of another format, or does not fit the model.
+    """
+    path = home_file(config.memory, run_dir)
+    if config.train.resume != "auto":
+        return None
+    record, wrong = find_record(path, spec)
+    if wrong:
+        announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
+    if record is None:
+        return None
+    try:
+        state = standing.checked(record.state, path)
+    except CheckpointError as error:
+        raise StorageError(f"{error}; remove the file to go on without it") from error
+    standing.check_same_run(state, path, config, spec.dtype)
+    if record.layout != layout_digest(spec):
+        raise StorageError(
+            f"{path} holds a model of other parameters, or with others frozen; resume with the former settings, or "
+            "remove the file to go on without it"
+        )
+    if resumed is not None and position_of(resumed).step > state["step"]:
+        announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
+        return None
+    return record
+
+
+def start(
+    stack: contextlib.ExitStack,
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    record: Record | None,
+    resumed: Path | None,
+    announce: Announce,
+) -> StreamedTrainer:
+    """Open a trainer, entered in ``stack``, that stands where the run goes on; its `position` says where.
+
+    A home that is damaged is given up for the newest checkpoint, where there is one.
+
+    Raises:
+        OutsizeError: neither home nor checkpoint can be read, or the budgets do not hold.
+    """
+    path = home_file(config.memory, run_dir)
+    if record is not None:
+        with contextlib.ExitStack() as attempt:
+            try:
+                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record))
+            except StorageError as error:
+                if resumed is None:
+                    raise
+                announce(f"{error}; this run goes back to {resumed.name}")
+            else:
+                stack.push(attempt.pop_all())
+                announce(f"resumed from step {trainer.position.step} in {path}")
+                return trainer
+    if resumed is not None:
+        checkpoint.check_files(resumed)
+    trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
+    trainer.fill()
+    if resumed is not None:
+        trainer.position = checkpoint.restore(trainer, resumed)
+    announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+    return trainer
+
+
+def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:
+    """Remove the home of a run that has come to its end and is ``saved``, in its last checkpoint, durably.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    path = home_file(config.memory, run_dir)
+    if not path.is_file():
+        return
+    try:
+        size = path.stat().st_size
+        files.system().unlink(path)
+    except OSError as error:
+        raise explain(error, f"remove {path}") from error
+    sync_directory(path.parent)
+    announce(f"removed {path} ({format_bytes(size)}): {saved.name} holds the end of the run")
+    if config.memory.store_dir is None:
+        with contextlib.suppress(OSError):  # something else lies there
+            files.system().rmdir(path.parent)
+
+
+def _from_home(config: Config, prepared: Prepared, run_dir: Path, record: Record) -> StreamedTrainer:
+    """Return a trainer that stands where ``record`` says."""
+    path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
+    trainer = StreamedTrainer(
+        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None
+    )
+    try:
+        if same_kind:
+            trainer.resume(record)
+        else:
+            trainer.take_over(path, record)
+    except BaseException:
+        trainer.close()
+        raise
+    return trainer

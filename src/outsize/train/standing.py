@@ -1,0 +1,163 @@
+"""Where a run stands and which run it is: what every commit and every checkpoint says, and what a resume asks for."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outsize.config import Config
+from outsize.errors import CheckpointError, ConfigError
+from outsize.runtime.context import StepContext
+from outsize.train.loss_scale import LossScale
+
+_KEYS = ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype", "data")
+
+_DATA_KEYS = ("seq_len", "pack", "tokens_per_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        step: steps done.
+        tokens: tokens trained so far.
+        skipped: steps that changed no weight.
+        loss: of the last step; NaN before the first.
+    """
+
+    step: int
+    tokens: int
+    skipped: int
+    loss: float = float("nan")
+
+
+def state_of(
+    position: Position, updates: Mapping[str, int], loss_scale: LossScale, config: Config, dtype: str
+) -> dict[str, Any]:
+    """Return all of a run's state that is not in its planes, JSON; the data order follows from seed and step.
+
+    Args:
+        position: where it stands.
+        updates: how often each parameter has been stepped.
+        loss_scale: as it is for the next step.
+        config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
+        dtype: compute dtype.
+    """
+    return {
+        "step": position.step,
+        "tokens": position.tokens,
+        "skipped": position.skipped,
+        "loss": position.loss if math.isfinite(position.loss) else None,
+        "updates": dict(updates),
+        "loss_scale": loss_scale.state(),
+        "model": name_of(config.model.path),
+        "seed": config.train.seed,
+        "dtype": dtype,
+        "data": {
+            "seq_len": config.data.seq_len,
+            "pack": config.data.pack,
+            "tokens_per_step": config.tokens_per_step,
+            "next_sequence": position.step * config.sequences_per_step,
+        },
+    }
+
+
+def checked(state: Any, where: object) -> Mapping[str, Any]:
+    """Return ``state`` after checking that it says what a resume needs.
+
+    Raises:
+        CheckpointError: it does not; ``where`` is named.
+    """
+    try:
+        for key in _KEYS:
+            state[key]
+        for key in _DATA_KEYS:
+            state["data"][key]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{where} cannot be read: {error!r}") from error
+    found: Mapping[str, Any] = state
+    return found
+
+
+def position_in(state: Mapping[str, Any]) -> Position:
+    """Where the run stood that wrote ``state``."""
+    loss = state["loss"]
+    return Position(
+        step=state["step"],
+        tokens=state["tokens"],
+        skipped=state["skipped"],
+        loss=float("nan") if loss is None else loss,
+    )
+
+
+def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtype: str) -> None:
+    """Check that ``config`` goes on with the run that wrote ``state``.
+
+    Raises:
+        ConfigError: the run had another model, seed, compute dtype, or other sequences or steps; ``where`` is named.
+    """
+    name, data = name_of(config.model.path), state["data"]
+    model = name if _has_moved(state["model"], name) else state["model"]
+    settings = (
+        ("model.path", model, name),
+        ("train.seed", state["seed"], config.train.seed),
+        ("model.dtype", state["dtype"], dtype),
+        ("data.seq_len", data["seq_len"], config.data.seq_len),
+        ("data.pack", data["pack"], config.data.pack),
+        ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
+    )
+    for key, former, given in settings:
+        if former != given:
+            raise ConfigError(
+                f"{where} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
+                "another train.run_dir to start a new run"
+            )
+
+
+def name_of(model: str) -> str:
+    """A model's directory, absolute, or its id on the hub."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def _has_moved(former: str, model: str) -> bool:
+    """Whether the model's directory may have been moved since."""
+    return Path(former).is_absolute() and not Path(former).exists() and Path(model).exists()
+
+
+class Standing:
+    """What commits say of a run, kept by the lane that commits: the loop over steps may be ahead or behind by one.
+
+    Args:
+        position: before the first step that is committed.
+        loss_scale: for that step; a copy is kept.
+        updates: how often each parameter has been stepped; stands still while a step is committed.
+        config: of the run.
+        dtype: compute dtype.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        loss_scale: LossScale,
+        updates: Mapping[str, int],
+        config: Config,
+        dtype: str,
+    ) -> None:
+        self._position = position
+        self._loss_scale = LossScale(loss_scale.enabled)
+        self._loss_scale.restore(loss_scale.state())
+        self._updates = updates
+        self._config = config
+        self._dtype = dtype
+
+    def after(self, context: StepContext) -> Mapping[str, Any]:
+        """Return the state after the step of ``context``, which is the next one."""
+        former = self._position
+        self._position = Position(
+            former.step + 1, former.tokens + context.tokens, former.skipped + context.skipped, context.loss()
+        )
+        self._loss_scale.update(context.skipped)
+        return state_of(self._position, self._updates, self._loss_scale, self._config, self._dtype)

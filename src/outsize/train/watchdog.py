@@ -1,0 +1,179 @@
+"""A thread that notices when a step no longer gets anywhere, says where it stands, and gives it up if it may.
+
+It looks at one number, how many ops have ended. A step is stalled when that number has not changed for a multiple of
+the median step, and for some minutes at least: an op that takes ten steps' time is stuck, a slow step whose ops end one
+after the other is not.
+
+Time is counted in ticks. A tick that took longer than it should counts as one tick, whatever the clock says: while the
+process is stopped, or the machine sleeps, the run is not stalled.
+
+What happens when it is, in this order:
+
+1. A report is written and announced: what each lane waits for, where the program stands, the stacks of all threads.
+2. To abort, the executor is told the error. Ops that have not begun are skipped, so as soon as the op under way comes
+   back, the run ends as after any other error: threads are joined, memory and files given back.
+3. If the run has not ended after `GRACE_S`, the op does not come back. A thread in the kernel cannot be ended, and
+   memory that the kernel may still write to must not be given back. There is no orderly way out: the process ends.
+"""
+
+import contextlib
+import faulthandler
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from outsize import files
+from outsize.errors import StalledError
+from outsize.units import format_seconds
+
+TICK_S = 1.0
+GRACE_S = 30.0
+STALLED_STATUS = 3
+_REMEMBERED_STEPS = 20
+
+
+class Watched(Protocol):
+    """What is asked of an engine."""
+
+    @property
+    def num_ended(self) -> int:
+        """Changes when an op ends."""
+
+    def waiting(self) -> dict[str, str]:
+        """For each lane with unfinished work: its first unfinished op and what it waits for."""
+
+    def position(self) -> str:
+        """Where the program stands."""
+
+    def give_up(self, error: BaseException) -> None:
+        """Begin no more ops, and raise ``error`` to whoever waits."""
+
+
+class Watchdog:
+    """A context manager that watches from `watch` on, until it is left.
+
+    Args:
+        run_dir: where reports go.
+        announce: called with lines for people, from the watchdog's thread.
+        action: ``abort``, ``report`` or ``ignore``.
+        factor: limit in median steps.
+        floor_s: least limit, in seconds.
+        tick_s: seconds between two looks.
+        grace_s: seconds that a run has to end after it was given up.
+        end_process: ends the process with a status, without leave.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        announce: Callable[[str], None],
+        *,
+        action: str,
+        factor: float,
+        floor_s: float,
+        tick_s: float = TICK_S,
+        grace_s: float = GRACE_S,
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._engine: Watched | None = None
+        self._run_dir = run_dir
+        self._announce = announce
+        self._action = action
+        self._factor = factor
+        self._floor_s = floor_s
+        self._tick_s = min(tick_s, floor_s / 4)
+        self._grace_s = grace_s
+        self._end_process = end_process
+        self._steps_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._paused = False
+        self._step = 0
+        self._reported = -1
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without the end of an op after which a step is stalled."""
+        median = statistics.median(self._steps_s) if self._steps_s else 0.0
+        return max(self._floor_s, self._factor * median)
+
+    def watch(self, engine: Watched, step: int) -> None:
+        """Watch from now on; ``engine`` begins with ``step``, counted from 1."""
+        self._engine, self._step = engine, step
+
+    def step_ended(self, seconds: float) -> None:
+        """Take note of how long a step took; the next one is under way."""
+        self._steps_s.append(seconds)
+        self._step += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch while the body runs: it does something else than steps."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __enter__(self) -> "Watchdog":
+        if self._action != "ignore":
+            self._thread = threading.Thread(target=self._run, name="outsize-watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        quiet_s, ended, now = 0.0, -1, time.monotonic()
+        while not self._stop.wait(self._tick_s):
+            before, now = now, time.monotonic()
+            tick_s = min(now - before, 2 * self._tick_s)
+            if self._engine is None:
+                continue
+            seen = self._engine.num_ended
+            quiet_s = 0.0 if self._paused or seen != ended else quiet_s + tick_s
+            ended = seen
+            if quiet_s > self.limit_s and self._reported != self._step:
+                self._reported = self._step
+                self._stalled(self._engine, quiet_s)
+
+    def _stalled(self, engine: Watched, quiet_s: float) -> None:
+        step = self._step
+        waiting = engine.waiting()
+        lanes = "; ".join(f"{lane}: {what}" for lane, what in waiting.items()) or "no op is under way"
+        summary = f"step {step}: nothing has ended for {format_seconds(quiet_s)}; {lanes}"
+        path = self._run_dir / f"stall-{step:08d}.txt"
+        report = "\n\n".join([summary, engine.position(), _stacks()]) + "\n"
+        # Where nothing can be written any more, the report is what stderr shows of it.
+        with contextlib.suppress(OSError):
+            files.write_text(path, report)
+        with contextlib.suppress(Exception):  # the caller's own; a thread that watches does not end of it
+            self._announce(f"stalled: {summary}; more in {path}")
+        if self._action == "abort":
+            error = StalledError(
+                f"{summary}. Look at the disk and at the kernel log (dmesg); {path} says where every thread stands. "
+                "Go on with --resume auto; train.stall_floor_s and train.on_stall say when a step counts as stalled"
+            )
+            engine.give_up(error)
+            if not self._stop.wait(self._grace_s):
+                sys.stderr.write(f"outsize: StalledError: {error}\n")
+                sys.stderr.flush()
+                self._end_process(STALLED_STATUS)
+
+
+def _stacks() -> str:
+    """What every thread is doing."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
