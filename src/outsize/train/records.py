@@ -94,6 +94,7 @@ class TrainResult:
         skipped_steps: steps whose update was left out because something was not finite.
         stall_owner: lane that most of the waiting was for.
         export_dir: directory of the trained model in Hugging Face layout, where one was written.
+        failed_saves: checkpoints on the way that could not be written; the run went on.
     """
 
     steps: int
@@ -108,6 +109,7 @@ class TrainResult:
     skipped_steps: int = 0
     stall_owner: str | None = None
     export_dir: str | None = None
+    failed_saves: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""
