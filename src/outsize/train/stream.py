@@ -47,6 +47,7 @@ class StepOutcome:
         learning_rate: that it used.
         tokens: trained tokens.
         seconds: since the step before was known.
+        data_s: of them, waiting for the batch.
         skipped: whether no weight changes.
     """
 
@@ -56,6 +57,7 @@ class StepOutcome:
     learning_rate: float
     tokens: int
     seconds: float
+    data_s: float
     skipped: bool
 
 
@@ -190,8 +192,9 @@ class StreamedTrainer:
         config = self.prepared.config
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
-        began = time.perf_counter()
+        began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
+            data_s = time.perf_counter() - asked
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
@@ -210,9 +213,10 @@ class StreamedTrainer:
                 learning_rate=context.learning_rate,
                 tokens=num_targets(batch, shifted),
                 seconds=ended - began,
+                data_s=data_s,
                 skipped=context.skipped,
             )
-            began = ended
+            began, asked = ended, time.perf_counter()
 
     def settle(self) -> None:
         """Return when the optimizer of the last step is done, so that the home holds the weights after it."""
