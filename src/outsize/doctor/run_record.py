@@ -1,14 +1,15 @@
 """What a run directory tells: the typical step of its heartbeat, its plan and its configuration.
 
 A stall is booked on the lane that the compute lane waited for last, and that lane may have been waiting itself: with a
-slow loader the first forward waits for a load that waits for the step to begin. So `RunRecord.waits` believes a lane
-for no longer than it was busy in that step:
+slow loader the first forward waits for a load that waits for the step to begin. So `RunRecord.waits` shares out all
+time in which the compute lane did nothing:
 
-1. a wait for a lane counts for that lane up to the time that it was busy;
-2. of what is left, the wait for the batch (``data_s``) is the loader's;
-3. the rest that no lane accounts for goes to the lanes that were busy for longer than they were waited for, the busiest
-   first, for the lane that was waited for waited for one of them;
-4. what is left then, and what was booked as ``dispatch``, is Python's: no op was under way.
+1. the wait for the batch was measured by itself (``data_s``). It is taken off the time that no stall holds, and
+   then off the stalls that exceed most what their lane was busy;
+2. of what is left, a lane is believed for no longer than it was busy in that step;
+3. the rest goes to the lanes that were busy for longer than they were waited for, the busiest first: the lane that was
+   waited for waited for one of them;
+4. what is left then, what was booked as ``dispatch``, and what no stall holds is Python's: no op was under way.
 """
 
 import json
@@ -74,29 +75,30 @@ class RunRecord:
 
         Causes are ``link``, ``disk``, ``host`` (the optimizer), ``data`` and ``python``.
         """
-        busy_s, stall_s, data_s = self.lane_s("busy_s"), self.lane_s("stall_s"), self.mean("data_s")
-        causes: defaultdict[str, float] = defaultdict(float)
-        unused, left_s, idle_s = dict(busy_s), 0.0, 0.0
-        for lane, seconds in stall_s.items():
-            if lane not in busy_s:
-                idle_s += seconds
-                continue
-            believed_s = min(seconds, busy_s[lane])
-            causes[self.kind_of(lane)] += believed_s
-            unused[lane] -= believed_s
-            left_s += seconds - believed_s
-        # A wait for the batch that the timeline does not hold, since no lane had anything to do, is one all the same.
-        causes["data"] = data_s
-        over_s = max(0.0, data_s - left_s)
-        left_s, idle_s = max(0.0, left_s - data_s), max(0.0, idle_s - over_s)
-        for lane in sorted(unused, key=lambda name: -unused[name]):
-            if self.kind_of(lane) != "python":
-                taken_s = min(left_s, unused[lane])
-                causes[self.kind_of(lane)] += taken_s
-                left_s -= taken_s
-        causes["python"] += left_s + idle_s
-        seconds = self.mean("seconds")
-        shares = {cause: min(1.0, share / seconds) for cause, share in causes.items()}
+        busy_s, stall_s, seconds = self.lane_s("busy_s"), self.lane_s("stall_s"), self.mean("seconds")
+        outside_s = max(0.0, seconds - busy_s.get(_COMPUTE, 0.0) - sum(stall_s.values()))
+        data_s = min(self.mean("data_s"), outside_s + sum(stall_s.values()))
+        causes = defaultdict(float, data=data_s, python=max(0.0, outside_s - data_s))
+        rest_s = max(0.0, data_s - outside_s)
+        for lane in sorted(stall_s, key=lambda name: busy_s.get(name, 0.0) - stall_s[name]):
+            taken_s = min(rest_s, stall_s[lane])
+            stall_s[lane] -= taken_s
+            rest_s -= taken_s
+
+        causes["python"] += sum(stalled_s for lane, stalled_s in stall_s.items() if lane not in busy_s)
+        believed_s = {lane: min(stall_s.get(lane, 0.0), busy) for lane, busy in busy_s.items()}
+        for lane, stalled_s in believed_s.items():
+            causes[self.kind_of(lane)] += stalled_s
+        left_s = sum(stall_s.get(lane, 0.0) - stalled_s for lane, stalled_s in believed_s.items())
+        unused_s = {
+            lane: busy_s[lane] - believed_s[lane] for lane in busy_s if self.kind_of(lane) != "python"
+        }
+        for lane in sorted(unused_s, key=lambda name: -unused_s[name]):
+            taken_s = min(left_s, unused_s[lane])
+            causes[self.kind_of(lane)] += taken_s
+            left_s -= taken_s
+        causes["python"] += left_s
+        shares = {cause: min(1.0, waited_s / seconds) for cause, waited_s in causes.items() if waited_s > 0}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     @property

@@ -25,14 +25,14 @@ def loader_bound(facts: Facts) -> Seen | None:
     run = facts.run
     if not any("data_s" in step for step in run.steps):
         raise LackingError("data_s in the heartbeat: it is of an older version")
-    share = run.mean("data_s") / run.mean("seconds")
+    share = run.waits().get("data", 0.0)
     if share < _WORTH:
         return None
     return Seen(
         severity="warning",
         evidence=f"{_of_a_step(share, facts)} it waits for its batch",
         expected="batches that are ready before they are asked for",
-        gain_share=min(1.0, share),
+        gain_share=share,
     )
 
 
