@@ -1,5 +1,7 @@
 """Every rule with a record that shows it; the sound records show none of them."""
 
+from pathlib import Path
+
 import pytest
 
 from doctor import records
@@ -276,3 +278,11 @@ def test_what_an_older_probe_did_not_read_is_not_judged(tmp_path):
         if entry.id == "cpu-clock-limited"
     ]
     assert "run `outsize probe` again" in entry.lacks
+
+
+def test_the_documentation_tells_every_rule():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("`")[1] for line in page.partition("## Rules")[2].splitlines() if line.startswith("| `")
+    ]
+    assert sorted(rows) == sorted(SHOWN)
