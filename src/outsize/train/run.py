@@ -239,6 +239,7 @@ class _Run:
             update_s=times.update_s,
             rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
+            data_s=outcome.data_s,
         )
 
     def _account_end(self) -> None:

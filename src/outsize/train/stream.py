@@ -57,6 +57,7 @@ class StepOutcome:
         learning_rate: that it used.
         tokens: trained tokens.
         seconds: since the step before was known.
+        data_s: of them, waiting for the batch.
         skipped: whether no weight changes.
     """
 
@@ -66,6 +67,7 @@ class StepOutcome:
     learning_rate: float
     tokens: int
     seconds: float
+    data_s: float
     skipped: bool
 
 
@@ -217,8 +219,9 @@ class StreamedTrainer:
                 self.spec.dtype,
             )
         ]
-        began = time.perf_counter()
+        began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
+            data_s = time.perf_counter() - asked
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
@@ -238,9 +241,10 @@ class StreamedTrainer:
                 learning_rate=context.learning_rate,
                 tokens=context.tokens,
                 seconds=ended - began,
+                data_s=data_s,
                 skipped=context.skipped,
             )
-            began = ended
+            began, asked = ended, time.perf_counter()
 
     def resume(self, record: Record) -> Position:
         """Go on from ``record``, that of the home which this was made with, once all of it has been read and checked.
