@@ -52,6 +52,12 @@ def state_of(
         "model": name_of(config.model.path),
         "seed": config.train.seed,
         "dtype": dtype,
+        "data": {
+            "seq_len": config.data.seq_len,
+            "pack": config.data.pack,
+            "tokens_per_step": config.tokens_per_step,
+            "next_sequence": position.step * config.sequences_per_step,
+        },
     }
 
 
@@ -84,14 +90,17 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
     """Check that ``config`` goes on with the run that wrote ``state``.
 
     Raises:
-        ConfigError: the run had another model, seed or compute dtype; ``where`` is named.
+        ConfigError: the run had another model, seed, compute dtype, or other sequences or steps; ``where`` is named.
     """
-    name = name_of(config.model.path)
+    name, data = name_of(config.model.path), state["data"]
     model = name if _has_moved(state["model"], name) else state["model"]
     settings = (
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
         ("model.dtype", state["dtype"], dtype),
+        ("data.seq_len", data["seq_len"], config.data.seq_len),
+        ("data.pack", data["pack"], config.data.pack),
+        ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
     )
     for key, former, given in settings:
         if former != given:
@@ -116,29 +125,27 @@ class Standing:
     """What commits say of a run, kept by the lane that commits: the loop over steps may be ahead or behind by one.
 
     Args:
-        config: of the run, as the user gave it.
+        position: before the first step that is committed.
+        loss_scale: for that step; a copy is kept.
+        updates: how often each parameter has been stepped; stands still while a step is committed.
+        config: of the run.
         dtype: compute dtype.
     """
 
-    def __init__(self, config: Config, dtype: str) -> None:
-        self._config = config
-        self._dtype = dtype
-        self._position = Position(0, 0, 0)
-        self._loss_scale = LossScale(enabled=False)
-        self._updates: Mapping[str, int] = {}
-
-    def begin(self, position: Position, loss_scale: LossScale, updates: Mapping[str, int]) -> None:
-        """Say where the run stands before the first step that is committed; no step is under way.
-
-        Args:
-            position: where it stands.
-            loss_scale: for that step; a copy is kept.
-            updates: how often each parameter has been stepped; stands still while a step is committed.
-        """
+    def __init__(
+        self,
+        position: Position,
+        loss_scale: LossScale,
+        updates: Mapping[str, int],
+        config: Config,
+        dtype: str,
+    ) -> None:
         self._position = position
         self._loss_scale = LossScale(loss_scale.enabled)
         self._loss_scale.restore(loss_scale.state())
         self._updates = updates
+        self._config = config
+        self._dtype = dtype
 
     def after(self, context: StepContext) -> Mapping[str, Any]:
         """Return the state after the step of ``context``, which is the next one."""
