@@ -1,8 +1,9 @@
 """What does every fault at every operation do to a run? A clear error or a correct result, and nothing left behind.
 
-Three tiny runs of three steps: state on the host, state on disk, and resumed from a checkpoint. Every operation of each
-(calls to the file system and ops of lanes) gets everything that can go wrong there, one at a time, each in a run of its
-own; see `outsize.testing.campaign` for what is checked. A worker that hangs is ended and counted.
+Four tiny runs of three steps: state on the host, state on disk, resumed from a checkpoint, and from a home on disk.
+Every operation of each (calls to the file system and ops of lanes) gets everything that can go wrong there, one at a
+time, each in a run of its own; see `outsize.testing.campaign` for what is checked. A worker that hangs is ended and
+counted.
 
     python bench/bench_faults.py                  # a sample spread over all operations, some 4 minutes
     python bench/bench_faults.py --all            # every point, the better part of an hour on two cores
@@ -24,8 +25,8 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
-SCENARIOS = ("host", "disk", "resume")
-SAMPLE = 170
+SCENARIOS = ("host", "disk", "resume", "home")
+SAMPLE = 130
 HANG_S = 60.0
 
 

@@ -77,16 +77,20 @@ def cuts(draw: st.DrawFn, total: int) -> list[int]:
 
 @st.composite
 def staged_layouts(draw: st.DrawFn) -> StepLayout:
-    """Any layout of several workers: any cut, rounds, frozen and empty units, a frozen rest or none."""
+    """Any layout of several workers: any cut, rounds, frozen and empty units, a rest that trains or not, or none."""
     base = draw(layouts())
     num_streamed = base.num_streamed
     weights = base.weight_bytes[:num_streamed]
     trainable = base.trainable[:num_streamed]
     has_rest = draw(st.booleans())
     if has_rest:
-        weights, trainable = (*weights, draw(st.integers(0, 3))), (*trainable, False)
+        weights = (*weights, draw(st.integers(0, 3)))
+        trainable = (*trainable, weights[-1] > 0 and draw(st.booleans()))
     gradients = tuple(2 * w * t for w, t in zip(weights, trainable, strict=True))
     bottom = next((u for u in range(num_streamed) if trainable[u]), num_streamed - 1)
+    users: set[int] = set()
+    if has_rest and trainable[-1]:
+        bottom, users = 0, draw(st.sets(st.integers(0, num_streamed - 1), min_size=1))
     fused = draw(st.integers(bottom, num_streamed - 1))
     below = draw(cuts(fused - bottom)) if fused > bottom else []
     stages = Stages(
@@ -113,4 +117,5 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         offload=frozenset(),
         num_workers=num_workers,
         stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),
+        rest_users=frozenset(users),
     )

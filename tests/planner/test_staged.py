@@ -134,10 +134,29 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     deepest = max(end - first for first, end in spans)
     # This microbatch's inputs and gradients, the next one's on their way up, two on their way down.
     activations = (2 * (deepest + 2) + SAVE_WINDOW) * max(sizes)
-    resident = layout.weight_bytes[layout.rest] if layout.rest is not None else 0
+    rest = layout.rest
+    resident = 0 if rest is None else layout.weight_bytes[rest] + layout.gradient_bytes[rest]
     places = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident
     for worker in range(layout.num_workers):
         assert done.peak_bytes.get(f"device:w{worker}", 0) <= places + activations
+
+
+@settings(deadline=None)
+@given(staged_layouts(), st.randoms(use_true_random=False), st.data())
+def test_a_slow_worker_slows_the_step_by_no_more_than_its_own_work(layout, random, data):
+    speed = {kind: random.choice([0.0, 0.1, 1.0, 5.0]) for kind in Kind}
+    slow = data.draw(st.integers(0, layout.num_workers - 1))
+    program = build_step(layout)
+
+    def makespan(factor):
+        def cost_of(op):
+            return Cost(seconds=speed[op.kind] * (factor if op.worker == slow else 1.0))
+
+        return simulate([program], layout, CostModel(cost_of=cost_of, capacity={})).makespan_s
+
+    own = sum(speed[op.kind] for op in program if op.worker == slow)
+    even = makespan(1.0)
+    assert even * (1 - 1e-9) <= makespan(2.0) <= (even + own) * (1 + 1e-9)
 
 
 @settings(deadline=None)

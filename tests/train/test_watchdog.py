@@ -1,13 +1,12 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outsize.config import Config
+from outsize.config import Config, dump_config
 from outsize.errors import StalledError
 from outsize.testing.faults import LANE, Fault, Key, Layer, layered
 from outsize.train import watchdog
@@ -25,7 +24,6 @@ class Engine:
     def __init__(self) -> None:
         self.num_ended = 0
         self.given_up: list[BaseException] = []
-        self.gave_up = threading.Event()
 
     def waiting(self) -> dict[str, str]:
         return {"up:w0": "LOAD 3@w0.1 is running"}
@@ -35,89 +33,100 @@ class Engine:
 
     def give_up(self, error: BaseException) -> None:
         self.given_up.append(error)
-        self.gave_up.set()
 
 
-def dog(run_dir: Path, said: list[str], **settings: Any) -> Watchdog:
-    chosen = {"action": "abort", "factor": 2.0, "floor_s": 0.05, "tick_s": 0.01, **settings}
-    return Watchdog(run_dir, said.append, **chosen)
+class Kennel:
+    """A watchdog whose looks are taken by hand, one second apart; nothing may stand still for ten."""
+
+    def __init__(self, run_dir: Path, action: str = "report", step: int = 1) -> None:
+        self.said: list[str] = []
+        self.statuses: list[int] = []
+        self.engine = Engine()
+        self.dog = Watchdog(
+            run_dir,
+            self.said.append,
+            action=action,
+            factor=10.0,
+            floor_s=10.0,
+            grace_s=0.0,
+            end_process=self.statuses.append,
+        )
+        self.dog.watch(self.engine, step)
+
+    def look(self, times: int, elapsed_s: float = 1.0) -> None:
+        for _ in range(times):
+            self.dog.look(elapsed_s)
 
 
 def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads_do(tmp_path: Path):
-    said: list[str] = []
-    engine = Engine()
-    with dog(tmp_path, said) as watching:
-        watching.watch(engine, 7)
-        assert engine.gave_up.wait(10)
-    (line,) = said
-    assert line.startswith("stalled: step 7: nothing has ended for ")
-    assert "up:w0: LOAD 3@w0.1 is running" in line
+    kennel = Kennel(tmp_path, step=7)
+    kennel.look(20)
+    (line,) = kennel.said
+    assert line.startswith("stalled: step 7: nothing has ended for 11.0 s; up:w0: LOAD 3@w0.1 is running")
     text = (tmp_path / "stall-00000007.txt").read_text()
     assert "-->     3  LOAD 3@w0.1" in text
     assert "test_watchdog.py" in text  # the stack of this thread
-    assert isinstance(engine.given_up[0], StalledError)
+    assert (kennel.engine.given_up, kennel.statuses) == ([], [])
 
 
-def test_reporting_only_waits_on_and_reports_a_step_once(tmp_path: Path):
-    said: list[str] = []
-    engine = Engine()
-    reported = threading.Event()
+def test_to_abort_is_to_give_the_step_up_and_where_that_ends_nothing_the_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    kennel = Kennel(tmp_path, "abort")
+    kennel.look(20)
+    (error,) = kennel.engine.given_up
+    assert isinstance(error, StalledError)
+    assert kennel.statuses == [watchdog.STALLED_STATUS]
+    assert "outsize: StalledError: step 1: nothing has ended" in capsys.readouterr().err
 
-    def say(text: str) -> None:
-        said.append(text)
-        reported.set()
 
-    with Watchdog(tmp_path, say, action="report", factor=1.0, floor_s=0.05, tick_s=0.01) as watching:
-        watching.watch(engine, 1)
-        assert reported.wait(10)
-        time.sleep(0.3)
-        assert len(said) == 1
-        reported.clear()
-        watching.step_ended(0.01)
-        assert reported.wait(10)
+def test_a_step_is_reported_once(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    kennel.look(100)
+    assert len(kennel.said) == 1
+    kennel.dog.step_ended(0.1)
+    kennel.look(100)
+    assert len(kennel.said) == 2
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["stall-00000001.txt", "stall-00000002.txt"]
-    assert engine.given_up == []
 
 
-def test_progress_and_pauses_are_no_stall(tmp_path: Path):
-    said: list[str] = []
-    engine = Engine()
-    with dog(tmp_path, said, floor_s=0.5) as watching:
-        watching.watch(engine, 1)
-        for _ in range(50):
-            engine.num_ended += 1
-            time.sleep(0.02)
-        with watching.paused():
-            time.sleep(1.0)
-    assert said == []
+def test_progress_is_no_stall(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    for _ in range(20):
+        kennel.engine.num_ended += 1
+        kennel.look(9)
+    assert kennel.said == []
+
+
+def test_what_is_not_a_step_is_not_watched(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    with kennel.dog.paused():
+        kennel.look(100)
+    kennel.look(9)
+    assert kennel.said == []
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    kennel.look(4, elapsed_s=3600.0)
+    assert kennel.said == []
 
 
 def test_the_limit_is_a_multiple_of_the_median_step(tmp_path: Path):
-    watching = dog(tmp_path, [], factor=10.0, floor_s=5.0)
-    assert watching.limit_s == 5.0
+    dog = Kennel(tmp_path).dog
+    assert dog.limit_s == 10.0
     for seconds in (1.0, 2.0, 300.0):
-        watching.step_ended(seconds)
-    assert watching.limit_s == 20.0
+        dog.step_ended(seconds)
+    assert dog.limit_s == 20.0
 
 
-def test_time_in_which_the_process_was_stopped_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Each look at the clock finds that an hour has passed."""
-    said: list[str] = []
-    clock = iter(range(0, 10**9, 3600))
-    with monkeypatch.context() as patched:
-        patched.setattr(watchdog.time, "monotonic", lambda: next(clock))
-        with dog(tmp_path, said, floor_s=100.0, tick_s=0.01) as watching:
-            watching.watch(Engine(), 1)
-            time.sleep(0.2)
-    assert said == []
-
-
-def test_ignoring_starts_no_thread(tmp_path: Path):
+def test_nobody_watches_before_the_first_step_or_if_told_not_to(tmp_path: Path):
     before = threading.active_count()
-    with dog(tmp_path, [], action="ignore"):
+    with Watchdog(tmp_path, print, action="ignore", factor=1.0, floor_s=1.0):
         assert threading.active_count() == before
+    with Watchdog(tmp_path, print, action="abort", factor=1.0, floor_s=1.0) as dog:
+        dog.look(1e9)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- under a run --------------------------------------------------------------------------------------------
@@ -170,8 +179,6 @@ run.train(load_config(Path(sys.argv[1])))
 
 
 def test_an_op_that_never_comes_back_ends_the_process(tmp_path: Path):
-    from outsize.config import dump_config
-
     config, _ = stuck_run(tmp_path, 0.0)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     done = subprocess.run(

@@ -58,6 +58,9 @@ def settings_without_effect(config: "Config") -> list[str]:
     data, train, memory = config.data, config.train, config.memory
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
+    several = memory.device == "cuda:all" or "," in memory.device
+    several |= emulated and memory.device not in ("emulated", "emulated:1")
+    stages = "several workers have slots for their stages, and hand inputs over"
     unused_resume = train.resume == "auto" and train.run_dir is None
     idle = [
         (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
@@ -70,6 +73,9 @@ def settings_without_effect(config: "Config") -> list[str]:
             "the run ends before, and saves at its end",
         ),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
+        (memory, "memory.slots", several, stages),
+        (memory, "memory.prefetch", several, stages),
+        (memory, "memory.offload", several, stages),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
         (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),

@@ -32,8 +32,10 @@ def _path(value: Any) -> Any:
 
 
 def _device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|emulated(:[1-9]\d*)?", value):
-        raise ValueError(f"not a device: {value!r}; write cpu, cuda, cuda:1, emulated:2 or auto")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
+        raise ValueError(
+            f"not a device: {value!r}; write cpu, cuda, cuda:1, cuda:0,1, cuda:all, emulated:2 or auto"
+        )
     return value
 
 
@@ -219,11 +221,13 @@ class MemoryConfig(Section):
 
     device: Device = Field(
         default="auto",
-        description="cpu, cuda, cuda:N (device number N), emulated:N (N devices on the CPU with capped "
-        "memory and link), or auto: cuda where there is one, otherwise cpu.",
+        description="cpu, cuda, cuda:N (device number N), cuda:0,1 or cuda:all (a worker on each of them), emulated:N "
+        "(N workers on the CPU with capped memory and link), or auto: cuda where there is one, otherwise cpu.",
     )
     device_memory: Size | None = Field(
-        default=None, description="Budget on the device, a size; null is what is free, less a margin."
+        default=None,
+        description="Budget on the device, of each where there are several, a size; null is what is free, less a "
+        "margin.",
     )
     host_memory: Size | None = Field(
         default=None, description="Budget in host memory, a size; null is what is free, less a margin."

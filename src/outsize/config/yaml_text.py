@@ -60,6 +60,9 @@ def parse_yaml(text: str, source: str) -> Any:
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{source}{line}: {problem}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        # PyYAML leaves what it makes of a tag to Python: `!!int x`, a list as a key, a thousand brackets.
+        raise ConfigError(f"{source}: not a configuration: {type(error).__name__}: {error}") from error
 
 
 def dump_yaml(value: Any) -> str:

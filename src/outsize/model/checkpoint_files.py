@@ -69,7 +69,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(files.read_text(path))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not an index of safetensors files ({error}); download it again"
         ) from error

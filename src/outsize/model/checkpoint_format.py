@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} is missing; download it again") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(_broken(path, f"its header is not JSON ({error})")) from error
     entries.pop("__metadata__", None)
     base = _LENGTH_BYTES + header_bytes
@@ -250,8 +250,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def _parse_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
     """Return one entry of a header whose tensors begin at byte ``base``."""
     try:
-        start, stop = entry["data_offsets"]
-        dtype, shape = DTYPES.get(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        start, stop = map(_natural, entry["data_offsets"])
+        dtype, shape = DTYPES.get(entry["dtype"]), tuple(map(_natural, entry["shape"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(_broken(path, f"its entry for {name} is not valid")) from error
     if dtype is None:
@@ -259,9 +259,16 @@ def _parse_entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
             f"{path}: {name} is stored as {entry['dtype']}, which cannot be trained; "
             "use the full-precision checkpoint of this model"
         )
-    if start < 0 or stop - start != prod(shape) * dtype.itemsize:
+    if stop - start != prod(shape) * dtype.itemsize:
         raise CheckpointError(_broken(path, f"{name} of shape {shape} is said to have {stop - start} bytes"))
     return StoredTensor(name=name, path=path, dtype=dtype, shape=shape, offset=base + start)
+
+
+def _natural(number: Any) -> int:
+    """Return a number of a header if it is one that counts something."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no size")
+    return number
 
 
 def _read_exactly(fd: int, offset: int, into: memoryview, path: Path) -> None:

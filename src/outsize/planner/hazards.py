@@ -15,7 +15,7 @@ dact(u, m)      B (u-1).m                                        B, FB, SEND, RE
 acc(w, a)       NORM u                                           ACC, SUM, GRAD, FB, B u; the rest's: all FB, B
 norm(u)         CLIP                                             NORM u
 coef            STEP                                             CLIP
-gradhome(u)     STEP u, READ u#p, SUM u                          GRAD u, WRITE u<h
+gradhome(u)     STEP u, READ u#p, ACC u, SUM u                   GRAD u, WRITE u<h
 tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
 commit          STEP                                             COMMIT
 ==============  ===============================================  =============================================
@@ -122,6 +122,9 @@ class Hazards:
         self._slot_of.pop((op.worker, op.unit), None)
 
     def _acc(self, op: Op, seq: int, deps: Deps) -> None:
+        deps.add(
+            self._gradient_homes[op.unit].writer
+        )  # a unit's sum ends before the next one begins, elsewhere
         accumulator = self._cell("acc", op.worker, op.slot)
         accumulator.write(seq, deps)
         self._accumulator_of[op.worker, op.unit] = accumulator
@@ -179,7 +182,6 @@ class Hazards:
 
     def _sum(self, op: Op, seq: int, deps: Deps) -> None:
         self._acc(op, seq, deps)
-        self._gradient_homes[op.unit].read(seq, deps)
 
     def _norm(self, op: Op, seq: int, deps: Deps) -> None:
         accumulator = self._accumulator_of.get((op.worker, op.unit))

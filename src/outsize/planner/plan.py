@@ -57,6 +57,7 @@ class Plan:
         memory: bytes by tier and class.
         budgets: what they had to fit.
         traffic: bytes that cross links in one step.
+        later_programs: of the steps that follow, where they begin with other workers; then it starts over.
     """
 
     home: Tier
@@ -70,6 +71,12 @@ class Plan:
     memory: Table
     budgets: Budgets
     traffic: Traffic
+    later_programs: tuple[Program, ...] = ()
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that steps follow by turns."""
+        return (self.program, *self.later_programs)
 
     @property
     def resident_slot_bytes(self) -> tuple[int, ...]:
@@ -94,7 +101,8 @@ class Plan:
         for tier, classes in self.memory.items():
             budget = getattr(self.budgets, tier)
             limit = f" of {format_bytes(budget)}" if budget is not None else ""
-            lines.append(f"{tier:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
+            name = "each worker" if tier == "device" and self.layout.num_workers > 1 else tier
+            lines.append(f"{name:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
             lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in classes.items()]
         lines.append("per step")
         lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
@@ -107,6 +115,8 @@ class Plan:
             "home": self.home,
             "below": self.below,
             "microbatches": layout.num_microbatches,
+            "workers": layout.num_workers,
+            "stages": asdict(layout.stages) if layout.stages is not None else None,
             "clip": layout.clip,
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),

@@ -132,12 +132,19 @@ class Rules:
         holder = self._accumulators.get((op.worker, op.slot))
         require(holder is None, f"accumulator {op.slot} still holds the gradient of unit {holder}")
         require(unit not in self._accumulators.values(), f"unit {unit} has an accumulator already")
-        begun = sum(self._backwards.values()) if unit == layout.rest else self._backwards[unit]
+        begun = self._begun(unit)
         if op.kind is Kind.SUM:
             require(begun and self._home.has_gradient(unit), f"no gradient of unit {unit} is home to sum on")
         else:
             require(not begun, f"a backward that adds to the gradient of unit {unit} has run already")
         self._accumulators[op.worker, op.slot] = unit
+
+    def _begun(self, unit: int) -> bool:
+        """Whether something has been added to the gradient of ``unit``."""
+        if unit != self._layout.rest:
+            return self._backwards[unit] > 0
+        adding = self._layout.rest_users if self._layout.stages is not None else self._backwards
+        return any(self._backwards[user] for user in adding)
 
     def _sum(self, op: Op, unit: int, microbatch: int) -> None:
         require(self._layout.stages is not None, "gradients are summed in one round")
@@ -160,10 +167,15 @@ class Rules:
             )
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
-        require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
+        self._check_turn(unit)
         self._run_forward(op, unit, microbatch)
 
+    def _check_turn(self, unit: int) -> None:
+        apart = self._layout.cut or unit < self._layout.last
+        require(apart, "the last unit runs forward and backward in one op, FB")
+
     def _forward_backward(self, op: Op, unit: int, microbatch: int) -> None:
+        require(not self._layout.cut, "in a step that is cut the last unit runs F and B")
         require(
             unit == self._layout.last, f"only unit {self._layout.last} runs forward and backward in one op"
         )
@@ -180,10 +192,10 @@ class Rules:
 
     def _backward(self, op: Op, unit: int, microbatch: int) -> None:
         require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")
-        require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
+        self._check_turn(unit)
         require(self._forwards[unit] > microbatch, "its forward has not run")
-        after = self._backwards[unit + 1]
-        require(after > microbatch, f"unit {unit + 1} has not made the gradient that it starts from")
+        after = unit == self._layout.last or self._backwards[unit + 1] > microbatch
+        require(after, f"unit {unit + 1} has not made the gradient that it starts from")
         if unit in self._layout.offload:
             require((unit, microbatch) in self._fetched, "its input has not come back to the device")
         self._run_backward(op, unit, microbatch)
@@ -202,9 +214,11 @@ class Rules:
         self._check_weights(op, unit)
         due = self._backwards[unit]
         require(due == microbatch, f"unit {unit} runs the backward of microbatch {due} next")
-        for which in (unit,) if self._layout.rest is None else (unit, self._layout.rest):
+        layout = self._layout
+        adds_to_rest = layout.rest is not None and (layout.stages is None or unit in layout.rest_users)
+        for which in (unit, layout.rest or 0) if adds_to_rest else (unit,):
             here = which in _held(self._accumulators, op.worker)
-            summed = not self._layout.trainable[which] or here
+            summed = not layout.trainable[which] or here
             require(summed, f"the gradient of unit {which} has no accumulator")
         if self._handover is not None and op.kind is Kind.BACKWARD:
             self._handover.check(op, unit, microbatch)
@@ -244,14 +258,18 @@ class Rules:
 
     def _is_final(self, unit: int) -> bool:
         """Whether no later round adds to the gradient of ``unit``."""
-        return unit == self._layout.rest or self._backwards[unit] == self._layout.num_microbatches
+        layout = self._layout
+        if unit != layout.rest:
+            return self._backwards[unit] == layout.num_microbatches
+        users = layout.rest_users if layout.stages is not None else ()
+        return all(self._backwards[user] == layout.num_microbatches for user in users)
 
     def _check_complete(self, op: Op, unit: int) -> None:
         """Check that the accumulator of ``unit`` holds its whole gradient, or all of a round."""
         held = _held(self._accumulators, op.worker)
         require(unit in held, f"the gradient of unit {unit} is in no accumulator")
         stages, done = self._layout.stages, self._backwards[unit]
-        if stages is not None and done and done % stages.round_size == 0:
+        if stages is not None and (unit == self._layout.rest or (done and done % stages.round_size == 0)):
             return
         adding = range(self._layout.first_backward, self._layout.num_streamed)
         for other in adding if unit == self._layout.rest else (unit,):

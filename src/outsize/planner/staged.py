@@ -8,7 +8,8 @@ next visit runs too comes up after this visit has given it back.
 A backward visit recomputes all its units before the gradient is needed, so that it may do so while it waits.
 
 Gradients of a unit are summed in the order of the microbatches whatever the number of workers: each round takes
-up the sum where the one before left it.
+up the sum where the one before left it. The gradient of a rest that trains goes the same way from visit to visit
+of the units that add to it.
 """
 
 from collections import defaultdict
@@ -23,11 +24,21 @@ from outsize.planner.stages import Visit, visits_of
 
 @dataclass(slots=True)
 class _Turn:
-    """A visit and the places of its units."""
+    """A visit and the places of its units.
+
+    Attributes:
+        visit: the visit.
+        slots: slot by unit.
+        accumulators: accumulator by unit.
+        rest: how it takes up the gradient of the rest, ACC or SUM; None where it adds nothing to it.
+        ends_rest: whether nothing is added to the gradient of the rest after it.
+    """
 
     visit: Visit
     slots: dict[int, int]
     accumulators: dict[int, int]
+    rest: Kind | None = None
+    ends_rest: bool = False
 
 
 def build_staged(layout: StepLayout) -> Program:
@@ -70,7 +81,15 @@ def _turns(layout: StepLayout) -> list[_Turn]:
         visits_begun[visit.worker] += 1
         backwards_begun[visit.worker] += bool(trained)
         turns.append(_Turn(visit, slots, sums))
+    adding = [turn for turn in turns if turn.visit.backward and _uses_rest(turn.visit, layout)]
+    for index, turn in enumerate(adding):
+        turn.rest = Kind.SUM if index else Kind.ACC
+        turn.ends_rest = index + 1 == len(adding)
     return turns
+
+
+def _uses_rest(visit: Visit, layout: StepLayout) -> bool:
+    return not layout.rest_users.isdisjoint(range(*visit.units))
 
 
 def _half(units: list[int], needed: tuple[int, ...], sizes: tuple[int, ...], turn: int) -> dict[int, int]:
@@ -127,12 +146,19 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
             ops += inputs[index + 1]
         ops += weights[len(weights) * index // count : len(weights) * (index + 1) // count]
         ops += sums if index + 1 == count else []
+        if turn.rest is not None and index == 0:  # behind what this visit starts from: it may have to wait
+            place = layout.resident_accumulator
+            ops.append(Op(kind=turn.rest, unit=layout.rest, worker=visit.worker, slot=place))
         ops += _compute(visit, microbatch, layout)
     ops += (Op(kind=Kind.FREE, unit=u, worker=visit.worker, slot=slot) for u, slot in turn.slots.items())
     for unit in sorted(turn.accumulators, reverse=True):
         if layout.clip and visit.round == layout.num_rounds - 1:
             ops.append(Op(kind=Kind.NORM, unit=unit, worker=visit.worker))
         ops.append(Op(kind=Kind.GRAD, unit=unit, worker=visit.worker))
+    if turn.rest is not None:
+        if layout.clip and turn.ends_rest:
+            ops.append(Op(kind=Kind.NORM, unit=layout.rest, worker=visit.worker))
+        ops.append(Op(kind=Kind.GRAD, unit=layout.rest, worker=visit.worker))
     return ops
 
 

@@ -1,6 +1,7 @@
 """Parameters of a unit as views of a slot, and their gradients as additions to an accumulator."""
 
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,9 +64,19 @@ class GradientSums:
     def __init__(self) -> None:
         self._of: dict[int, _Accumulator] = {}
 
-    def open(self, unit: UnitSpec, plane: Tensor) -> None:
-        """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on."""
-        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set())
+    def open(self, unit: UnitSpec, plane: Tensor, touched: AbstractSet[int] = frozenset()) -> None:
+        """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on.
+
+        Args:
+            unit: the unit.
+            plane: where.
+            touched: positions of the tensors of which ``plane`` holds a sum already.
+        """
+        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set(touched))
+
+    def is_open(self, unit: int) -> bool:
+        """Whether gradients of ``unit`` are being summed."""
+        return unit in self._of
 
     def close(self, unit: int) -> frozenset[int]:
         """Stop, and return the positions of the tensors that received a gradient."""
@@ -84,10 +95,11 @@ class GradientSums:
                 return
             parameter.grad = None
             held = self._of[unit]
+            view = held.views[position]
             if position in held.touched:
-                held.views[position].add_(gradient)
+                view.add_(gradient.to(view.device))  # of the rest it may come from another worker's device
             else:
-                held.views[position].copy_(gradient)
+                view.copy_(gradient)
                 held.touched.add(position)
 
         return add

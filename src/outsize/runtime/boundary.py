@@ -42,21 +42,29 @@ class _Boundary(torch.autograd.Function):
         return None, None, None, None
 
 
+def box_of(tensor: Tensor) -> tuple[Gradients, int] | None:
+    """The box and the position in it where a gradient of ``tensor`` ends; None where other code comes before."""
+    node = tensor.grad_fn
+    box = getattr(node, "box", None)
+    return (box, node.position) if isinstance(box, Gradients) else None  # type: ignore[union-attr]
+
+
 def is_differentiable(value: object) -> bool:
     """Whether ``value`` is a tensor that can carry a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def hand_out(outputs: Any, *, tracked: bool) -> tuple[Any, Gradients]:
+def hand_out(outputs: Any, *, tracked: bool, box: Gradients | None = None) -> tuple[Any, Gradients]:
     """Return ``outputs`` cut from their history, and the box that will hold their gradients.
 
     Args:
         outputs: any nesting of tensors and other values, as a unit returned it.
         tracked: whether gradients are wanted at all; a frozen prefix of the model hands out plain tensors.
+        box: of an earlier call for the same outputs, where they come a second time; None makes one.
     """
     leaves, structure = pytree.tree_flatten(outputs)
     tensors = [leaf.detach() if is_differentiable(leaf) else leaf for leaf in leaves]
-    box = Gradients(len(leaves))
+    box = Gradients(len(leaves)) if box is None else box
     if tracked:
         anchor = torch.zeros((), requires_grad=True)
         with torch.enable_grad():

@@ -7,7 +7,7 @@ Three short lengths are run, and `extrapolate` goes on from there.
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.binding import TORCH_DTYPE, Binder
 from outsize.runtime.boundary import hand_out, is_differentiable
 from outsize.runtime.extrapolate import Trace, extrapolate
+from outsize.runtime.glue_use import GlueUses, units_that_share
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
@@ -35,6 +36,7 @@ class Measured:
         boundary_bytes: per unit, what it receives and what must be kept for its backward.
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
+        output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
             stay on the device.
@@ -42,16 +44,21 @@ class Measured:
         shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
         graph_matters: whether a unit computes other bits when it makes a graph, as with kernels that are chosen by
             whether a mask needs a gradient; then a forward must make one too, to be what a resident forward is.
+        rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
+        draws_random: whether units, or the code between them, draw random numbers.
     """
 
     boundary_bytes: tuple[int, ...]
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    output_bytes: int
     held_bytes: int
     inputs_shared: bool
     plain_head: bool
     shifted: bool
     graph_matters: bool
+    rest_users: frozenset[int] = frozenset()
+    draws_random: bool = True
 
 
 class _Discard:
@@ -135,10 +142,13 @@ class _Row:
     shared: bool
     plain: bool
     glue: int = 0
+    output: int = 0
     chunk_tokens: tuple[int, ...] = ()
     chunk: tuple[Trace, ...] = ()
     shifted: bool = True
     graph_matters: bool = False
+    rest_users: set[int] = field(default_factory=set)
+    random: bool = False
 
 
 class _Pass:
@@ -157,6 +167,7 @@ class _Pass:
         self._chunk_tokens = chunk_tokens
         self._known: dict[Any, tuple[Trace, Trace, Any]] = {}
         self._row = _Row([], [], [], 0, False, False)
+        self._uses = GlueUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> _Row:
         live = LiveBytes(weights)
@@ -171,7 +182,7 @@ class _Pass:
                     if unit == last:
                         handed = sum(t.untyped_storage().nbytes() for t in _tensors(outputs))
                         self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
-                    call = walk.advance(outputs)
+                    call = self._advance(walk, unit, outputs)
                     if not isinstance(call, UnitCall) or call.unit != unit:
                         raise ModelError(
                             f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
@@ -189,7 +200,20 @@ class _Pass:
             live.forget()
         pointers = [tensor.untyped_storage().data_ptr() for tensor in storages]
         self._row.shared = len(set(pointers)) < len(pointers) or several
+        self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
         return self._row
+
+    def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
+        """Go on to ``unit``, and note what the model's own code uses on the way."""
+        self._uses.unit = unit
+        state = torch.get_rng_state()
+        with self._uses:
+            call = walk.advance(outputs)
+        self._note_random(state)
+        return call
+
+    def _note_random(self, before: Tensor) -> None:
+        self._row.random |= not torch.equal(before, torch.get_rng_state())
 
     def _receive(self, call: UnitCall) -> list[Tensor]:
         leaves = pytree.tree_leaves((call.args, call.kwargs))
@@ -210,6 +234,7 @@ class _Pass:
             with torch.no_grad():
                 outputs = self._forwards[unit](*call.args, **call.kwargs)
             forward = live.since(before)
+            self._note_random(state)
             torch.set_rng_state(state)
             before = live.restart()
             same = self._backward(unit, call, outputs)
@@ -243,9 +268,14 @@ class _Pass:
         before, glue = live.now, live.peak - live.now
         forward = self._forwards[unit]
         with torch.no_grad():
-            outputs = pytree.tree_map_only(Tensor, _like, forward(*call.args, **call.kwargs))
-            ending = walk.advance(outputs)
+            state = torch.get_rng_state()
+            made = forward(*call.args, **call.kwargs)
+            self._note_random(state)
+            outputs = pytree.tree_map_only(Tensor, _like, made)
+            del made
+            ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
+            self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
             self._row.plain = self._is_plain(outputs, ending.output)
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
@@ -348,9 +378,12 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
+        output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
         plain_head=rows[0].plain,
         shifted=rows[0].shifted,
         graph_matters=any(row.graph_matters for row in rows),
+        rest_users=frozenset().union(*(row.rest_users for row in rows)),
+        draws_random=any(row.random for row in rows),
     )

@@ -1,6 +1,8 @@
 """What the ops of one step share: its number, its microbatches, its learning rate, and what they find out."""
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,8 @@ from torch import Tensor
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.microbatch import MicrobatchRun
+
+COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.RECOMPUTE, Kind.BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,15 @@ class StepContext:
         gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
         coefficient: what gradients are multiplied by before the update; None for nothing.
         skipped: whether CLIP decided that this step changes no weight.
+        program: which of the programs that take turns this step follows.
+        brought: how often the gradient of each unit has come home; in stages, once for every round.
+        fetched: how often the input of each unit for each microbatch has been fetched.
+        below: sizes of what lies below the workers, by unit, microbatch and kind.
+        ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
+        keeps: whether a backward will follow; without one nothing is kept of a forward.
+        slots: see `slots_used`, where the program is not the plan's own.
+        outputs: what the model returned, by microbatch, where the step is cut.
+        output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
     """
 
     number: int
@@ -58,6 +71,15 @@ class StepContext:
     gradient_norm: float | None = None
     coefficient: Tensor | None = None
     skipped: bool = False
+    program: int = 0
+    brought: Counter[int] = field(default_factory=Counter)
+    fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
+    below: dict[tuple[int | None, int | None, str], list[int]] = field(default_factory=dict)
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    keeps: bool = True
+    slots: Mapping[Op, Mapping[int, int]] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
 
     def loss(self) -> float:
         """Loss of the step: the sum over microbatches, each already weighted by its targets."""
@@ -65,16 +87,16 @@ class StepContext:
 
 
 def slots_used(program: Program) -> dict[Op, dict[int, int]]:
-    """For each F, FB and B of ``program``: the slot of each unit that lies in one at that point."""
-    slots: dict[int, int] = {}
+    """For each F, FB, R and B of ``program``: the slot of each unit that lies with its worker at that point."""
+    slots: defaultdict[int | None, dict[int, int]] = defaultdict(dict)
     found: dict[Op, dict[int, int]] = {}
     for op in program.ops:
         if op.unit is None:
             continue
         if op.kind is Kind.LOAD and op.slot is not None:
-            slots[op.unit] = op.slot
+            slots[op.worker][op.unit] = op.slot
         elif op.kind is Kind.FREE:
-            slots.pop(op.unit, None)
-        elif op.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD):
-            found[op] = dict(slots)
+            slots[op.worker].pop(op.unit, None)
+        elif op.kind in COMPUTE_KINDS:
+            found[op] = dict(slots[op.worker])
     return found

@@ -1,7 +1,7 @@
 """Devices behind one contract: where slots lie, how bytes get there, and what it means that an op is done.
 
 * ``cpu``: the device's memory is RAM. An op is done when its function returns.
-* ``emulated:N``: N workers on the CPU whose link is throttled, for tests and dry runs.
+* ``emulated:N``: N workers on the CPU whose links are throttled, for tests and dry runs.
 * ``cuda:i``: each lane has a stream. An op is done on the host when it is enqueued and on the device when the event
   recorded after it has passed; a lane with a stream waits for the event on its stream, a host lane on its thread.
 """
@@ -9,7 +9,8 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +56,14 @@ class Device(ABC):
         """Return when a mark passed, on the clock of `time.perf_counter`; only for marks that have."""
         raise NotImplementedError(f"{self.name} has no marks")
 
+    def link(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Context of a copy of ``num_bytes`` that is not made by `copy`; takes as long as the link would."""
+        return nullcontext()
+
+    def behind(self, lane: str) -> AbstractContextManager[Any]:
+        """Context in which another thread runs work in order with ``lane``."""
+        return nullcontext()
+
     def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
 
@@ -74,15 +83,21 @@ class CpuDevice(Device):
         name: as in the configuration.
         ledger: where its memory is reserved.
         limit: of the process's resident memory; None where it is nobody's promise.
+        tier: of the ledger.
     """
 
     def __init__(
-        self, name: str = "cpu", ledger: Ledger | None = None, limit: ResidentLimit | None = None
+        self,
+        name: str = "cpu",
+        ledger: Ledger | None = None,
+        limit: ResidentLimit | None = None,
+        *,
+        tier: str = "device",
     ) -> None:
         self.name = name
         self._limit = limit
         self.torch_device = torch.device("cpu")
-        self._arena = Arena(ledger=ledger, tier="device")
+        self._arena = Arena(ledger=ledger, tier=tier)
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
         """See `Device.allocate`."""
@@ -101,24 +116,49 @@ class EmulatedDevice(CpuDevice):
     """A worker on the CPU behind a link of a given rate, one copy per direction at a time.
 
     Args:
-        name: ``emulated:N``.
+        name: for messages.
         ledger: where its memory is reserved.
         link_bytes_per_s: rate of the link in each direction; None for an unthrottled one.
+        tier: of the ledger.
+        slowdown: how many times as long as on this machine a computation takes, at least 1.
     """
 
     def __init__(
-        self, name: str, ledger: Ledger | None = None, link_bytes_per_s: float | None = None
+        self,
+        name: str,
+        ledger: Ledger | None = None,
+        link_bytes_per_s: float | None = None,
+        *,
+        tier: str = "device",
+        slowdown: float = 1.0,
     ) -> None:
-        super().__init__(name, ledger)
+        super().__init__(name, ledger, tier=tier)
         self._rate = link_bytes_per_s
+        self._slowdown = slowdown
         self._never = threading.Event()
+
+    @contextmanager
+    def _slowly(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._never.wait((time.perf_counter() - started) * (self._slowdown - 1.0))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See `Device.computing`; takes as long as the emulated device would."""
+        return nullcontext() if self._slowdown == 1.0 else self._slowly()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy, and take as long as the emulated link would."""
+        with self.link(into.nbytes):
+            into.copy_(source)
+
+    @contextmanager
+    def link(self, num_bytes: int) -> Iterator[None]:
+        """See `Device.link`."""
         started = time.perf_counter()
-        into.copy_(source)
+        yield
         if self._rate is not None:
-            remaining = into.nbytes / self._rate - (time.perf_counter() - started)
+            remaining = num_bytes / self._rate - (time.perf_counter() - started)
             if remaining > 0:
                 self._never.wait(remaining)
 
@@ -126,7 +166,7 @@ class EmulatedDevice(CpuDevice):
 class CudaDevice(Device):
     """One CUDA device; a stream for each lane that touches it."""
 
-    def __init__(self, index: int, ledger: Ledger | None = None) -> None:
+    def __init__(self, index: int, ledger: Ledger | None = None, *, tier: str = "device") -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
             raise ConfigError(
                 f"memory.device is cuda:{index}, but torch sees {torch.cuda.device_count()} CUDA devices; "
@@ -137,6 +177,7 @@ class CudaDevice(Device):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._held: list[Tensor] = []
         self._ledger = ledger
+        self._tier = tier
         self._reservations: list[Reservation] = []
         with torch.cuda.device(self.torch_device):
             self._origin = _event()
@@ -147,7 +188,7 @@ class CudaDevice(Device):
     def allocate(self, num_bytes: int, what: str) -> Tensor:
         """See `Device.allocate`; torch's CUDA allocator aligns to 512 bytes, which is enough for DMA."""
         if self._ledger is not None:
-            self._reservations.append(self._ledger.reserve("device", what, num_bytes))
+            self._reservations.append(self._ledger.reserve(self._tier, what, num_bytes))
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         self._held.append(tensor)
         return tensor
@@ -157,8 +198,16 @@ class CudaDevice(Device):
         if not name.startswith(("compute", "up", "down")):
             return nullcontext()
         torch.cuda.set_device(self.torch_device)
-        stream = self._streams[name] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(stream)
+        return torch.cuda.stream(self._stream(name))
+
+    def behind(self, lane: str) -> AbstractContextManager[Any]:
+        """See `Device.behind`."""
+        return torch.cuda.stream(self._stream(lane))
+
+    def _stream(self, lane: str) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        return self._streams[lane]
 
     def record(self, lane: str) -> torch.cuda.Event | None:
         """See `Device.record`."""
@@ -209,14 +258,17 @@ def open_device(
     ledger: Ledger | None = None,
     link_bytes_per_s: float | None = None,
     limit: ResidentLimit | None = None,
+    *,
+    tier: str = "device",
 ) -> Device:
-    """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N``, ``cuda`` or ``cuda:i``.
+    """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N`` (one of them), ``cuda`` or ``cuda:i``.
 
     Args:
         name: of the device.
-        ledger: where the device's memory is reserved, in tier ``device``.
+        ledger: where the device's memory is reserved.
         link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
         limit: where the device is the CPU, the limit of the process's resident memory.
+        tier: of the ledger.
 
     Raises:
         ConfigError: no such device.
@@ -226,9 +278,9 @@ def open_device(
         raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
     match kind:
         case "cpu" if not index:
-            return CpuDevice(ledger=ledger, limit=limit)
+            return CpuDevice(ledger=ledger, limit=limit, tier=tier)
         case "emulated":
-            return EmulatedDevice(name, ledger, link_bytes_per_s)
+            return EmulatedDevice(name, ledger, link_bytes_per_s, tier=tier)
         case "cuda":
-            return CudaDevice(int(index or 0), ledger)
+            return CudaDevice(int(index or 0), ledger, tier=tier)
     raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")

@@ -8,7 +8,7 @@ program keep every weight exact.
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,16 +22,19 @@ from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
 from outsize.planner.ops import Kind, Op
 from outsize.planner.plan import Plan
+from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
-from outsize.runtime.binding import Binder, GradientSums
 from outsize.runtime.commits import CommitOps, Describe
-from outsize.runtime.compute import ComputeOps, LossSettings
-from outsize.runtime.context import StepContext
+from outsize.runtime.compute import ComputeOps
+from outsize.runtime.context import COMPUTE_KINDS, StepContext
+from outsize.runtime.crew import Worker, make_crew, make_single
 from outsize.runtime.device import Device
 from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
+from outsize.runtime.handover import HandoverOps
+from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.stepping import OptimizerOps
 from outsize.runtime.storing import Sink, StoreOps
 from outsize.runtime.weights import WeightOps
@@ -45,6 +48,7 @@ STORE_LANE, STORE_NICENESS = "store", 10
 SHOWN_OPS = 8
 # A handler by the kind of an op, and whether it concerns a tile.
 HandlerTable = dict[tuple[Kind, bool], Callable[[Op, Any], None]]
+RunOp = Callable[[HandlerTable, Op, Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class EngineSettings:
         seed: of dropout and other randomness.
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
         num_threads: compute threads of each lane that computes.
+        draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
         observe_gradient: sees each gradient before it leaves the device.
         describe: what a home that commits is told of each step.
     """
@@ -70,6 +75,7 @@ class EngineSettings:
     seed: int = 0
     graph_in_forward: bool = False
     num_threads: int | None = None
+    draws_random: bool = True
     observe_gradient: GradientObserver | None = None
     describe: Describe = lambda _: {}
 
@@ -111,62 +117,73 @@ class Engine:
         self.plan = plan
         self._split = split
         self._settings = settings
+        self.num_submitted = 0
         layout = plan.layout
-        slots = [device.allocate(size, "slot") for size in (*layout.slot_bytes, *plan.resident_slot_bytes)]
-        sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
-        self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
-        # Between steps, all of this memory is free for others: whole units are read and written through it.
-        self.buffers = (*slots, *self.accumulators, *host_buffers)
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
         spec = split.spec
-        sums = GradientSums()
-        self._binder = Binder(split, sums)
-        self.weights = WeightOps(spec, device, home, slots, host_buffers)
-        self.gradients = GradientOps(
-            spec,
-            device,
-            home,
-            sums,
-            self.accumulators,
-            host_buffers,
-            parameter_order={name: i for i, (name, _) in enumerate(split.model.named_parameters())},
-            max_grad_norm=settings.max_grad_norm,
-            clips=layout.clip,
-            skip_nonfinite=settings.skip_nonfinite,
-            observe=settings.observe_gradient,
-        )
+        crew = make_crew if layout.stages is not None else make_single
+        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings)
+        self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
+        slots = [plane for worker in self._crew.workers for plane in worker.slots]
+        # Between steps, all of this memory is free for others: whole units are read and written through it.
+        self.buffers = (*slots, *self.accumulators, *host_buffers)
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
         store_buffer = (
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
         )
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self._commits = CommitOps(home, settings.describe)
-        self.activations = ActivationOps(device, scratch)
-        self._compute = ComputeOps(
-            split,
-            boundaries.forwards,
-            self._binder,
-            device,
-            LossSettings(settings.chunk_tokens),
-            settings.seed,
-            plan.program,
-            layout.first_backward,
-            self.weights,
-            settings.graph_in_forward,
-        )
         self._last: StepHandle | None = None
+        self._num_begun = 0
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
-        around = partial(_lane_thread, self._compute, settings.num_threads)
-        self._executor = Executor(device, lane_of, partial(run_op, self._table()), hazards, around)
+        computes = [worker.compute for worker in self._crew.workers]
+        around = partial(_lane_thread, computes, settings.num_threads)
+        tables = tuple(self._table(worker) for worker in self._crew.workers)
+        self._executor = Executor(device, lane_of, partial(_on_worker, run_op, tables), hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
-        tasks = self._executor.submit(self.plan.program.ops, context)
-        kinds = {Kind.CLIP} if self.plan.layout.clip else _COMPUTE_KINDS | {Kind.GRAD}
+        programs = self.plan.programs
+        context.program = self._num_begun % len(programs)
+        self._num_begun += 1
+        tasks = self._executor.submit(programs[context.program].ops, context)
+        kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD}
         self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
         return self._last
+
+    def submit(self, program: Program, context: StepContext) -> StepHandle:
+        """Submit another program than the plan's, made for the same layout; returns at once."""
+        self.num_submitted += 1
+        tasks = self._executor.submit(program.ops, context)
+        self._last = StepHandle(context, tasks, tasks)
+        return self._last
+
+    def settle(self) -> None:
+        """Return when the program submitted last is done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        if self._last is not None:
+            self._executor.wait(self._last.tasks)
+            self._last = None
+
+    def forget_saved(self, number: int) -> None:
+        """Free what was saved of activations for the step of that number, and will not be fetched."""
+        if isinstance(self.activations, ActivationOps):
+            self.activations.forget(number)
+
+    def let_go(self) -> None:
+        """Give the modules their own parameters back until the next op computes; between programs only."""
+        self._crew.workers[0].compute.let_go()
+
+    def recover(self) -> None:
+        """After an op has failed: end the lanes, let go of all that was under way, and be ready for another program."""
+        self._last = None
+        self._executor.close()
+        self._crew.workers[0].compute.let_go()
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.
@@ -232,25 +249,47 @@ class Engine:
     def close(self) -> None:
         """End the lanes and take the parameters out of the model; idempotent."""
         self._executor.close()
-        self._binder.close()
+        self._crew.close()
         self._last = None
 
-    def _table(self) -> HandlerTable:
+    def link_bytes(self) -> tuple[int, int]:
+        """Bytes that went up to workers and down from them so far."""
+        ups = [w.weights.bytes_up + w.activations.bytes_up + w.gradients.bytes_up for w in self._crew.workers]
+        downs = [w.gradients.bytes_down + w.activations.bytes_down for w in self._crew.workers]
+        return sum(ups), sum(downs)
+
+    @property
+    def weights(self) -> WeightOps:
+        """LOADs of worker 0."""
+        return self._crew.workers[0].weights
+
+    @property
+    def gradients(self) -> GradientOps:
+        """Gradients of worker 0."""
+        return self._crew.workers[0].gradients
+
+    @property
+    def activations(self) -> ActivationOps | HandoverOps:
+        """What worker 0 has moved of activations."""
+        return self._crew.workers[0].activations
+
+    def _table(self, worker: Worker) -> HandlerTable:
         """Which handler runs an op, by its kind and whether it concerns a tile."""
-        return {
-            (Kind.LOAD, False): self.weights.load,
-            (Kind.READ, False): self.weights.read,
+        table: HandlerTable = {
+            (Kind.LOAD, False): worker.weights.load,
+            (Kind.READ, False): worker.weights.read,
             (Kind.FREE, False): _nothing,
-            (Kind.ACC, False): self.gradients.accumulate,
-            (Kind.FORWARD, False): self._compute.forward,
-            (Kind.FORWARD_BACKWARD, False): self._compute.forward_backward,
-            (Kind.BACKWARD, False): self._compute.backward,
-            (Kind.SAVE, False): self.activations.save,
-            (Kind.FETCH, False): self.activations.fetch,
-            (Kind.NORM, False): self.gradients.norm,
-            (Kind.GRAD, False): self.gradients.bring_home,
-            (Kind.WRITE, False): self.gradients.write,
-            (Kind.CLIP, False): self.gradients.clip,
+            (Kind.ACC, False): worker.gradients.accumulate,
+            (Kind.SUM, False): worker.gradients.sum_on,
+            (Kind.FORWARD, False): worker.compute.forward,
+            (Kind.FORWARD_BACKWARD, False): worker.compute.forward_backward,
+            (Kind.BACKWARD, False): worker.compute.backward,
+            (Kind.SAVE, False): worker.activations.save,
+            (Kind.FETCH, False): worker.activations.fetch,
+            (Kind.NORM, False): worker.gradients.norm,
+            (Kind.GRAD, False): worker.gradients.bring_home,
+            (Kind.WRITE, False): worker.gradients.write,
+            (Kind.CLIP, False): worker.gradients.clip,
             (Kind.STEP, False): self.optimizer.step,
             (Kind.STEP, True): self.optimizer.step,
             (Kind.READ, True): self.optimizer.read,
@@ -258,6 +297,11 @@ class Engine:
             (Kind.COMMIT, False): self._commits.commit,
             (Kind.STORE, False): self._storing.store,
         }
+        if isinstance(worker.compute, StagedComputeOps) and isinstance(worker.activations, HandoverOps):
+            table[Kind.RECOMPUTE, False] = worker.compute.recompute
+            table[Kind.SEND, False] = worker.activations.send
+            table[Kind.RECV, False] = worker.activations.receive
+        return table
 
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:
@@ -265,8 +309,12 @@ def run_op(table: HandlerTable, op: Op, context: Any) -> None:
     table[op.kind, op.tile is not None](op, context)
 
 
+def _on_worker(run: RunOp, tables: Sequence[HandlerTable], op: Op, context: Any) -> None:
+    run(tables[op.worker or 0], op, context)
+
+
 @contextlib.contextmanager
-def _lane_thread(compute: ComputeOps, num_threads: int | None, lane: str) -> Iterator[None]:
+def _lane_thread(computes: list[ComputeOps], num_threads: int | None, lane: str) -> Iterator[None]:
     """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
     if num_threads is not None and lane.startswith(("compute", "host")):
         torch.set_num_threads(num_threads)
@@ -277,10 +325,7 @@ def _lane_thread(compute: ComputeOps, num_threads: int | None, lane: str) -> Ite
         yield
     finally:
         if lane.startswith("compute"):
-            compute.close()
-
-
-_COMPUTE_KINDS = {Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD}
+            computes[int(lane.rpartition(":w")[2])].close()
 
 
 def _nothing(op: Op, context: StepContext) -> None:

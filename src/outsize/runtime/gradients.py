@@ -1,7 +1,8 @@
-"""ACC, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
+"""ACC, SUM, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from outsize.runtime.binding import GradientSums, tensor_views
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.weights import typed_plane
+from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 
 GradientObserver = Callable[[int, frozenset[int], Tensor], None]
@@ -35,6 +37,7 @@ class GradientOps:
             gradient before it steps.
         skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
+        times_home: how often the gradient of a unit comes home in a step, where that is more than once.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class GradientOps:
         clips: bool,
         skip_nonfinite: bool,
         observe: GradientObserver | None = None,
+        times_home: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        self._times_home = times_home
         self._spec = spec
         self._device = device
         self._home = home
@@ -65,6 +70,7 @@ class GradientOps:
         self._observe = observe
         self._plane_of: dict[int, Tensor] = {}
         self.bytes_down = 0
+        self.bytes_up = 0
 
     def accumulate(self, op: Op, context: StepContext) -> None:
         """ACC: from now on this accumulator sums the gradient of the unit."""
@@ -74,6 +80,28 @@ class GradientOps:
         plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
         self._plane_of[op.unit] = plane
         self._sums.open(unit, plane)
+
+    def sum_on(self, op: Op, context: StepContext) -> None:
+        """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added.
+
+        `StepContext.touched` says of which tensors there is one.
+        """
+        assert op.unit is not None
+        assert op.slot is not None
+        unit = self._spec.units[op.unit]
+        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
+        self._plane_of[op.unit] = plane
+        if isinstance(self._home, HostHome):
+            self._device.copy(plane, self._home.view(op.unit, "gradient"))
+        elif plane.device.type == "cpu":
+            self._home.read(op.unit, "gradient", 0, plane)
+        else:
+            with Arena() as arena:
+                staged = arena.take(plane.nbytes, "gradient on its way up").view(plane.dtype)
+                self._home.read(op.unit, "gradient", 0, staged)
+                plane.copy_(staged)
+        self.bytes_up += plane.nbytes
+        self._sums.open(unit, plane, context.touched[op.unit])
 
     def norm(self, op: Op, context: StepContext) -> None:
         """NORM: one norm for each tensor of the unit, where the gradient lies."""
@@ -86,10 +114,13 @@ class GradientOps:
         assert op.unit is not None
         plane = self._plane_of.pop(op.unit)
         context.touched[op.unit] = self._sums.close(op.unit)
-        if not self._clips and not context.skipped:
+        context.brought[op.unit] += 1
+        whole = context.brought[op.unit] == self._times_home.get(op.unit, 1)
+        # A pass without losses of its own is judged by the caller, see `planner.cut`.
+        if whole and not self._clips and context.losses and not context.skipped:
             self._check(context)
             self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
-        if self._observe is not None:
+        if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
         self.bytes_down += plane.nbytes
         if op.buffer is not None:
@@ -120,6 +151,7 @@ class GradientOps:
             if position in context.touched[unit]
         ]
         ordered = [norm / context.loss_scale for _, norm in sorted(norms, key=lambda pair: pair[0])]
+        ordered = [norm.to(ordered[0].device) for norm in ordered]
         total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
         context.gradient_norm = total.item()
         context.coefficient = (coefficient / context.loss_scale).cpu()

@@ -14,6 +14,7 @@ The next unit's arguments come into being only when it is about to run, so glue 
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,11 @@ from outsize.runtime.boundary import Gradients, hand_out, is_differentiable
 
 Forward = Callable[..., Any]
 Reseed = Callable[[int, bool], None]
+Ambient = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
-class _Visit:
+class Visit:
     """A unit called by the model: its arguments, and the gradients of what it returned.
 
     Attributes:
@@ -46,10 +48,12 @@ class _Visit:
     box: Gradients
 
     def call(self, forward: Forward) -> Any:
+        """Run the unit on its arguments."""
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         return forward(*args, **kwargs)
 
     def track_inputs(self) -> None:
+        """Make the arguments that carry gradients leaves of a graph."""
         for position in self.sources:
             self.leaves[position] = self.leaves[position].detach().requires_grad_()
 
@@ -62,14 +66,24 @@ class MicrobatchRun:
         inputs: keyword arguments of its forward.
         tracked: for each unit, whether its outputs can carry a gradient (something trainable at or before it).
         reseed: called as ``reseed(unit, is_glue)`` before each piece of code that may draw random numbers.
+        graph: whether the model's own code makes a graph for a backward.
+        ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Any], tracked: tuple[bool, ...], reseed: Reseed
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        tracked: tuple[bool, ...],
+        reseed: Reseed,
+        graph: bool = True,
+        ambient: Ambient = nullcontext,
     ) -> None:
+        self._graph = graph
+        self._ambient = ambient
         self.inputs = inputs
         self._walk = Walk(model, inputs)
-        self._visits: dict[int, _Visit] = {}
+        self._visits: dict[int, Visit] = {}
         self._tracked = tracked
         self._reseed = reseed
         self._waiting: Any = None
@@ -89,7 +103,7 @@ class MicrobatchRun:
         if graph:
             visit.track_inputs()
         before = [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]
-        with torch.set_grad_enabled(graph):
+        with self._ambient(), torch.set_grad_enabled(graph):
             self._reseed(unit, False)
             outputs = visit.call(forward)
         if before != [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]:
@@ -98,6 +112,18 @@ class MicrobatchRun:
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
         self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+
+    def finish(self, unit: int) -> Any:
+        """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history.
+
+        Raises:
+            ModelError: the model calls a unit again.
+        """
+        waiting, self._waiting = self._waiting, None
+        ending = self._advance(unit + 1, waiting)
+        if not isinstance(ending, Finished):
+            raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
+        return ending.output
 
     def head_input(self, unit: int) -> Tensor:
         """Bring the model to its last unit and return the tensor that it is called with, cut from its history."""
@@ -110,9 +136,9 @@ class MicrobatchRun:
 
     def backward_from_head_input(self, unit: int, gradient: Tensor) -> None:
         """Go on backward from the gradient of `head_input`; the model's own code after the head never runs."""
-        self._walk.close()
+        self._end_walk()
         visit = self._visits.pop(unit)
-        _pull(visit.sources.values(), [gradient] * len(visit.sources))
+        self._pull(list(visit.sources.values()), [gradient] * len(visit.sources))
 
     def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
         """Run the last unit with a graph, finish the model's forward, and go backward from its loss.
@@ -128,12 +154,8 @@ class MicrobatchRun:
         with torch.enable_grad():
             self._reseed(unit, False)
             outputs = visit.call(forward)
-            handed, visit.box = hand_out(outputs, tracked=self._tracked[unit])
-            self._reseed(unit + 1, True)
-            ending = self._walk.advance(handed)
-            if not isinstance(ending, Finished):
-                raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
-            loss = loss_of(ending.output) / divisor
+            self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+            loss = loss_of(self.finish(unit)) / divisor
         if math.isinf(divisor):  # no target: the mean over nothing is NaN, and weighs nothing
             return torch.zeros_like(loss)
         if loss.requires_grad:
@@ -148,7 +170,7 @@ class MicrobatchRun:
             del self._visits[unit]
             return
         visit.track_inputs()
-        with torch.enable_grad():
+        with self._ambient(), torch.enable_grad():
             self._reseed(unit, False)
             outputs = visit.call(forward)
         self._descend(unit, outputs)
@@ -168,15 +190,22 @@ class MicrobatchRun:
 
     def close(self) -> None:
         """Let go of everything; idempotent."""
-        self._walk.close()
+        self._end_walk()
         self._visits.clear()
         self._waiting = None
 
-    def _arrive(self, unit: int) -> _Visit:
-        waiting, self._waiting = self._waiting, None
-        with torch.enable_grad():
+    def _end_walk(self) -> None:
+        self._walk.close()
+
+    def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
+        """Run the model's own code up to ``unit``."""
+        with self._ambient(), torch.set_grad_enabled(self._graph):
             self._reseed(unit, True)
-            call = self._walk.advance(waiting)
+            return self._walk.advance(outputs)
+
+    def _arrive(self, unit: int) -> Visit:
+        waiting, self._waiting = self._waiting, None
+        call = self._advance(unit, waiting)
         if not isinstance(call, UnitCall) or call.unit != unit:
             came = f"unit {call.unit}" if isinstance(call, UnitCall) else "the end of its forward"
             raise ModelError(
@@ -201,7 +230,12 @@ class MicrobatchRun:
         sources = [(s, visit.leaves[p].grad) for p, s in visit.sources.items()]
         arrived = [(source, gradient) for source, gradient in sources if gradient is not None]
         visit.leaves.clear()
-        _pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
+        self._pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
+
+    def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+        """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
+        if tensors:
+            torch.autograd.backward(tensors, gradients, retain_graph=True)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -218,7 +252,7 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _visit(call: UnitCall) -> _Visit:
+def _visit(call: UnitCall) -> Visit:
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     sources: dict[int, Tensor] = {}
     for position, leaf in enumerate(leaves):
@@ -226,11 +260,4 @@ def _visit(call: UnitCall) -> _Visit:
             if leaf.requires_grad:
                 sources[position] = leaf
             leaves[position] = leaf.detach()
-    return _Visit(leaves, structure, sources, Gradients(0))
-
-
-def _pull(tensors: Any, gradients: list[Tensor]) -> None:
-    """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
-    tensors = list(tensors)
-    if tensors:
-        torch.autograd.backward(tensors, gradients, retain_graph=True)
+    return Visit(leaves, structure, sources, Gradients(0))

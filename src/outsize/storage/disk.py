@@ -111,7 +111,7 @@ class DirectFile:
         if refusal is not None:
             _log.warning("%s: no direct I/O here (%s); buffered I/O costs more CPU", path, refusal)
         if temporary:
-            files.system().unlink(self.path)
+            self._forget_name()
         self._idle = threading.Condition()
         self._num_active = 0
         self._closed = False
@@ -255,7 +255,10 @@ class DirectFile:
     def _drop_cache(self, views: Sequence[tuple[memoryview, int]], *, written: bool) -> None:
         """Keep the page cache small: only clean pages can be dropped, so written ones go to disk first."""
         if written:
-            files.system().fdatasync(self._descriptor)
+            try:
+                files.system().fdatasync(self._descriptor)
+            except OSError as error:
+                raise explain(error, f"write {self.path} out of the page cache") from error
         for view, offset in views:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
@@ -269,6 +272,14 @@ class DirectFile:
                 write_s=former.write_s + write_s,
                 num_buffered_fallbacks=former.num_buffered_fallbacks,
             )
+
+    def _forget_name(self) -> None:
+        try:
+            files.system().unlink(self.path)
+        except OSError as error:
+            files.system().close(self._descriptor)
+            self._release()
+            raise explain(error, f"remove the name of {self.path}") from error
 
     def _release(self) -> None:
         if self._reservation:

@@ -19,6 +19,7 @@ import xxhash
 
 from outsize import files
 from outsize.errors import StorageError
+from outsize.model.spec import PLANE_ELEMENTS
 from outsize.storage.prealloc import explain
 
 VERSION = 1
@@ -109,14 +110,21 @@ def unpack(data: memoryview) -> Record | None:
         record = Record(
             sequence=sequence,
             state=dict(head["state"]),
-            granule_elements=int(head["granule_elements"]),
+            granule_elements=_granule(head["granule_elements"]),
             layout=str(head["layout"]),
             sides=np.frombuffer(data[at : at + num_granules], np.uint8).copy(),
             checksums=np.frombuffer(data[at + num_granules : end], "<u8").astype(np.uint64),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _BadRecordError(f"its text cannot be read: {error!r}") from error
     return record
+
+
+def _granule(num_elements: Any) -> int:
+    """Return the elements of a granule if they are such a number."""
+    if type(num_elements) is not int or num_elements < PLANE_ELEMENTS or num_elements & (num_elements - 1):
+        raise ValueError(f"granules of {num_elements!r} elements")
+    return num_elements
 
 
 def has_commit(path: Path) -> bool:

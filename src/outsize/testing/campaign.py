@@ -5,6 +5,7 @@ that says what was, after which the same run, resumed on a sound machine, ends b
 leaves no thread, no open file and no half-written name, and the next run in the same process is as good as any.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.config import Config
-from outsize.errors import OutsizeError
-from outsize.testing.faults import Fault, Key, Layer, Operation, faults_of, layered
+from outsize.errors import ExecutionError, OutsizeError
+from outsize.testing.faults import LANE, Fault, Key, Layer, Operation, faults_of, layered
 from outsize.testing.tiny import tiny_run
 from outsize.train.run import train
 
 # What a run writes under another name first, or under a name that is gone at once.
-HALF_WRITTEN = ("*.partial*", "*.former*", ".writing*", "home.bin", "activations.bin")
+HALF_WRITTEN = ("*.partial*", "*.former*", ".writing*", "activations.bin")
+# Files with checksums over all that is read of them.
+CHECKED = ("home.bin",)
 JOIN_TIMEOUT_S = 5.0
 
 Point = tuple[Key, Fault]
@@ -151,13 +154,26 @@ def _open_files() -> dict[str, str]:
     return found
 
 
+SCENARIOS = ("host", "disk", "resume", "home")
+
+
 def scenario(name: str, root: Path) -> Campaign:
-    """A tiny run to put faults into: ``host`` or ``disk`` from the start, ``resume`` from one after two steps."""
+    """A tiny run to put faults into.
+
+    ``host`` and ``disk`` start afresh; ``resume`` goes on from the checkpoint after two steps, and ``home`` from the
+    home on disk that a run has left which broke in its third.
+    """
     memory = {"home": "host" if name == "host" else "disk", "offload": True}
-    save = {"save_every": 2}
-    if name != "resume":
+    save = {"save_every": 0 if name == "home" else 2}
+    if name in ("host", "disk"):
         return Campaign(tiny_run(root, train=save, memory=memory), root)
-    train(tiny_run(root, train={"steps": 2, **save}, memory=memory))
+    if name == "resume":
+        train(tiny_run(root, train={"steps": 2, **save}, memory=memory))
+    else:
+        broken = Layer(root, {Key(LANE, "CLIP", 2, 0, 0): Fault.EXCEPTION})
+        with layered(broken), contextlib.suppress(ExecutionError):
+            train(tiny_run(root, train=save, memory=memory))
+        assert broken.sprung
     (root / "run").rename(root / "before")
     return Campaign(tiny_run(root, train={"resume": "auto", **save}, memory=memory), root, root / "before")
 
@@ -169,4 +185,4 @@ def does_harm(operation: Operation, fault: Fault) -> bool:
 
 def is_noticed(operation: Operation, fault: Fault) -> bool:
     """Whether somebody can tell: one bit of a file without a checksum is a different file, not a damaged one."""
-    return fault is not Fault.FLIP
+    return fault is not Fault.FLIP or operation.path.name in CHECKED

@@ -67,7 +67,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     path = directory / STATE
     try:
         found = json.loads(files.read_text(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     state = dict(standing.checked(found, path))
     if state.pop("crc32", None) != _crc32(state) or not _files_in(state):

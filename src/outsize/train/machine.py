@@ -9,8 +9,10 @@ import psutil
 import torch
 
 from outsize.config.schema import MemoryConfig
+from outsize.errors import ConfigError
 from outsize.hardware.spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory import Tier
+from outsize.runtime.workers import device_names
 
 # Where the device's memory is RAM it shares it with the host tier.
 CPU_DEVICE_SHARE = 0.4
@@ -23,10 +25,10 @@ class Machine:
     """The device and the budgets of one run.
 
     Attributes:
-        device: ``cpu``, ``emulated:N`` or ``cuda:i``.
+        device: ``cpu``, ``emulated:N``, ``cuda:i`` or ``cuda:i,j``.
         home: ``host`` or ``disk``.
         below: the tier next to the device, ``host`` or ``disk``.
-        device_bytes: budget of the device.
+        device_bytes: budget of the device; of each, where there are several.
         host_bytes: budget of host memory.
         disk_bytes: budget of the disk.
     """
@@ -38,11 +40,27 @@ class Machine:
     host_bytes: int
     disk_bytes: int
 
+    @property
+    def num_workers(self) -> int:
+        """Devices that compute."""
+        return len(device_names(self.device))
+
 
 def choose_device(name: str) -> str:
-    """Resolve ``auto``, ``cuda`` and ``emulated`` to one device."""
+    """Resolve ``auto``, ``cuda``, ``cuda:all`` and ``emulated``.
+
+    Raises:
+        ConfigError: ``cuda:all`` where torch sees no device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda:all":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError(
+                "memory.device is cuda:all, but torch sees no CUDA device; use --device cpu, or check the driver"
+            )
+        return "cuda:" + ",".join(map(str, range(count)))
     return {"cuda": "cuda:0", "emulated": "emulated:1"}.get(name, name)
 
 
@@ -72,7 +90,8 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
     device = choose_device(memory.device)
     available = available_ram_bytes()
     host = memory.host_memory or int(available * HOST_SHARE)
-    home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
+    fits = state_bytes <= host or len(device_names(device)) > 1  # several workers need it there
+    home: Tier = memory.home if memory.home != "auto" else "host" if fits else "disk"
     below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
     return Machine(
         device=device,
@@ -85,10 +104,11 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
 
 
 def _default_device_bytes(device: str, available: int) -> int:
+    names = device_names(device)
     if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(int(device.partition(":")[2]))
-        return int(free * DEVICE_SHARE)
-    return int(available * CPU_DEVICE_SHARE)
+        free = (torch.cuda.mem_get_info(int(name.partition(":")[2]))[0] / names.count(name) for name in names)
+        return int(min(free) * DEVICE_SHARE)
+    return int(available * CPU_DEVICE_SHARE / len(names))
 
 
 def home_file(memory: MemoryConfig, run_dir: Path) -> Path:

@@ -15,11 +15,13 @@ from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
+from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
@@ -30,6 +32,8 @@ from outsize.train.machine import Machine, choose_device, choose_dtype, describe
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
+# A length at which the operations of units are compared.
+SAMPLE_TOKENS = 1024
 # What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 # What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
@@ -192,10 +196,10 @@ def make_plan(
     memory = config.memory
     demand = Demand(
         boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=_by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=_by_kind(parts, measured.backward_bytes),
+        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
+        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=unseen_bytes + _fixed_bytes(parts.model, machine),
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine),
     )
     options = PlanOptions(
         home=machine.home,
@@ -212,12 +216,44 @@ def make_plan(
         commits=memory.commits == "step",
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
-    plan = plan_step(parts.spec, demand, budgets, options)
-    validate(plan.program, plan.layout)
+    if machine.num_workers > 1:
+        plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
+    else:
+        plan = plan_step(parts.spec, demand, budgets, options)
+    for program in plan.programs:
+        validate(program, plan.layout)
     return plan
 
 
-def _fixed_bytes(model: nn.Module, machine: Machine) -> int:
+def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:
+    """What is to be known of a model that several workers train.
+
+    Raises:
+        ConfigError: its units share activations, which one worker can do only.
+    """
+    if measured.inputs_shared:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, but units of {type(parts.model).__name__} receive "
+            "activations that other units receive too; use one device"
+        )
+    return StageOptions(
+        num_workers=machine.num_workers, forward_s=_forward_times(parts), rest_users=measured.rest_users
+    )
+
+
+def _forward_times(parts: Split) -> tuple[float, ...]:
+    """How long the forwards of units take beside each other: by their operations, or by their parameters."""
+    count = parts.spec.num_streamed
+    with contextlib.suppress(ModelError, AttributeError):
+        flops = forward_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        if len(flops) == count:
+            return flops
+    table = max((tensor.numel for unit in parts.spec.units for tensor in unit.tensors), default=1)
+    numel = [0 if unit.kind == "embedding" else unit.numel for unit in parts.spec.units[:count]]
+    return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
+
+
+def fixed_bytes(model: nn.Module, machine: Machine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
     fixed = BOUNCE_BYTES if machine.below == "disk" else 0
     if machine.device.startswith("cuda"):
@@ -225,7 +261,7 @@ def _fixed_bytes(model: nn.Module, machine: Machine) -> int:
     return fixed
 
 
-def _by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
+def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
     """The most of any unit of each kind."""
     most: dict[str, int] = {}
     for unit, size in zip(parts.spec.units, num_bytes, strict=False):

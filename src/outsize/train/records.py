@@ -33,6 +33,7 @@ class StepRecord:
         update_s: seconds of the optimizer.
         rss_bytes: resident memory of the process when the step was known.
         peak_rss_bytes: largest resident memory of the process so far.
+        data_s: seconds of the step in which it waited for its batch.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepRecord:
     update_s: float = 0.0
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
+    data_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -21,6 +21,7 @@ from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
+from outsize.runtime.workers import device_names
 from outsize.train.data.batch import Batch
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
@@ -178,7 +179,7 @@ def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
         The fp32 masters by name, in host memory: the parameters themselves where the model computes there in fp32.
     """
     split = prepared.split
-    name = prepared.machine.device
+    name = device_names(prepared.machine.device)[0]
     device = torch.device(name if name.startswith("cuda") else "cpu")
     dtype = TORCH_DTYPE[split.spec.dtype]
     masters: dict[str, Tensor] = {}

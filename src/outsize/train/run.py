@@ -239,6 +239,7 @@ class _Run:
             update_s=times.update_s,
             rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
+            data_s=outcome.data_s,
         )
 
     def _account_end(self) -> None:
@@ -248,11 +249,7 @@ class _Run:
         self.disk = disk
 
     def _link(self) -> tuple[int, int]:
-        engine = self.trainer.engine
-        return (
-            engine.weights.bytes_up + engine.activations.bytes_up,
-            engine.gradients.bytes_down + engine.activations.bytes_down,
-        )
+        return self.trainer.engine.link_bytes()
 
 
 def peak_rss_bytes() -> int:

@@ -10,10 +10,7 @@ from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.runtime.context import StepContext
 from outsize.train.loss_scale import LossScale
-
-_KEYS = ("step", "tokens", "skipped", "loss", "updates", "loss_scale", "model", "seed", "dtype", "data")
-
-_DATA_KEYS = ("seq_len", "pack", "tokens_per_step")
+from outsize.train.state_kinds import check_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +68,9 @@ def checked(state: Any, where: object) -> Mapping[str, Any]:
         CheckpointError: it does not; ``where`` is named.
     """
     try:
-        for key in _KEYS:
-            state[key]
-        for key in _DATA_KEYS:
-            state["data"][key]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{where} cannot be read: {error!r}") from error
+        check_kinds(state)
+    except ValueError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
     found: Mapping[str, Any] = state
     return found
 

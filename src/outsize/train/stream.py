@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.spec import MASTER, WEIGHTS, planes_for
+from outsize.planner.plan_stages import num_handed_over
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.context import Microbatch, StepContext
-from outsize.runtime.device import open_device
+from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
 from outsize.runtime.gradients import GradientObserver
+from outsize.runtime.workers import open_workers, tier_of
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
@@ -54,6 +57,7 @@ class StepOutcome:
         learning_rate: that it used.
         tokens: trained tokens.
         seconds: since the step before was known.
+        data_s: of them, waiting for the batch.
         skipped: whether no weight changes.
     """
 
@@ -63,6 +67,7 @@ class StepOutcome:
     learning_rate: float
     tokens: int
     seconds: float
+    data_s: float
     skipped: bool
 
 
@@ -122,12 +127,12 @@ class StreamedTrainer:
         self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
         self.position = Position(0, 0, 0)
         self._home_file = home_file
-        self._standing: Standing | None = None
+        self._standing: list[Standing] = []  # one, as soon as there are steps
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            self.ledger = Ledger(
-                {"device": machine.device_bytes, "host": machine.host_bytes, "disk": machine.disk_bytes}
-            )
+            tiers = [tier_of(worker, machine.num_workers) for worker in range(machine.num_workers)]
+            budgets = dict.fromkeys(tiers, machine.device_bytes)
+            self.ledger = Ledger({**budgets, "host": machine.host_bytes, "disk": machine.disk_bytes})
             cuda = machine.device.startswith("cuda")
             self._host = stack.enter_context(contextlib.closing(self._arena("host", cuda)))
             # Buffers between the device and the tier below: on a CPU over a disk they are the device's own RAM.
@@ -139,21 +144,11 @@ class StreamedTrainer:
             self.home = self._open_home(store_dir, buffers, record)
             stack.callback(self._close_home)
             self.scratch = self._open_scratch(stack, store_dir, buffers)
-            rate = config.memory.link_gb_per_s
-            device = stack.enter_context(
-                contextlib.closing(
-                    open_device(
-                        machine.device,
-                        self.ledger,
-                        rate * 1e9 if rate else None,
-                        ResidentLimit(prepared.before_bytes, machine.device_bytes, plan.total_bytes("host")),
-                    )
-                )
-            )
+            device = stack.enter_context(contextlib.closing(self._open_device()))
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
-            for name in ("activations", "workspace", "shared"):
+            for tier, name in itertools.product(tiers, ("activations", "workspace", "shared")):
                 num_bytes = plan.memory["device"].get(name, 0)
-                stack.enter_context(self.ledger.reserve("device", name, num_bytes))
+                stack.enter_context(self.ledger.reserve(tier, name, num_bytes))
             stack.enter_context(buffers_on(prepared.split.model, device.torch_device))
             boundaries = stack.enter_context(Boundaries(prepared.split.modules))
             settings = EngineSettings(
@@ -168,8 +163,9 @@ class StreamedTrainer:
                 seed=config.train.seed,
                 graph_in_forward=prepared.measured.graph_matters,
                 num_threads=torch.get_num_threads(),
+                draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
-                describe=self._describe,
+                describe=partial(_describe, self._standing),
             )
             prepared.split.model.train()
             self.engine = Engine(
@@ -214,15 +210,18 @@ class StreamedTrainer:
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
         self.position = replace(self.position, step=first)
-        self._standing = Standing(
-            self.position,
-            self.loss_scale,
-            self.engine.optimizer.updates,
-            self._run_config,
-            self.spec.dtype,
-        )
-        began = time.perf_counter()
+        self._standing[:] = [
+            Standing(
+                self.position,
+                self.loss_scale,
+                self.engine.optimizer.updates,
+                self._run_config,
+                self.spec.dtype,
+            )
+        ]
+        began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
+            data_s = time.perf_counter() - asked
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
@@ -242,9 +241,10 @@ class StreamedTrainer:
                 learning_rate=context.learning_rate,
                 tokens=context.tokens,
                 seconds=ended - began,
+                data_s=data_s,
                 skipped=context.skipped,
             )
-            began = ended
+            began, asked = ended, time.perf_counter()
 
     def resume(self, record: Record) -> Position:
         """Go on from ``record``, that of the home which this was made with, once all of it has been read and checked.
@@ -326,6 +326,15 @@ class StreamedTrainer:
     def _arena(self, tier: str, pin: bool) -> Arena:
         return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None)
 
+    def _open_device(self) -> Device:
+        machine, rate = self.prepared.machine, self.prepared.config.memory.link_gb_per_s
+        bytes_per_s = rate * 1e9 if rate else None
+        if machine.num_workers > 1:
+            return open_workers(machine.device, self.ledger, bytes_per_s)
+        host_bytes = self.prepared.plan.total_bytes("host")
+        limit = ResidentLimit(self.prepared.before_bytes, machine.device_bytes, host_bytes)
+        return open_device(machine.device, self.ledger, bytes_per_s, limit)
+
     def _open_home(self, store_dir: Path, buffers: Arena, record: Record | None) -> HostHome | DiskHome:
         planes, plan = planes_for(self.spec.dtype), self.prepared.plan
         if self.prepared.machine.home == "host":
@@ -352,10 +361,6 @@ class StreamedTrainer:
             with contextlib.suppress(OSError):
                 files.system().unlink(self.home.file.path)
 
-    def _describe(self, context: StepContext) -> Mapping[str, Any]:
-        assert self._standing is not None
-        return self._standing.after(context)
-
     def _stand(self, record: Record) -> Position:
         self.engine.optimizer.updates.update(record.state["updates"])
         self.loss_scale.restore(record.state["loss_scale"])
@@ -364,6 +369,10 @@ class StreamedTrainer:
 
     def _open_scratch(self, stack: contextlib.ExitStack, store_dir: Path, buffers: Arena) -> Scratch | None:
         plan = self.prepared.plan
+        if plan.layout.stages is not None:
+            largest = max(1, *self.prepared.measured.boundary_bytes)
+            handover = HostScratch(max(1, num_handed_over(plan.program)), largest, buffers)
+            return stack.enter_context(contextlib.closing(handover))
         if not plan.layout.offload:
             return None
         extents = len(plan.layout.offload) * plan.layout.num_microbatches
@@ -402,3 +411,8 @@ class StreamedTrainer:
             if buffer.device.type == "cpu" and buffer.nbytes >= num_bytes:
                 return buffer[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:
+    """What a commit says of the run. Not a method: engine and trainer would hold each other, and the slots."""
+    return standing[0].after(context)

@@ -95,6 +95,8 @@ class Watchdog:
         self._paused = False
         self._step = 0
         self._reported = -1
+        self._ended = -1
+        self._quiet_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -133,19 +135,23 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
+    def look(self, elapsed_s: float) -> None:
+        """Look once, ``elapsed_s`` after the look before; the watchdog's thread does so at every tick."""
+        if self._engine is None:
+            return
+        ended = self._engine.num_ended
+        quiet = ended == self._ended and not self._paused
+        self._quiet_s = self._quiet_s + min(elapsed_s, 2 * self._tick_s) if quiet else 0.0
+        self._ended = ended
+        if self._quiet_s > self.limit_s and self._reported != self._step:
+            self._reported = self._step
+            self._stalled(self._engine, self._quiet_s)
+
     def _run(self) -> None:
-        quiet_s, ended, now = 0.0, -1, time.monotonic()
+        now = time.monotonic()
         while not self._stop.wait(self._tick_s):
             before, now = now, time.monotonic()
-            tick_s = min(now - before, 2 * self._tick_s)
-            if self._engine is None:
-                continue
-            seen = self._engine.num_ended
-            quiet_s = 0.0 if self._paused or seen != ended else quiet_s + tick_s
-            ended = seen
-            if quiet_s > self.limit_s and self._reported != self._step:
-                self._reported = self._step
-                self._stalled(self._engine, quiet_s)
+            self.look(now - before)
 
     def _stalled(self, engine: Watched, quiet_s: float) -> None:
         step = self._step

@@ -99,6 +99,6 @@ def test_descriptors_are_given_back(shards):
     reader = ArrayReader(shards)
     assert len(os.listdir("/proc/self/fd")) == before + 3
     del reader
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DataError, match="absent: cannot open: No such file"):
         ArrayReader([*shards, ArrayFile(shards[0].path.with_name("absent"), np.dtype("<u2"), 1)])
     assert len(os.listdir("/proc/self/fd")) == before

@@ -24,13 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize import files
-from outsize.errors import StorageError
+from outsize.errors import DataError, StorageError
 from outsize.train.data.detected import Detected
 from outsize.train.data.files import Sources
 from outsize.train.data.tokens import ArrayFile, ArrayReader
 
 _LAYOUT = 1  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
+_REMEDY = "remove that directory, and the data is tokenised again"
 
 
 def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> str:
@@ -44,8 +45,18 @@ class CachedTokens:
     """An entry of the cache, open for reading; a `TokenStore`."""
 
     def __init__(self, entry: Path) -> None:
-        self.detected = Detected.from_json(json.loads(files.read_text(entry / "index.json")))
+        """Open the files of an entry.
+
+        Raises:
+            DataError: one is missing or damaged.
+        """
+        self.detected = _read_index(entry)
         num_tokens, num_documents = self.num_tokens, self.num_documents
+        for name, num_bytes in (("tokens.bin", 4 * num_tokens), ("documents.bin", 8 * num_documents)):
+            held = (entry / name).stat().st_size if (entry / name).is_file() else 0
+            if held != num_bytes:
+                raise DataError(f"{entry / name} holds {held} bytes, not {num_bytes}; {_REMEDY}")
+        self._directory = entry
         self._tokens = ArrayReader([ArrayFile(entry / "tokens.bin", np.dtype("<i4"), num_tokens)])
         self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
         self._trained: ArrayReader | None = None
@@ -72,16 +83,25 @@ class CachedTokens:
 
     def document_range(self, index: int) -> tuple[int, int]:
         """Return the first token of a document and the token after its last."""
-        if index == 0:
-            return 0, int(self._ends.read(0, 1)[0])
-        start, end = self._ends.read(index - 1, 2)
-        return int(start), int(end)
+        bounds = self._ends.read(max(index - 1, 0), 2 if index else 1)
+        start, end = int(bounds[0]) if index else 0, int(bounds[-1])
+        if not 0 <= start <= end <= self.num_tokens:
+            raise DataError(f"document {index} of {self._directory} ends where it cannot; {_REMEDY}")
+        return start, end
 
     def close(self) -> None:
         """Close the files. May be called twice."""
         for reader in (self._tokens, self._ends, self._trained):
             if reader is not None:
                 reader.close()
+
+
+def _read_index(entry: Path) -> Detected:
+    """Return what was detected when an entry was made."""
+    try:
+        return Detected.from_json(json.loads(files.read_text(entry / "index.json")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{entry / 'index.json'} cannot be read ({error}); {_REMEDY}") from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from outsize.units import format_count
 
@@ -75,8 +75,19 @@ class Detected:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Return the record that `to_json` wrote."""
-        return cls(**{**values, "fields": tuple(values["fields"])})
+        """Return the record that `to_json` wrote.
+
+        Raises:
+            ValueError: a value is not of its kind.
+            TypeError, KeyError: there are others, or fewer.
+        """
+        found = cls(**{**values, "fields": tuple(values["fields"])})
+        for name, kind in get_type_hints(cls).items():
+            value = getattr(found, name)
+            is_right = all(isinstance(v, str) for v in value) if name == "fields" else isinstance(value, kind)
+            if not is_right or (isinstance(value, int) and name != "max_token_id" and value < 0):
+                raise ValueError(f"{name} is {value!r}")
+        return found
 
 
 def render_example(

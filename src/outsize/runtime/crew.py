@@ -1,0 +1,193 @@
+"""The workers of an engine, each with slots, accumulators and ops of its own: one, or those of a plan with stages."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outsize.model.split import Split
+from outsize.model.walk import Boundaries
+from outsize.planner.ops import Kind
+from outsize.planner.plan import Plan
+from outsize.runtime.activations import ActivationOps
+from outsize.runtime.binding import Binder, GradientSums
+from outsize.runtime.compute import ComputeOps, LossSettings
+from outsize.runtime.device import Device
+from outsize.runtime.glue import Glue
+from outsize.runtime.gradients import GradientOps
+from outsize.runtime.handover import HandoverOps, count_fetches
+from outsize.runtime.replicas import replicate
+from outsize.runtime.staged_compute import StagedComputeOps
+from outsize.runtime.weights import WeightOps
+from outsize.runtime.workers import Workers
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.scratch import HostScratch, Scratch
+
+if TYPE_CHECKING:
+    from outsize.runtime.engine import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One device, the memory that is set aside on it, and what runs its ops."""
+
+    slots: list[Tensor]
+    accumulators: list[Tensor]
+    weights: WeightOps
+    gradients: GradientOps
+    activations: ActivationOps | HandoverOps
+    compute: ComputeOps
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All workers, and how to end their work when all lanes have ended."""
+
+    workers: tuple[Worker, ...]
+    endings: tuple[Callable[[], None], ...]
+
+    def close(self) -> None:
+        """Unwind what is under way and take the parameters out of the model; idempotent."""
+        for end in self.endings:
+            end()
+
+
+class _Memory:
+    """What is set aside on one device, and the ops that need nothing else."""
+
+    def __init__(
+        self,
+        split: Split,
+        plan: Plan,
+        device: Device,
+        home: HostHome | DiskHome,
+        host_buffers: list[Tensor],
+        settings: "EngineSettings",
+    ) -> None:
+        layout, spec = plan.layout, split.spec
+        sizes = (*layout.slot_bytes, *plan.resident_slot_bytes)
+        self.slots = [device.allocate(size, "slot") for size in sizes]
+        sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
+        self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
+        self.sums = GradientSums()
+        self.weights = WeightOps(spec, device, home, self.slots, host_buffers)
+        self.gradients = GradientOps(
+            spec,
+            device,
+            home,
+            self.sums,
+            self.accumulators,
+            host_buffers,
+            parameter_order={name: i for i, (name, _) in enumerate(split.model.named_parameters())},
+            max_grad_norm=settings.max_grad_norm,
+            clips=layout.clip,
+            skip_nonfinite=settings.skip_nonfinite,
+            observe=settings.observe_gradient,
+            times_home=Counter(
+                op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
+            ),
+        )
+
+
+def make_single(
+    split: Split,
+    boundaries: Boundaries,
+    plan: Plan,
+    device: Device,
+    home: HostHome | DiskHome,
+    host_buffers: list[Tensor],
+    scratch: Scratch | None,
+    settings: "EngineSettings",
+) -> Crew:
+    """Return the one worker of a plan without stages; it runs the units of the model itself."""
+    memory = _Memory(split, plan, device, home, host_buffers, settings)
+    binder = Binder(split, memory.sums)
+    compute = ComputeOps(
+        split,
+        boundaries.forwards,
+        binder,
+        device,
+        LossSettings(settings.chunk_tokens),
+        settings.seed,
+        plan.programs,
+        plan.layout.first_backward,
+        memory.weights,
+        settings.graph_in_forward,
+    )
+    activations = ActivationOps(device, scratch)
+    worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
+    return Crew((worker,), (binder.close,))
+
+
+def make_crew(
+    split: Split,
+    boundaries: Boundaries,
+    plan: Plan,
+    device: Device,
+    home: HostHome | DiskHome,
+    host_buffers: list[Tensor],
+    scratch: Scratch | None,
+    settings: "EngineSettings",
+) -> Crew:
+    """Return the workers of a plan with stages; each runs a replica of the units.
+
+    Args:
+        split: the model and its units.
+        boundaries: in place in the model.
+        plan: memory of each worker, and the programs.
+        device: `Workers`, as many as the plan has.
+        home: in host memory.
+        host_buffers: none.
+        scratch: in host memory, for what is handed over.
+        settings: of the engine.
+
+    Raises:
+        ModelError: the units cannot be replicated.
+    """
+    layout = plan.layout
+    assert isinstance(device, Workers)
+    assert isinstance(scratch, HostScratch)
+    assert layout.stages is not None
+    memories = [_Memory(split, plan, each, home, host_buffers, settings) for each in device.devices]
+    sums = [memory.sums for memory in memories]
+
+    def rest_plane(worker: int) -> Tensor:
+        return memories[worker].weights.plane(layout.num_streamed, layout.resident_slot)
+
+    glue = Glue(split, device, rest_plane, sums, settings.num_threads)
+    turns = _turns(device) if settings.draws_random else {}
+    fetches = count_fetches(plan.program)
+    workers, binders = [], []
+    for index, (each, memory) in enumerate(zip(device.devices, memories, strict=True)):
+        replica = replicate(split, boundaries, each.torch_device)
+        binders.append(Binder(replica.split, memory.sums))
+        compute = StagedComputeOps(
+            split,
+            replica,
+            index,
+            glue,
+            binders[-1],
+            each,
+            LossSettings(settings.chunk_tokens),
+            settings.seed,
+            plan.programs,
+            layout.first_backward,
+            memory.weights,
+            settings.graph_in_forward,
+            layout.stages,
+            turns.get(each.torch_device),
+        )
+        handover = HandoverOps(each, scratch, fetches)
+        workers.append(
+            Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
+        )
+    return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)))
+
+
+def _turns(workers: Workers) -> dict[torch.device, threading.Lock]:
+    """Return a lock for each device that has a generator of random numbers."""
+    return {device.torch_device: threading.Lock() for device in workers.devices}

@@ -1,0 +1,392 @@
+"""Everything outsize reads that others may have written, damaged, and handed to what reads it."""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from fuzz.damage import JUNK, documents, holes, texts
+from fuzz.guard import survives
+from hardware.fake_machine import CGROUP_V2, SERVER, build, probed
+from outsize.config.load import load_config
+from outsize.hardware.from_probe import read_machine
+from outsize.hardware.presets import parse_gpus
+from outsize.model.build import load_hf_config
+from outsize.model.checkpoint_files import find_tensors
+from outsize.model.checkpoint_format import read_header, read_tensor, write_file
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.spec import commit_record_bytes, planes_for
+from outsize.planner.layout import StepLayout
+from outsize.planner.program import parse, render
+from outsize.planner.schedule import build_step
+from outsize.planner.validate import validate
+from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome, find_record, layout_digest
+from outsize.storage.pool import IOPool
+from outsize.storage.record import _HEADER, VERSION, Record, _digest
+from outsize.testing.tiny import SIZES, tiny_run
+from outsize.train import checkpoint
+from outsize.train.data.cache import CachedTokens
+from outsize.train.data.detected import Detected
+from outsize.train.standing import checked
+
+ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))
+
+CONFIG = """
+model: {path: model, dtype: fp32}
+data: {path: data.txt, seq_len: 16, glob: "*.txt"}
+train: {steps: 3, tokens_per_step: 64, microbatches: 2, seed: 3, run_dir: run, stall_floor_s: 2e2}
+optimizer: {lr: 1e-3, betas: [0.9, 0.99], schedule: constant}
+memory: {device: cpu, home: disk, device_memory: 64MiB, slots: null}
+"""
+
+
+def home(name: str) -> Path:
+    """A directory of one target."""
+    path = ROOT / name
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    """Write a file of bad input."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def as_json(good: Any) -> st.SearchStrategy[bytes]:
+    """A JSON file that is nearly ``good``: as a document, or as bytes."""
+    text = json.dumps(good)
+    damaged = documents(good).map(lambda document: json.dumps(document).encode())
+    return damaged | damaged | holes(text.encode()) | JUNK.map(lambda junk: json.dumps(junk).encode())
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+def read_config(text: str) -> None:
+    path = home("config") / "run.yaml"
+    survives(path.parent, lambda: load_config(written(path, text), environ={}))
+
+
+YAML_TAGS = st.sampled_from(
+    [
+        "model: !!python/object/apply:os.system ['true']",
+        "a: &a [*a]",
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
+        "? [a, b]\n: c",
+        "? {a: b}\n: c",
+        "train: {steps: 1_0}",
+        "train: {? [1] : 2}",
+        "<<: {train: {steps: 3}}",
+        "<<: 3",
+        "train: {steps: !!int x}",
+        "train: {steps: !!binary x}",
+        "train: !!set {a, b}",
+        "- " * 400,
+        "[" * 400,
+        "{" * 400,
+    ]
+)
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def good_safetensors() -> bytes:
+    path = home("good") / "model.safetensors"
+    path.unlink(missing_ok=True)
+    write_file(path, {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)})
+    return path.read_bytes()
+
+
+def read_safetensors(data: bytes) -> None:
+    path = written(home("safetensors") / "model.safetensors", data)
+
+    def read() -> None:
+        for stored in read_header(path).values():
+            assert stored.offset + stored.numel * stored.dtype.itemsize <= len(data)
+            read_tensor(stored)
+
+    survives(path.parent, read)
+
+
+def with_header(header: bytes) -> bytes:
+    """A file whose header is ``header``, of the right length, before the tensors of a good one."""
+    good = good_safetensors()
+    start = 8 + int.from_bytes(good[:8], "little")
+    return len(header).to_bytes(8, "little") + header + good[start:]
+
+
+def good_header() -> Any:
+    good = good_safetensors()
+    return json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
+
+
+def read_index(data: bytes) -> None:
+    directory = home("index")
+    for name in ("one.safetensors", "two.safetensors"):
+        written(directory / name, good_safetensors())
+    written(directory / "model.safetensors.index.json", data)
+    survives(directory, lambda: find_tensors(directory))
+
+
+GOOD_INDEX = {
+    "metadata": {"total_size": 32},
+    "weight_map": {"a": "one.safetensors", "b": "two.safetensors"},
+}
+
+
+def read_model_config(data: bytes) -> None:
+    directory = home("hf")
+    written(directory / "config.json", data)
+    written(directory / "code.py", "raise SystemExit('code of the model ran')")
+    survives(directory, lambda: load_hf_config(directory))
+
+
+GOOD_MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "auto_map": {"AutoConfig": "code.Config"},
+    **SIZES,
+}
+
+
+# Once with a good one: what libraries import and make on first use is no answer to bad input.
+load_hf_config(written(home("hf") / "config.json", json.dumps({"model_type": "llama", **SIZES})).parent)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+GOOD_STATE = {
+    "step": 2,
+    "tokens": 128,
+    "skipped": 0,
+    "loss": 5.5,
+    "updates": {"model.embed_tokens.weight": 2},
+    "loss_scale": {"value": 1.0, "good": 0},
+    "model": "somewhere",
+    "seed": 3,
+    "dtype": "fp32",
+}
+
+
+def read_state(data: bytes) -> None:
+    directory = home("state")
+    written(directory / "trainer_state.json", data)
+    config = tiny_run(home("run"))
+
+    def read() -> None:
+        position = checkpoint.position_of(directory)
+        assert position.step >= 0
+        assert position.skipped >= 0
+        checkpoint.check_same_run(directory, config, "fp32")
+
+    survives(ROOT, read)
+
+
+def read_latest(data: bytes) -> None:
+    run = home("latest")
+    for name in ("checkpoints/step-00000002", "elsewhere", "step-00000003"):
+        (run / name).mkdir(parents=True, exist_ok=True)
+        written(run / name / "trainer_state.json", json.dumps(GOOD_STATE))
+    written(run / "checkpoints/latest", data)
+
+    def read() -> None:
+        found = checkpoint.latest(run)
+        assert found == run / "checkpoints/step-00000002"
+
+    survives(run, read)
+
+
+SMALL = ModelSpec(dtype="fp32", units=(pack_unit(0, "u", "block", [("w", (40, 60), True, True)]),))
+SLOT_BYTES = commit_record_bytes(SMALL)
+
+
+def committed_home(path: Path, pool: IOPool, arena: Arena, record: Record | None = None) -> CommittedHome:
+    return CommittedHome(SMALL, planes_for("fp32"), path, pool, arena=arena, record=record)
+
+
+def good_home() -> bytes:
+    """A home of two commits."""
+    path = home("good") / "home.bin"
+    with Arena() as arena, IOPool(1) as pool, closing(committed_home(path, pool, arena)) as made:
+        for step in (1, 2):
+            source = arena.take(4 * SMALL.units[0].numel, "source").view(torch.float32).fill_(step)
+            for plane in ("weights", "exp_avg", "exp_avg_sq"):
+                made.write(0, plane, 0, source)
+            made.commit({**GOOD_STATE, "step": step})
+    return path.read_bytes()
+
+
+GOOD_HOME = good_home()
+NUM_GRANULES = 3 * len(range(0, SMALL.units[0].numel, PLANE_ELEMENTS))
+
+
+@st.composite
+def homes(draw: st.DrawFn) -> bytes:
+    """A home with holes in its records; or with others in them, whose digests are right."""
+    data = bytearray(GOOD_HOME)
+    slot = draw(st.sampled_from([0, SLOT_BYTES]))
+    packed = bytes(data[slot : slot + 1024])
+    if draw(st.booleans()):
+        damaged = draw(holes(packed))
+        data[slot : slot + len(packed)] = damaged.ljust(len(packed), b"\0")[: len(packed)]
+        return bytes(data[: draw(st.sampled_from([len(data), len(data), 4096, 24, 0]))])
+    head = {"granule_elements": PLANE_ELEMENTS, "layout": layout_digest(SMALL), "state": GOOD_STATE}
+    text = json.dumps(draw(documents(head) | JUNK)).encode()
+    num_granules = draw(st.sampled_from([NUM_GRANULES, NUM_GRANULES, 0, 1, 2 * NUM_GRANULES]))
+    body = text + draw(st.binary(min_size=9 * num_granules, max_size=9 * num_granules))
+    fields = (b"OUTSIZE\0", draw(st.sampled_from([VERSION, VERSION, 0, 7])), len(text), num_granules, 3)
+    made = bytearray(_HEADER.pack(*fields, 0) + body)
+    made[: _HEADER.size] = _HEADER.pack(*fields, _digest(memoryview(made)))
+    data[slot : slot + len(made)] = made
+    return bytes(data)
+
+
+def read_home(data: bytes) -> None:
+    path = written(home("committed") / "home.bin", data)
+
+    def read() -> None:
+        record, wrong = find_record(path, SMALL)
+        assert record is None or record.sequence > 0
+        assert isinstance(wrong, str)
+        if record is None:
+            return
+        checked(record.state, path)
+        with IOPool(1) as pool, closing(committed_home(path, pool, arena, record)) as opened:
+            opened.check(lambda num_bytes: arena.take(num_bytes, "borrowed"))
+
+    with Arena() as arena:
+        survives(ROOT, read)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
+
+GOOD_TOKENS = asdict(
+    Detected(
+        format="text",
+        forced=False,
+        fields=("text",),
+        mask_source="everything",
+        num_files=1,
+        num_skipped_files=0,
+        num_documents=2,
+        num_empty=0,
+        num_tokens=40,
+        num_trained_tokens=40,
+        max_token_id=7,
+        example="x",
+    )
+)
+
+
+def read_tokens(index: bytes, tokens: bytes, ends: bytes) -> None:
+    entry = home("tokens")
+    written(entry / "index.json", index)
+    written(entry / "tokens.bin", tokens)
+    written(entry / "documents.bin", ends)
+
+    def read() -> None:
+        with closing(CachedTokens(entry)) as cached:
+            cached.detected.describe()
+            cached.read(0, min(cached.num_tokens, 16))
+            if cached.num_documents:
+                start, stop = cached.document_range(cached.num_documents - 1)
+                assert 0 <= start <= stop <= cached.num_tokens
+
+    survives(entry, read)
+
+
+TOKENS = np.arange(40, dtype="<i4").tobytes()
+ENDS = np.array([11, 40], dtype="<i8").tobytes()
+
+
+# --- machines and programs ----------------------------------------------------------------------------------
+
+
+def read_a_machine(data: bytes) -> None:
+    path = written(home("machine") / "machine.json", data)
+    survives(path.parent, lambda: read_machine(path))
+
+
+def good_machines() -> list[Any]:
+    place = home("fake")
+    found = probed(build(place, SERVER, CGROUP_V2), place)
+    return [json.loads(found.to_json()), json.loads(parse_gpus("2x4090").to_json())]
+
+
+LAYOUT = StepLayout(
+    num_streamed=3,
+    rest=None,
+    num_microbatches=2,
+    trainable=(True, True, True),
+    weight_bytes=(4, 4, 4),
+    gradient_bytes=(4, 4, 4),
+    slot_bytes=(4, 4),
+    accumulator_bytes=(4,),
+    clip=True,
+    tiles=(2, 2, 2),
+    num_tile_buffers=3,
+)
+
+
+def read_program(text: str) -> None:
+    def read() -> None:
+        program = parse(text)
+        assert parse(render(program)) == program
+        validate(program, LAYOUT)
+
+    survives(ROOT, read)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> str:
+    """The program of a step with ops moved, gone, changed or doubled."""
+    ops = render(build_step(LAYOUT)).split("\n")
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(ops) - 1))
+        how = draw(st.sampled_from(["remove", "double", "move", "digit"]))
+        op = ops.pop(at)
+        if how == "move":
+            ops.insert(draw(st.integers(0, len(ops))), op)
+        elif how == "double":
+            ops[at:at] = [op, op]
+        elif how == "digit":
+            digit = draw(st.sampled_from("0123456789"))
+            ops.insert(at, "".join(digit if c.isdigit() and draw(st.booleans()) else c for c in op))
+    return draw(st.sampled_from(["\n", "; "])).join(ops)
+
+
+TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
+    "config": (read_config, (texts(CONFIG) | YAML_TAGS | YAML_TAGS.map(lambda text: CONFIG + text),)),
+    "safetensors": (read_safetensors, (holes(good_safetensors()) | st.binary(max_size=64),)),
+    "safetensors header": (read_safetensors, (as_json(good_header()).map(with_header),)),
+    "index": (read_index, (as_json(GOOD_INDEX),)),
+    "model config": (read_model_config, (as_json(GOOD_MODEL),)),
+    "trainer state": (read_state, (as_json(GOOD_STATE),)),
+    "latest": (
+        read_latest,
+        (
+            holes(b"step-00000002\n")
+            | st.binary(max_size=30)
+            | st.sampled_from(
+                [b"..", b"../elsewhere", b"../step-00000003", b"/etc", b".", b"", b"\x00", b"a" * 5000]
+            ),
+        ),
+    ),
+    "commit record": (read_home, (homes(),)),
+    "token cache": (read_tokens, (as_json(GOOD_TOKENS), holes(TOKENS), holes(ENDS))),
+    "token cache index": (read_tokens, (as_json(GOOD_TOKENS), st.just(TOKENS), st.just(ENDS))),
+    "machine": (read_a_machine, (st.one_of([as_json(good) for good in good_machines()]),)),
+    "program": (read_program, (programs() | texts(render(build_step(LAYOUT))),)),
+}

@@ -1,0 +1,55 @@
+"""Several workers on GPUs: the bits of a resident run on one of them.
+
+On a machine with one GPU two workers share it, which tests streams, marks and hand-over, and not what crosses from one
+device to another. ``OUTSIZE_TEST_DEVICES=cuda:0,1`` names others; ``emulated:2`` tries the tests without a GPU.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outsize.train.verify import verify
+from support import make_model_dir, make_run
+
+DEVICES = os.environ.get("OUTSIZE_TEST_DEVICES") or (
+    "cuda:0,1" if torch.cuda.device_count() > 1 else "cuda:0,0"
+)
+ON_CUDA = DEVICES.startswith("cuda")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+def assert_equal_run(directory: Path, name: str = "llama", **sections: dict[str, Any]) -> None:
+    result = verify(make_run(directory, name, memory={"device": DEVICES, "home": "host"}, **sections))
+    assert result.loss_streamed == result.loss_resident
+    assert result.differing == []
+    assert result.equal
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_workers_are_resident_bit_for_bit(dtype: str, microbatches: int, tmp_path: Path):
+    assert_equal_run(tmp_path, model={"dtype": dtype}, train={"microbatches": microbatches})
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2", "gemma2", "bloom"])
+def test_other_families(name: str, tmp_path: Path):
+    make_model_dir(tmp_path / "model", name, tie_word_embeddings=False)
+    assert_equal_run(tmp_path, name, model={"dtype": "bf16"}, train={"microbatches": 4})
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
+def test_tied_weights_are_summed_use_by_use(max_grad_norm: float, tmp_path: Path):
+    optimizer = {"max_grad_norm": max_grad_norm}
+    assert_equal_run(tmp_path, "llama_tied", train={"microbatches": 4}, optimizer=optimizer)
+
+
+def test_a_frozen_prefix(tmp_path: Path):
+    model = {"dtype": "bf16", "freeze": ["*embed_tokens*", "*layers.0.*"]}
+    assert_equal_run(tmp_path, model=model, train={"microbatches": 4})

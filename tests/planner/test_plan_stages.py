@@ -1,0 +1,136 @@
+"""Plans of several workers: they fit, obey the rules, and set aside what their programs use."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.model.spec import ModelSpec, pack_unit
+from outsize.planner.discrete import Cost
+from outsize.planner.memory import Demand
+from outsize.planner.plan import Budgets, PlanOptions
+from outsize.planner.plan_stages import StageOptions, num_handed_over, plan_stages
+from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.stages import cursor_after
+from outsize.planner.validate import validate
+
+HOST = PlanOptions(home="host", below="host", microbatches=4)
+ROOMY = Budgets(device=2**40)
+
+
+def model(num_blocks: int = 4, *, tied: bool = False, frozen: int = 0) -> ModelSpec:
+    """A table, blocks, a head and a rest; the first ``frozen`` units do not train."""
+
+    def unit(index, kind, size):
+        rows = [] if size == 0 else [("w", (size,), index >= frozen, True)]
+        return pack_unit(index, f"{kind}{index}", kind, rows)
+
+    table = 0 if tied else 20_000
+    units = [unit(0, "embedding", table)]
+    units += [unit(1 + i, "block", 9_000) for i in range(num_blocks)]
+    units += [unit(1 + num_blocks, "head", table), unit(2 + num_blocks, "rest", 20_000 if tied else 100)]
+    return ModelSpec(units=tuple(units), dtype="fp32")
+
+
+def demand(spec: ModelSpec) -> Demand:
+    return Demand(
+        boundary_bytes=(0, *[4096] * (spec.num_streamed - 1)),
+        forward_workspace_bytes={"block": 10_000},
+        backward_workspace_bytes={"block": 30_000, "head": 50_000},
+        shared_bytes=1000,
+    )
+
+
+def wanted(spec: ModelSpec, num_workers: int, *users: int) -> StageOptions:
+    return StageOptions(
+        num_workers=num_workers, forward_s=(1.0,) * spec.num_streamed, rest_users=frozenset(users)
+    )
+
+
+def plan(spec: ModelSpec, num_workers: int = 2, users: tuple[int, ...] = (5,), budgets=ROOMY, options=HOST):
+    return plan_stages(spec, demand(spec), budgets, options, wanted(spec, num_workers, *users))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_blocks=st.integers(1, 6),
+    num_workers=st.integers(1, 4),
+    microbatches=st.integers(1, 8),
+    tied=st.booleans(),
+    clip=st.booleans(),
+    share=st.floats(0.0, 1.0),
+)
+def test_plans_fit_obey_the_rules_and_set_aside_what_is_used(
+    num_blocks, num_workers, microbatches, tied, clip, share
+):
+    spec = model(num_blocks, tied=tied)
+    last = spec.num_streamed - 1
+    users = (0, 1, last) if tied else (last,)
+    options = replace(HOST, microbatches=microbatches, clip=clip)
+    least, most = (
+        plan(spec, num_workers, users, budgets, options).total_bytes("device")
+        for budgets in (_least(spec, num_workers, users, options), ROOMY)
+    )
+    budget = int(least + share * (most - least))
+    found = plan(spec, num_workers, users, Budgets(device=budget), options)
+    assert found.total_bytes("device") <= budget
+    costs = CostModel(cost_of=lambda op: Cost(seconds=1.0), capacity={})
+    layout = found.layout
+    boundary = demand(spec).boundary_bytes
+    for program in found.programs:
+        validate(program, layout)
+    done = simulate(found.programs, layout, costs, boundary_bytes=boundary)
+    memory = found.memory["device"]
+    classes = ("weight slots", "gradient accumulators", "resident", "activations")
+    places = sum(memory.get(name, 0) for name in classes)
+    for worker in range(num_workers):
+        assert done.peak_bytes.get(f"device:w{worker}", 0) <= places
+    assert done.peak_bytes.get("host", 0) <= found.memory["host"].get("saved activations", 0)
+    if tied:
+        assert layout.num_rounds == 1
+        assert all(len(set(users) & set(range(*span))) <= 1 for span in layout.stages.backward)
+
+
+def _least(spec, num_workers, users, options) -> Budgets:
+    with pytest.raises(InfeasiblePlanError) as raised:
+        plan(spec, num_workers, users, Budgets(device=1), options)
+    return Budgets(device=1 + raised.value.short_by["device"])
+
+
+def test_one_byte_less_than_the_least_does_not_fit():
+    least = _least(model(), 2, (5,), HOST).device
+    assert plan(model(), budgets=Budgets(device=least)).total_bytes("device") == least
+    with pytest.raises(InfeasiblePlanError, match="on each worker") as raised:
+        plan(model(), budgets=Budgets(device=least - 1))
+    assert raised.value.short_by == {"device": 1}
+
+
+def test_programs_take_turns_until_the_first_worker_begins_again():
+    found = plan(model(), 3)
+    cursor, first = 0, found.layout.stages
+    for program in found.programs:
+        compute = next(op for op in program if op.microbatch is not None)
+        assert compute.worker == cursor
+        cursor = cursor_after(replace(first, cursor=cursor), 4, 3)
+    assert cursor == 0
+
+
+def test_room_below_is_counted_by_what_is_handed_over():
+    found = plan(model(), 2)
+    assert num_handed_over(found.program) * 4096 == found.memory["host"]["saved activations"]
+
+
+@pytest.mark.parametrize(("frozen", "most"), [(0, 11), (3, 8), (5, 6)])
+def test_more_workers_than_stages(frozen, most):
+    spec = model(frozen=frozen)
+    spec = ModelSpec(units=spec.units[:-1], dtype="fp32")
+    assert plan(spec, most, ()).layout.num_workers == most
+    with pytest.raises(ConfigError, match=f"at most {most} stages; use at most {most} workers"):
+        plan(spec, most + 1, ())
+
+
+def test_a_home_on_disk_is_refused():
+    with pytest.raises(ConfigError, match=r"memory\.home to host"):
+        plan(model(), options=PlanOptions(home="disk", below="host"))

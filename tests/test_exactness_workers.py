@@ -1,0 +1,137 @@
+"""Several workers end bit for bit where one resident model ends, on Hugging Face architectures."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
+from outsize.train.prepare import prepare
+from outsize.train.run import train
+from outsize.train.verify import verify
+from support import make_model_dir, make_run
+from test_exactness import compare
+
+
+def on(num_workers: int, **memory: Any) -> dict[str, Any]:
+    return {"device": f"emulated:{num_workers}", **memory}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_families(name: str, num_workers: int, clip: float, tmp_path: Path):
+    make = {"train": {"microbatches": 4}, "optimizer": {"max_grad_norm": clip}}
+    got = compare(name, tmp_path, memory=on(num_workers), **make)
+    assert got.plan.layout.num_workers == num_workers
+    assert {op.worker for op in got.plan.program if op.microbatch is not None} == set(range(num_workers))
+
+
+@pytest.mark.parametrize(("count", "num_workers"), [(1, 2), (1, 4), (2, 3), (3, 2), (4, 3)])
+def test_microbatches(count: int, num_workers: int, tmp_path: Path):
+    compare("llama", tmp_path, train={"microbatches": count}, memory=on(num_workers))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "bloom"])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_tied_embeddings_are_those_of_a_resident_run_that_sums_use_by_use(
+    name: str, clip: float, tmp_path: Path
+):
+    config = make_run(
+        tmp_path, name, memory=on(2), train={"microbatches": 4, "steps": 2}, optimizer={"max_grad_norm": clip}
+    )
+    result = verify(config)
+    assert (result.equal, result.differing) == (True, [])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_low_precision(name: str, dtype: str, tmp_path: Path):
+    compare(name, tmp_path, model={"dtype": dtype}, train={"microbatches": 4}, memory=on(3))
+
+
+@pytest.mark.parametrize("freeze", [("*embed_tokens*",), ("*embed_tokens*", "*layers.0.*", "*layers.1.*")])
+def test_frozen_prefixes(freeze: tuple[str, ...], tmp_path: Path):
+    model = {"freeze": freeze}
+    compare("llama", tmp_path, model=model, train={"microbatches": 4}, memory=on(2))
+
+
+def test_a_frozen_embedding_that_the_model_scales(tmp_path: Path):
+    model = {"freeze": ("*embed_tokens*",)}
+    compare("gemma2", tmp_path, model=model, train={"microbatches": 2}, memory=on(2))
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_dropout_draws_what_one_worker_draws(name: str, tmp_path: Path):
+    compare(name, tmp_path, dropout=0.2, train={"microbatches": 4}, memory=on(3))
+
+
+def test_a_chunked_loss(tmp_path: Path):
+    sections = {"train": {"microbatches": 4, "loss": "chunked", "head_chunk_tokens": 5}}
+    assert compare("llama", tmp_path, memory=on(3), **sections).chunk_tokens == 5
+
+
+def test_padding_and_masks(tmp_path: Path):
+    config = make_run(tmp_path, memory=on(2), data={"pack": False}, train={"microbatches": 2, "steps": 2})
+    assert verify(config).equal
+
+
+def test_throttled_links_change_no_bit(tmp_path: Path):
+    memory = on(2, link_gb_per_s=0.01)
+    assert verify(make_run(tmp_path, memory=memory, train={"microbatches": 4, "steps": 2})).equal
+
+
+def test_a_run_ends_where_one_worker_ends_and_resumes_there(tmp_path: Path):
+    """Four steps on one worker; two on three workers, and two more on two of them from what was saved."""
+    sections: dict[str, Any] = {"optimizer": {"warmup_steps": 1}}
+
+    def run(directory: str, memory: dict[str, Any], steps: int) -> float:
+        settings = {"steps": steps, "microbatches": 4, "resume": "auto", "run_dir": str(tmp_path / directory)}
+        return train(make_run(tmp_path, memory=memory, train=settings, **sections)).loss
+
+    assert run("several", on(3), 2) == run("one", {}, 2)
+    assert run("several", on(2), 4) == run("one", {}, 4)
+
+
+def test_more_workers_than_stages(tmp_path: Path):
+    make_model_dir(tmp_path / "model", num_hidden_layers=1)
+    config = make_run(tmp_path, memory=on(6))
+    with pytest.raises(
+        ConfigError, match="6 workers, but 3 units make at most 5 stages; use at most 5 workers"
+    ):
+        prepare(config, tmp_path / "run", lambda _: None)
+
+
+def test_a_home_on_disk_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="several workers need the home in host memory"):
+        prepare(make_run(tmp_path, memory=on(2, home="disk")), tmp_path / "run", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("memory", "tier", "advice"),
+    [
+        ({"device_memory": "64KiB"}, "device", "on each worker, .* first try"),
+        ({"host_memory": "64KiB"}, "host", "on the host, .* one device and the home on disk"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_done(
+    memory: dict[str, Any], tier: str, advice: str, tmp_path: Path
+):
+    with pytest.raises(InfeasiblePlanError, match=advice) as raised:
+        prepare(make_run(tmp_path, memory=on(2, **memory)), tmp_path / "run", lambda _: None)
+    assert raised.value.short_by[tier] > 0
+
+
+def test_budgets_are_those_of_each_worker(tmp_path: Path):
+    """Less memory gives smaller stages, and the same bits."""
+    roomy = prepare(make_run(tmp_path, memory=on(2)), tmp_path / "run", lambda _: None)
+    needed = roomy.plan.total_bytes("device")
+    tight = make_run(tmp_path, memory=on(2, device_memory=needed - 1), train={"microbatches": 4, "steps": 2})
+    prepared = prepare(tight, tmp_path / "run", lambda _: None)
+    assert prepared.plan.total_bytes("device") < needed
+    assert verify(tight).equal
+
+
+def test_units_that_cannot_be_copied_are_refused(tmp_path: Path):
+    with pytest.raises(ModelError, match="cannot be copied for several workers"):
+        verify(make_run(tmp_path, "recurrent_gemma", memory=on(2)))

@@ -1,0 +1,67 @@
+"""A sample of the faults that `bench/bench_faults.py` puts at every operation."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from outsize.testing.campaign import Campaign, does_harm, scenario
+from outsize.testing.faults import Fault, Key
+
+POINTS = 5
+# Each once broke a promise: an error that was not ours, a descriptor left open.
+KNOWN = {
+    "host": ("open run", "pread run/data"),
+    "disk": ("unlink run/store/activations.bin", "open run/data"),
+    "home": ("pread run/store/home.bin", "fdatasync run/store/home.bin"),
+    "resume": ("pread run/checkpoints/latest", "pread run/data"),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_fault_is_a_clear_error_or_changes_nothing(tmp_path: Path, name: str):
+    campaign = scenario(name, tmp_path)
+    points = campaign.points(does_harm)
+    chosen = random.Random(7).sample(points, POINTS)
+    for start in KNOWN[name]:
+        chosen.append(next(p for p in points if f"{p[0].kind} {p[0].path}".startswith(start)))
+    verdicts = {point: campaign.judge(*point) for point in chosen}
+    assert {point: verdict.problems for point, verdict in verdicts.items() if verdict.problems} == {}
+    assert {verdict.outcome for verdict in verdicts.values()} <= {"equal", "refused"}
+
+
+def test_late_calls_and_lost_syncs_change_nothing(tmp_path: Path):
+    campaign = scenario("disk", tmp_path)
+    for fault, kind in ((Fault.DELAY, "lane"), (Fault.DELAY, "pwrite"), (Fault.LOST, "fsync")):
+        key, _ = next(point for point in campaign.points() if point[1] is fault and point[0].kind == kind)
+        verdict = campaign.judge(key, fault)
+        assert (verdict.outcome, verdict.problems) == ("equal", ()), key
+
+
+def test_a_bit_that_flips_in_the_home_is_noticed(tmp_path: Path):
+    campaign = scenario("disk", tmp_path)
+    flips = [key for key, fault in campaign.points(does_harm) if fault is Fault.FLIP]
+    for key in random.Random(3).sample(flips, 4):
+        verdict = campaign.judge(key, Fault.FLIP)
+        assert verdict.problems == (), key
+        assert verdict.outcome == "equal" or "home.bin" in verdict.error
+
+
+def test_a_wrong_weight_is_found(tmp_path: Path):
+    """One bit of the model that is read: nobody can know, but the campaign does."""
+    campaign: Campaign = scenario("host", tmp_path)
+    flips = [
+        key
+        for key, fault in campaign.points()
+        if fault is Fault.FLIP
+        and key.path.endswith("model.safetensors")
+        and key.length > 1000
+        and key.offset > 8
+    ]
+    verdict = campaign.judge(flips[0], Fault.FLIP)
+    assert verdict.problems == ("ends with other weights, state or losses",)
+
+
+def test_an_operation_that_does_not_come_by_is_told(tmp_path: Path):
+    verdict = scenario("host", tmp_path).judge(Key("unlink", "nowhere", 0, 0, 0), Fault.EIO)
+    assert (verdict.outcome, verdict.problems) == ("missed", ())
