@@ -3,6 +3,8 @@
 Importing this package starts no thread, opens no file, touches no GPU and does not import torch.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from outsize.errors import (
     BudgetExceededError,
     CheckpointError,
@@ -18,9 +20,15 @@ from outsize.errors import (
     StorageError,
 )
 
+if TYPE_CHECKING:
+    from outsize.wrapped.api import load, unwrap, wrap
+    from outsize.wrapped.clip import clip_grad_norm_
+    from outsize.wrapped.optimizer import AdamW
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW",
     "BudgetExceededError",
     "CheckpointError",
     "ConfigError",
@@ -33,4 +41,25 @@ __all__ = [
     "ProgramError",
     "StalledError",
     "StorageError",
+    "clip_grad_norm_",
+    "load",
+    "unwrap",
+    "wrap",
 ]
+
+# What needs torch comes with the first use of its name.
+_LATER = {
+    "AdamW": "outsize.wrapped.optimizer",
+    "clip_grad_norm_": "outsize.wrapped.clip",
+    "load": "outsize.wrapped.api",
+    "unwrap": "outsize.wrapped.api",
+    "wrap": "outsize.wrapped.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LATER[name]), name)

@@ -28,7 +28,7 @@ def scratch(request, tmp_path):
 def context_of(*tensors: Tensor) -> SimpleNamespace:
     """A step whose microbatch 1 keeps ``tensors`` for unit 2."""
     run = SimpleNamespace(stored=lambda unit: [t.untyped_storage() for t in tensors] if unit == 2 else [])
-    return SimpleNamespace(runs={1: run})
+    return SimpleNamespace(runs={1: run}, number=0)
 
 
 def test_a_save_followed_by_a_fetch_changes_nothing_but_memory(scratch):

@@ -80,6 +80,11 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
     """Marks the greenlets in which a boundary pauses."""
 
 
+def is_walking() -> bool:
+    """Whether the caller runs inside a `Walk`."""
+    return isinstance(greenlet.getcurrent(), _Coroutine)
+
+
 class Walk:
     """One forward of a model over one microbatch, paused at its units.
 

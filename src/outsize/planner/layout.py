@@ -34,6 +34,8 @@ class StepLayout:
         num_workers: devices, each with slots and accumulators of these sizes.
         stages: how the step is dealt out to them; None for the V-cycle of one worker.
         rest_users: in a step of stages, the units whose backward adds to the gradient of a rest that trains.
+        cut: whether somebody else decides when the backward begins, as in a training loop of one's own; then the last
+            unit runs F and B like any other, see `planner.cut`.
     """
 
     num_streamed: int
@@ -55,6 +57,7 @@ class StepLayout:
     num_workers: int = 1
     stages: Stages | None = None
     rest_users: frozenset[int] = frozenset()
+    cut: bool = False
 
     def __post_init__(self) -> None:
         if self.num_streamed < 1 or self.num_microbatches < 1:
@@ -80,6 +83,8 @@ class StepLayout:
         self._check_stages()
 
     def _check_stages(self) -> None:
+        if self.cut and (self.clip or self.stages is not None):
+            raise ValueError("a step that is cut goes with no clipping and no stages of its own")
         if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):
             raise ValueError("several workers need stages")
         if self.stages is None:
@@ -108,7 +113,7 @@ class StepLayout:
 
     @property
     def last(self) -> int:
-        """The last streamed unit, whose forward and backward are one op."""
+        """The last streamed unit, whose forward and backward are one op unless the step is cut."""
         return self.num_streamed - 1
 
     @property

@@ -39,7 +39,7 @@ class ActivationMeter:
     def __init__(self, layout: StepLayout, boundary_bytes: Sequence[int]) -> None:
         if len(boundary_bytes) != layout.num_streamed:
             raise ValueError(f"boundary_bytes needs {layout.num_streamed} entries, not {len(boundary_bytes)}")
-        self._bytes = (0, *boundary_bytes[1:])
+        self._bytes = (0, *boundary_bytes[1:], 0)  # behind the last unit nothing of ours is made
         self._first_backward = layout.first_backward
         self._leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
         self._device = 0

@@ -26,7 +26,8 @@ def v_cycle(layout: StepLayout) -> Program:
     """
     microbatches = range(layout.num_microbatches)
     kinds = [(Kind.FORWARD, unit) for unit in range(layout.last)]
-    kinds.append((Kind.FORWARD_BACKWARD, layout.last))
+    turn = (Kind.FORWARD, Kind.BACKWARD) if layout.cut else (Kind.FORWARD_BACKWARD,)
+    kinds += [(kind, layout.last) for kind in turn]
     kinds += [(Kind.BACKWARD, unit) for unit in range(layout.last - 1, layout.first_backward - 1, -1)]
     return Program(tuple(_compute(kind, unit, m) for kind, unit in kinds for m in microbatches))
 

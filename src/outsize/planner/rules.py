@@ -15,6 +15,7 @@ a
 7. A step is committed, where it is, once, behind everything it writes.
 8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has
 stepped.
+8. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
 
 A step that is cut into stages obeys the same rules, on the worker that runs the op: its gradients leave once the
 backwards of a round have run, and the next round sums on. Where inputs and their gradients lie then is checked
@@ -74,6 +75,7 @@ class Rules:
         """
         layout = self._layout
         require(is_well_formed(op), "an op of this kind has other fields")
+        require(op.kind is not Kind.STORE, "units are stored between steps, in a program of their own")
         unit = -1 if op.unit is None else op.unit
         require(unit < layout.num_units, f"there are {layout.num_units} units")
         require(op.worker is None or op.worker < layout.num_workers, f"there is no worker {op.worker}")
@@ -165,10 +167,15 @@ class Rules:
             )
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
-        require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
+        self._check_turn(unit)
         self._run_forward(op, unit, microbatch)
 
+    def _check_turn(self, unit: int) -> None:
+        apart = self._layout.cut or unit < self._layout.last
+        require(apart, "the last unit runs forward and backward in one op, FB")
+
     def _forward_backward(self, op: Op, unit: int, microbatch: int) -> None:
+        require(not self._layout.cut, "in a step that is cut the last unit runs F and B")
         require(
             unit == self._layout.last, f"only unit {self._layout.last} runs forward and backward in one op"
         )
@@ -185,10 +192,10 @@ class Rules:
 
     def _backward(self, op: Op, unit: int, microbatch: int) -> None:
         require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")
-        require(unit < self._layout.last, "the last unit runs forward and backward in one op, FB")
+        self._check_turn(unit)
         require(self._forwards[unit] > microbatch, "its forward has not run")
-        after = self._backwards[unit + 1]
-        require(after > microbatch, f"unit {unit + 1} has not made the gradient that it starts from")
+        after = unit == self._layout.last or self._backwards[unit + 1] > microbatch
+        require(after, f"unit {unit + 1} has not made the gradient that it starts from")
         if unit in self._layout.offload:
             require((unit, microbatch) in self._fetched, "its input has not come back to the device")
         self._run_backward(op, unit, microbatch)

@@ -37,6 +37,7 @@ class PlanOptions:
         tile_elements: elements per tile of the optimizer step, a multiple of 2048.
         commits: whether a home on disk keeps what a step changes twice, and commits every step.
         offload: whether all inputs of units leave the device (True) or none (False).
+        cut: whether somebody else decides when the backward begins.
     """
 
     home: Tier
@@ -48,6 +49,7 @@ class PlanOptions:
     tile_elements: int | None = None
     offload: bool | None = None
     commits: bool = True
+    cut: bool = False
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -136,6 +138,7 @@ class Sizing:
             num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
             staged=options.staged,
             commits=options.commits and options.home == "disk",
+            cut=options.cut,
         )
         if options.offload is False:
             return layout

@@ -23,7 +23,7 @@ class ActivationOps:
     def __init__(self, device: Device, scratch: Scratch | None) -> None:
         self._device = device
         self._scratch = scratch
-        self._sizes: dict[tuple[int, int], list[int]] = {}
+        self._sizes: dict[tuple[int, int, int], list[int]] = {}
         self.bytes_up = 0
         self.bytes_down = 0
 
@@ -51,10 +51,19 @@ class ActivationOps:
             self.bytes_up += num_bytes
             self._device.hold(content, f"compute:w{op.worker}")
 
-    def _storages(self, op: Op, context: StepContext) -> tuple[tuple[int, int], list[torch.UntypedStorage]]:
+    def forget(self, number: int) -> None:
+        """Free what was saved for the step of that number and will not be fetched."""
+        for key in [key for key in self._sizes if key[0] == number]:
+            for index in range(len(self._sizes.pop(key))):
+                assert self._scratch is not None
+                self._scratch.forget((*key, index))
+
+    def _storages(
+        self, op: Op, context: StepContext
+    ) -> tuple[tuple[int, int, int], list[torch.UntypedStorage]]:
         assert op.unit is not None
         assert op.microbatch is not None
-        return (op.unit, op.microbatch), context.runs[op.microbatch].stored(op.unit)
+        return (context.number, op.unit, op.microbatch), context.runs[op.microbatch].stored(op.unit)
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

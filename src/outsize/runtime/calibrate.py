@@ -36,6 +36,7 @@ class Measured:
         boundary_bytes: per unit, what it receives and what must be kept for its backward.
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
+        output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
             stay on the device.
@@ -50,6 +51,7 @@ class Measured:
     boundary_bytes: tuple[int, ...]
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    output_bytes: int
     held_bytes: int
     inputs_shared: bool
     plain_head: bool
@@ -140,6 +142,7 @@ class _Row:
     shared: bool
     plain: bool
     glue: int = 0
+    output: int = 0
     chunk_tokens: tuple[int, ...] = ()
     chunk: tuple[Trace, ...] = ()
     shifted: bool = True
@@ -272,6 +275,7 @@ class _Pass:
             del made
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
+            self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
             self._row.plain = self._is_plain(outputs, ending.output)
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
@@ -374,6 +378,7 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
+        output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
         plain_head=rows[0].plain,

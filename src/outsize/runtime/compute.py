@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
-from outsize.planner.ops import Op
+from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.binding import Binder
 from outsize.runtime.context import Microbatch, StepContext, slots_used
@@ -70,6 +70,7 @@ class ComputeOps:
     ) -> None:
         self._graph_in_forward = graph_in_forward
         self._slots_used = tuple(slots_used(program) for program in programs)
+        self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
         self._first_backward = first_backward
         self._weights = weights
         self._bound: dict[int, int] = {}
@@ -89,8 +90,11 @@ class ComputeOps:
         """F: the unit's outputs wait for the next unit."""
         unit, run = self._find(op, context)
         with self._naming(op), self._device.computing():
-            run.forward(unit, self._forwards[unit], graph=self._graph_in_forward)
-        if unit < self._first_backward:
+            run.forward(unit, self._forwards[unit], graph=self._graph_in_forward and context.keeps)
+            if self._cut and unit == len(self._forwards) - 1:
+                context.outputs[op.microbatch or 0] = run.finish(unit)
+                self._runs.discard(run)  # from here on it is the context's
+        if unit < self._first_backward or not context.keeps:
             run.drop(unit)
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
@@ -112,7 +116,10 @@ class ComputeOps:
         """B: recompute and backward; the passage ends with the lowest unit that runs one."""
         unit, run = self._find(op, context)
         assert op.microbatch is not None
-        with self._naming(op), self._device.computing():
+        given = context.output_gradients.pop(op.microbatch, None) if unit == len(self._forwards) - 1 else None
+        with self._naming(op), self._device.computing(), torch.autograd.set_multithreading_enabled(False):
+            if given is not None:
+                torch.autograd.backward(*given)
             run.backward(unit, self._forwards[unit])
         if unit == self._first_backward:
             self._end(op.microbatch, context)
@@ -122,6 +129,12 @@ class ComputeOps:
         for run in self._runs:
             run.close()
         self._runs.clear()
+
+    def let_go(self) -> None:
+        """Give the modules their own parameters back; for another thread, while this one has nothing to do."""
+        for unit in self._bound:
+            self._binder.unbind(self._split.spec.units[unit])
+        self._bound.clear()
 
     def _find(self, op: Op, context: StepContext) -> tuple[int, MicrobatchRun]:
         assert op.unit is not None
@@ -133,7 +146,7 @@ class ComputeOps:
 
     def _bind(self, op: Op, context: StepContext) -> None:
         """Show the modules of the op's unit, and of the rest, the slots that the program has put them into."""
-        slots = self._slots_used[context.program][op]
+        slots = (self._slots_used[context.program] if context.slots is None else context.slots)[op]
         for unit in (op.unit, len(self._forwards)):
             slot = slots.get(unit) if unit is not None else None
             if unit is not None and slot is not None and self._bound.get(unit) != slot:
@@ -156,10 +169,15 @@ class ComputeOps:
         )
         if self._loss.chunk_tokens is not None:
             inputs.pop("labels", None)
-        return self._make_run(inputs, reseed)
+        return self._make_run(inputs, reseed, context)
 
-    def _make_run(self, inputs: dict[str, Any], reseed: Callable[[int, bool], None]) -> MicrobatchRun:
-        run = MicrobatchRun(self._split.model, inputs, self._tracked, reseed)
+    def _make_run(
+        self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
+    ) -> MicrobatchRun:
+        tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
+        run = MicrobatchRun(
+            self._split.model, inputs, tracked, reseed, graph=context.keeps, ambient=context.ambient
+        )
         self._runs.add(run)
         return run
 

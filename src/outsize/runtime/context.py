@@ -1,7 +1,8 @@
 """What the ops of one step share: its number, its microbatches, its learning rate, and what they find out."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,11 @@ class StepContext:
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
         below: sizes of what lies below the workers, by unit, microbatch and kind.
+        ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
+        keeps: whether a backward will follow; without one nothing is kept of a forward.
+        slots: see `slots_used`, where the program is not the plan's own.
+        outputs: what the model returned, by microbatch, where the step is cut.
+        output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
     """
 
     number: int
@@ -69,6 +75,11 @@ class StepContext:
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
     below: dict[tuple[int | None, int | None, str], list[int]] = field(default_factory=dict)
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    keeps: bool = True
+    slots: Mapping[Op, Mapping[int, int]] | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
 
     def loss(self) -> float:
         """Loss of the step: the sum over microbatches, each already weighted by its targets."""

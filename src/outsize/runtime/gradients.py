@@ -15,6 +15,7 @@ from outsize.runtime.binding import GradientSums, tensor_views
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.weights import typed_plane
+from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 
 GradientObserver = Callable[[int, frozenset[int], Tensor], None]
@@ -81,14 +82,24 @@ class GradientOps:
         self._sums.open(unit, plane)
 
     def sum_on(self, op: Op, context: StepContext) -> None:
-        """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added."""
+        """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added.
+
+        `StepContext.touched` says of which tensors there is one.
+        """
         assert op.unit is not None
         assert op.slot is not None
-        assert isinstance(self._home, HostHome)
         unit = self._spec.units[op.unit]
         plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
         self._plane_of[op.unit] = plane
-        self._device.copy(plane, self._home.view(op.unit, "gradient"))
+        if isinstance(self._home, HostHome):
+            self._device.copy(plane, self._home.view(op.unit, "gradient"))
+        elif plane.device.type == "cpu":
+            self._home.read(op.unit, "gradient", 0, plane)
+        else:
+            with Arena() as arena:
+                staged = arena.take(plane.nbytes, "gradient on its way up").view(plane.dtype)
+                self._home.read(op.unit, "gradient", 0, staged)
+                plane.copy_(staged)
         self.bytes_up += plane.nbytes
         self._sums.open(unit, plane, context.touched[op.unit])
 
@@ -105,7 +116,8 @@ class GradientOps:
         context.touched[op.unit] = self._sums.close(op.unit)
         context.brought[op.unit] += 1
         whole = context.brought[op.unit] == self._times_home.get(op.unit, 1)
-        if whole and not self._clips and not context.skipped:
+        # A pass without losses of its own is judged by the caller, see `planner.cut`.
+        if whole and not self._clips and context.losses and not context.skipped:
             self._check(context)
             self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
         if whole and self._observe is not None:

@@ -14,6 +14,7 @@ The next unit's arguments come into being only when it is about to run, so glue 
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from outsize.runtime.boundary import Gradients, hand_out, is_differentiable
 
 Forward = Callable[..., Any]
 Reseed = Callable[[int, bool], None]
+Ambient = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
@@ -64,11 +66,21 @@ class MicrobatchRun:
         inputs: keyword arguments of its forward.
         tracked: for each unit, whether its outputs can carry a gradient (something trainable at or before it).
         reseed: called as ``reseed(unit, is_glue)`` before each piece of code that may draw random numbers.
+        graph: whether the model's own code makes a graph for a backward.
+        ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Any], tracked: tuple[bool, ...], reseed: Reseed
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        tracked: tuple[bool, ...],
+        reseed: Reseed,
+        graph: bool = True,
+        ambient: Ambient = nullcontext,
     ) -> None:
+        self._graph = graph
+        self._ambient = ambient
         self.inputs = inputs
         self._walk = Walk(model, inputs)
         self._visits: dict[int, Visit] = {}
@@ -91,7 +103,7 @@ class MicrobatchRun:
         if graph:
             visit.track_inputs()
         before = [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]
-        with torch.set_grad_enabled(graph):
+        with self._ambient(), torch.set_grad_enabled(graph):
             self._reseed(unit, False)
             outputs = visit.call(forward)
         if before != [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]:
@@ -100,6 +112,18 @@ class MicrobatchRun:
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
         self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+
+    def finish(self, unit: int) -> Any:
+        """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history.
+
+        Raises:
+            ModelError: the model calls a unit again.
+        """
+        waiting, self._waiting = self._waiting, None
+        ending = self._advance(unit + 1, waiting)
+        if not isinstance(ending, Finished):
+            raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
+        return ending.output
 
     def head_input(self, unit: int) -> Tensor:
         """Bring the model to its last unit and return the tensor that it is called with, cut from its history."""
@@ -130,11 +154,8 @@ class MicrobatchRun:
         with torch.enable_grad():
             self._reseed(unit, False)
             outputs = visit.call(forward)
-            handed, visit.box = hand_out(outputs, tracked=self._tracked[unit])
-            ending = self._advance(unit + 1, handed)
-            if not isinstance(ending, Finished):
-                raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
-            loss = loss_of(ending.output) / divisor
+            self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+            loss = loss_of(self.finish(unit)) / divisor
         if math.isinf(divisor):  # no target: the mean over nothing is NaN, and weighs nothing
             return torch.zeros_like(loss)
         if loss.requires_grad:
@@ -149,7 +170,7 @@ class MicrobatchRun:
             del self._visits[unit]
             return
         visit.track_inputs()
-        with torch.enable_grad():
+        with self._ambient(), torch.enable_grad():
             self._reseed(unit, False)
             outputs = visit.call(forward)
         self._descend(unit, outputs)
@@ -178,7 +199,7 @@ class MicrobatchRun:
 
     def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
         """Run the model's own code up to ``unit``."""
-        with torch.enable_grad():
+        with self._ambient(), torch.set_grad_enabled(self._graph):
             self._reseed(unit, True)
             return self._walk.advance(outputs)
 

@@ -119,7 +119,9 @@ class StagedComputeOps(ComputeOps):
         assert op.microbatch is not None
         return cast("StagedRun", context.runs[op.microbatch])
 
-    def _make_run(self, inputs: dict[str, Any], reseed: Callable[[int, bool], None]) -> MicrobatchRun:
+    def _make_run(
+        self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
+    ) -> MicrobatchRun:
         run = StagedRun(self._model, inputs, self._tracked, reseed, self._glue)
         self._glue.keep(run)
         return run

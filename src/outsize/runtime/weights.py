@@ -1,6 +1,7 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.planner.ops import Op
@@ -51,6 +52,16 @@ class WeightOps:
         assert op.slot is not None
         plane = self.plane(op.unit, op.slot)
         self.bytes_up += plane.nbytes
+        if self._spec.units[op.unit].kind == "rest":
+            # Glue of a forward whose backward is still to come has saved these parameters. They are loaded again with
+            # the values that they had, or that backward is refused.
+            with _unsafe_preserve_version_counter(plane):
+                self._fill(op, plane)
+        else:
+            self._fill(op, plane)
+
+    def _fill(self, op: Op, plane: Tensor) -> None:
+        assert op.unit is not None
         if op.buffer is not None:
             self._device.copy(plane, self._staged(op.unit, op.buffer))
         elif isinstance(self._home, HostHome):

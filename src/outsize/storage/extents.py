@@ -88,6 +88,13 @@ class Extents:
         with self._lock:
             self._free.append(self._held.pop(key).index)
 
+    def drop(self, key: Hashable) -> None:
+        """Free the extent of ``key``, if it has one."""
+        with self._lock:
+            held = self._held.pop(key, None)
+            if held is not None:
+                self._free.append(held.index)
+
     def count(self, *, bytes_in: int = 0, bytes_out: int = 0, bounced: int = 0) -> None:
         """Add to the statistics."""
         with self._lock:

@@ -105,6 +105,14 @@ class HostHome:
         self._layout.extent(unit, plane)
         return self._planes[unit, plane]
 
+    def extend(self, model: ModelSpec, planes: Mapping[str, int], arena: Arena) -> None:
+        """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
+        wanted = Layout(model, planes)
+        for key, extent in wanted.extents.items():
+            if key not in self._planes:
+                self._planes[key] = arena.take(extent.num_bytes, f"home: {key[1]}").view(extent.dtype)
+                self._layout.extents[key] = extent
+
     def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         """See `Home.read`; ``into`` may lie on any device."""
         self._layout.locate(unit, plane, start, into)

@@ -43,6 +43,9 @@ class Scratch(Protocol):
             ValueError: nothing under this key, or another dtype or number of elements.
         """
 
+    def forget(self, key: Hashable) -> None:
+        """Free the extent of ``key`` without reading it; nothing happens where there is none."""
+
     def statistics(self) -> ScratchStatistics:
         """Return what is held and what was moved."""
 
@@ -81,6 +84,10 @@ class HostScratch:
         index = self._extents.find(key, into)
         into.detach().copy_(self._view(index, into))
         self._extents.count(bytes_out=into.nbytes)
+
+    def forget(self, key: Hashable) -> None:
+        """See `Scratch.forget`."""
+        self._extents.drop(key)
 
     def statistics(self) -> ScratchStatistics:
         """See `Scratch.statistics`."""
@@ -160,6 +167,10 @@ class DiskScratch:
         self._move(into, index * self._stride, written=False)
         self._extents.leave(key)
         self._extents.count(bytes_out=into.nbytes)
+
+    def forget(self, key: Hashable) -> None:
+        """See `Scratch.forget`."""
+        self._extents.drop(key)
 
     def statistics(self) -> ScratchStatistics:
         """See `Scratch.statistics`."""

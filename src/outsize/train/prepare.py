@@ -196,10 +196,10 @@ def make_plan(
     memory = config.memory
     demand = Demand(
         boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=_by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=_by_kind(parts, measured.backward_bytes),
+        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
+        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=unseen_bytes + _fixed_bytes(parts.model, machine),
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine),
     )
     options = PlanOptions(
         home=machine.home,
@@ -253,7 +253,7 @@ def _forward_times(parts: Split) -> tuple[float, ...]:
     return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
 
 
-def _fixed_bytes(model: nn.Module, machine: Machine) -> int:
+def fixed_bytes(model: nn.Module, machine: Machine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
     fixed = BOUNCE_BYTES if machine.below == "disk" else 0
     if machine.device.startswith("cuda"):
@@ -261,7 +261,7 @@ def _fixed_bytes(model: nn.Module, machine: Machine) -> int:
     return fixed
 
 
-def _by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
+def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
     """The most of any unit of each kind."""
     most: dict[str, int] = {}
     for unit, size in zip(parts.spec.units, num_bytes, strict=False):

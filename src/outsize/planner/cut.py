@@ -1,0 +1,77 @@
+"""A step cut in three, for a training loop that somebody else writes: forward, backward, and the optimizer's steps.
+
+`StepLayout.cut` makes the last unit run F and B like any other. The whole step is put in order as ever and then cut
+behind its last F: what the forward leaves in slots, the backward that follows at once finds there (*warm*). A backward
+that comes later, after other passes or a step, loads everything itself (*cold*). A forward that no backward follows
+has a program of its own, which keeps nothing.
+
+Gradients go on from those that are at home already where `summing` says so: a SUM takes the place of the ACC.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from outsize.planner.disk import insert_disk
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
+from outsize.planner.passes import insert_gradients, insert_loads, insert_saves, v_cycle
+from outsize.planner.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The parts of a step that is cut.
+
+    Attributes:
+        forward: all units forward; inputs are kept, slots stay as they are at its end.
+        backward: all units backward, right behind ``forward``.
+        cold_backward: the same, whatever lies in the slots.
+        inference: all units forward; nothing is kept.
+    """
+
+    forward: Program
+    backward: Program
+    cold_backward: Program
+    inference: Program
+
+
+def cut_step(layout: StepLayout) -> Passes:
+    """Return the passes of a step.
+
+    Raises:
+        ValueError: the layout is not one of a step that is cut.
+    """
+    if not layout.cut:
+        raise ValueError("only the step of a layout with cut=True can be cut")
+    compute = v_cycle(layout).ops
+    forwards = tuple(op for op in compute if op.kind is Kind.FORWARD)
+    backwards = tuple(op for op in compute if op.kind is Kind.BACKWARD)
+    whole = _complete(Program(compute), layout)
+    end = 1 + max(index for index, op in enumerate(whole) if op.kind is Kind.FORWARD)
+    return Passes(
+        forward=Program(whole.ops[:end]),
+        backward=Program(whole.ops[end:]),
+        cold_backward=_complete(Program(backwards), layout),
+        inference=insert_disk(insert_loads(Program(forwards), layout), layout),
+    )
+
+
+def step_units(layout: StepLayout, units: Collection[int]) -> Program:
+    """Return the optimizer's steps of ``units``, in the order in which the next forward needs them."""
+    steps = tuple(Op(kind=Kind.STEP, unit=unit) for unit in layout.step_order if unit in units)
+    return insert_disk(Program(steps), layout)
+
+
+def summing(program: Program, units: Collection[int]) -> Program:
+    """Return a backward in which the gradients of ``units`` go on from those that are at home."""
+    return Program(
+        tuple(
+            replace(op, kind=Kind.SUM) if op.kind is Kind.ACC and op.unit in units else op for op in program
+        )
+    )
+
+
+def _complete(program: Program, layout: StepLayout) -> Program:
+    for insert in (insert_loads, insert_saves, insert_gradients, insert_disk):
+        program = insert(program, layout)
+    return program

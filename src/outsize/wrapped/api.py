@@ -1,0 +1,163 @@
+"""`outsize.wrap`, `outsize.load` and `outsize.unwrap`."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from outsize.config.schema import MemoryConfig
+from outsize.errors import ConfigError
+from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.checkpoint import CheckpointReader
+from outsize.model.checkpoint_files import locate_checkpoint
+from outsize.model.spec import TensorSpec
+from outsize.train.machine import choose_device, choose_dtype
+from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
+from outsize.wrapped.parameters import Fill
+from outsize.wrapped.runner import Runner
+
+Home = Literal["auto", "host", "disk"]
+
+
+def wrap(
+    model: nn.Module,
+    *,
+    device: str = "auto",
+    device_memory: str | int | None = None,
+    home: Home = "auto",
+    microbatches: int = 1,
+    store_dir: str | os.PathLike[str] | None = None,
+    **memory: Any,
+) -> nn.Module:
+    """Stream ``model`` unit by unit from now on; returns the same object, for the training loop that it was in.
+
+    Its weights move to the home, where they stay for training, evaluation and saving. Set ``requires_grad`` first.
+
+    Args:
+        model: any module whose blocks stand in a `torch.nn.ModuleList`, its parameters all of one dtype: fp32, bf16 or
+            fp16. It computes in that dtype.
+        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, or ``auto`` (a CUDA device where there is one).
+        device_memory: budget on the device, e.g. ``"20GiB"``; None is what is free, less a margin.
+        home: where weights, gradients and optimizer state rest; ``auto`` is host memory if they fit.
+        microbatches: most parts that each batch is cut into. Weights cross to the device once per pass whatever the
+            number; activations and logits of one part at a time are computed.
+        store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
+        memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
+            ``slots``, ``prefetch``, ``offload``, ``tile_elements``, ``link_gb_per_s``.
+
+    Raises:
+        ConfigError: an argument that cannot be, or a model that is wrapped already.
+        ModelError: a model without a list of blocks, or with parameters of several dtypes.
+        BudgetExceededError: the home does not fit its tier.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def fill(tensor: TensorSpec, into: Tensor) -> None:
+        parameter = parameters.pop(tensor.name)
+        into.copy_(parameter.detach().reshape(-1))
+
+    settings = _memory(device, device_memory, home, memory)
+    return _attach(model, settings, microbatches, store_dir, fill)
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    device: str = "auto",
+    device_memory: str | int | None = None,
+    home: Home = "auto",
+    microbatches: int = 1,
+    store_dir: str | os.PathLike[str] | None = None,
+    **memory: Any,
+) -> nn.Module:
+    """Return a wrapped model whose weights went from its checkpoint straight to their home, one unit at a time.
+
+    Args:
+        path_or_hub_id: a directory in Hugging Face layout, or the id of a model on the hub.
+        dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
+        attention: ``auto`` or a name that transformers knows.
+        trust_remote_code: whether code that comes with the model may run.
+        device: see `wrap`, as for the other arguments.
+        device_memory: see `wrap`.
+        home: see `wrap`.
+        microbatches: see `wrap`.
+        store_dir: see `wrap`.
+        memory: see `wrap`.
+
+    Raises:
+        CheckpointError: files are missing, truncated, or of another shape than the config says.
+        OutsizeError: as `wrap`.
+    """
+    settings = _memory(device, device_memory, home, memory)
+    config = load_hf_config(path_or_hub_id, trust_remote_code)
+    wanted = choose_dtype(dtype, choose_device(settings.device))
+    model = build_skeleton(config, wanted, attention, trust_remote_code)
+    reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
+    reader.load_buffers(model)
+
+    def fill(tensor: TensorSpec, into: Tensor) -> None:
+        reader.read(tensor.name, 0, tensor.numel, into)
+
+    return _attach(model, settings, microbatches, store_dir, fill)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Make a wrapped model an ordinary one again, its weights in host memory, and free all that streamed it.
+
+    Raises:
+        ConfigError: it is not wrapped.
+    """
+    runner = runner_of(model)
+    runner.settle()
+    runner.stop()
+    for unit in runner.split.spec.units:
+        values = (
+            {name: value.clone() for name, value in runner.parameters.read(unit).items()}
+            if unit.tensors
+            else {}
+        )
+        for name, value in values.items():
+            former = runner.parameters.named[name]
+            former.grad = None
+            if former.device == value.device:
+                former.data = value
+                continue
+            parameter = nn.Parameter(value, requires_grad=former.requires_grad)
+            for module, attribute in runner.split.owners[name]:
+                module._parameters[attribute] = parameter
+    runner.close()
+    detach(model)
+    return model
+
+
+def _memory(device: str, device_memory: str | int | None, home: Home, others: dict[str, Any]) -> MemoryConfig:
+    from pydantic import ValidationError
+
+    try:
+        return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("outsize.wrap: " + "; ".join(lines)) from error
+
+
+def _attach(
+    model: nn.Module,
+    memory: MemoryConfig,
+    microbatches: int,
+    store_dir: str | os.PathLike[str] | None,
+    fill: Fill,
+) -> nn.Module:
+    if is_wrapped(model):
+        raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
+    if microbatches < 1:
+        raise ConfigError(f"microbatches is {microbatches}; a batch has at least one part")
+    directory = (
+        Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
+    )
+    attach(model, Runner(model, memory, microbatches, directory, fill))
+    return model

@@ -1,0 +1,272 @@
+"""The class of a wrapped model: its own class, with the methods in between that must know where the bytes are.
+
+A wrapped model stays the object it was. Its class becomes a subclass of its former one, of the same name, so
+``isinstance``, ``config``, ``get_input_embeddings``, ``save_pretrained`` and the names of parameters stay what they
+were. (PyTorch's FSDP2 does the same.)
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from functools import wraps
+from typing import Any, NoReturn, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import ConfigError, ModelError
+from outsize.model.checkpoint import persistent_buffers
+from outsize.model.checkpoint_writer import write_checkpoint
+from outsize.model.walk import is_walking
+from outsize.storage.home import HostHome
+from outsize.wrapped.runner import Runner
+
+_RUNNER = "_outsize_runner"
+
+
+class StateAtRest(Mapping[str, Tensor]):
+    """The state of a model on disk by name: each tensor is read when it is asked for, and kept by nobody.
+
+    Iterating goes unit by unit; ``dict(state)`` holds the whole model in memory.
+    """
+
+    def __init__(self, runner: Runner, model: nn.Module, prefix: str) -> None:
+        self._runner = runner
+        self._prefix = prefix
+        self._place = {t.name: unit for unit in runner.split.spec.units for t in unit.tensors}
+        known = {id(parameter): name for name, parameter in runner.parameters.named.items()}
+        named = model.named_parameters(remove_duplicate=False)
+        self._names = {prefix + name: known[id(parameter)] for name, parameter in named}
+        self._buffers = {prefix + name: b for name, b in persistent_buffers(model).items()}
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Read one tensor."""
+        if key in self._buffers:
+            return self._buffers[key]
+        name = self._names[key]
+        return self._runner.parameters.read(self._place[name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of parameters, then of buffers."""
+        yield from self._names
+        yield from self._buffers
+
+    def __len__(self) -> int:
+        return len(self._names) + len(self._buffers)
+
+
+class Wrapped(nn.Module):
+    """What a wrapped model does otherwise than its own class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; inside a walk without hooks of the model itself, which have run outside."""
+        if is_walking():
+            return own_class(self).forward(self, *args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """See `torch.nn.Module.named_parameters`; waits for a step under way."""
+        runner_of(self).settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module.state_dict`; over a disk home a mapping that reads tensors as they are asked for."""
+        runner = runner_of(self)
+        runner.settle()
+        if isinstance(runner.tiers.home, HostHome) or kwargs.get("keep_vars"):
+            return super().state_dict(*args, **kwargs)
+        return StateAtRest(runner, self, kwargs.get("prefix", ""))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See `torch.nn.Module.load_state_dict`; weights go home, also after an optimizer was built.
+
+        Raises:
+            ConfigError: ``assign=True``, which would take the parameters away from their home.
+        """
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True) would take parameters from their home; leave it out"
+            )
+        runner = runner_of(self)
+        runner.settle()
+        if isinstance(runner.tiers.home, HostHome):
+            return super().load_state_dict(state_dict, strict=strict)
+        return _load_at_rest(runner, self, state_dict, strict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `torch.nn.Module.zero_grad`."""
+        runner = runner_of(self)
+        if not set_to_none:
+            runner.settle()
+        at_rest = not isinstance(runner.tiers.home, HostHome)
+        for parameter in runner.parameters.named.values():
+            if parameter.grad is not None:
+                if set_to_none or at_rest:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: each unit is recomputed from its input as it is."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Stay where it is: where a wrapped model computes was said to `outsize.wrap`.
+
+        Raises:
+            ConfigError: another dtype is asked for.
+        """
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None and dtype is not next(iter(runner_of(self).parameters.named.values())).dtype:
+            raise ConfigError("a wrapped model keeps its dtype; convert it before outsize.wrap")
+        return self
+
+    def cuda(self, device: Any = None) -> Self:
+        """See `to`."""
+        return self
+
+    def cpu(self) -> Self:
+        """See `to`."""
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ModelError(
+            "a wrapped model cannot be copied: a copy would share or double the home of its weights. Copy the model "
+            "before outsize.wrap, or write it with save_pretrained and load that"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ModelError(
+            "a wrapped model cannot be pickled: threads, files and pinned memory belong to it. Save its state_dict(), "
+            "or use save_pretrained"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__deepcopy__({})
+
+
+def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a wrapped model of class ``kind``."""
+    signature = inspect.signature(kind.forward)
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_walking():
+            return kind.forward(self, *args, **kwargs)
+        inputs = _named(signature, self, args, kwargs)
+        return runner_of(self).forward(inputs)
+
+    members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    if hasattr(kind, "save_pretrained"):
+        members["save_pretrained"] = _save_pretrained(kind)
+    members["__qualname__"] = kind.__qualname__
+    return type(kind.__name__, (Wrapped, kind), members)
+
+
+def own_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a wrapped model had before."""
+    return cast("type[nn.Module]", type(model).__mro__[2])
+
+
+def is_wrapped(model: object) -> bool:
+    """Whether ``model`` is wrapped."""
+    return isinstance(model, Wrapped)
+
+
+def attach(model: nn.Module, runner: Runner) -> None:
+    """Make a module a wrapped one."""
+    object.__setattr__(model, _RUNNER, runner)
+    model.__class__ = wrapped_class(type(model))
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    model.__class__ = own_class(model)
+    object.__delattr__(model, _RUNNER)
+
+
+def runner_of(model: nn.Module) -> Runner:
+    """Return what streams a wrapped model.
+
+    Raises:
+        ConfigError: it is not wrapped.
+    """
+    if not is_wrapped(model):
+        raise ConfigError(f"{type(model).__name__} is not wrapped; call outsize.wrap(model) first")
+    return cast(Runner, vars(model)[_RUNNER])
+
+
+def _named(
+    signature: inspect.Signature, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a forward by name, with no cache of keys and values that nobody asked for."""
+    named = dict(kwargs)
+    if args:
+        bound = signature.bind_partial(model, *args).arguments
+        for name, value in list(bound.items())[1:]:
+            if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                raise ConfigError(f"{type(model).__name__} takes any positional arguments; pass them by name")
+            named[name] = value
+    config = getattr(model, "config", None)
+    wanted = named.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if wanted is None else wanted:
+        raise ConfigError(
+            "output_router_logits=True asks for what is recorded inside units, and a recompute would not give it a "
+            "gradient; outsize.wrap has no router losses yet: set config.output_router_logits=False"
+        )
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(
+        config, "use_cache", False
+    )  # PEFT's models do
+    takes_cache = "use_cache" in signature.parameters or passes_on
+    if takes_cache and named.get("use_cache") is None and named.get("past_key_values") is None:
+        named["use_cache"] = False
+    return named
+
+
+def _load_at_rest(runner: Runner, model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+    known = {id(parameter): name for name, parameter in runner.parameters.named.items()}
+    names = {name: known[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    buffers = persistent_buffers(model)
+    missing = [name for name in (*names, *buffers) if name not in state]
+    unexpected = [name for name in state if name not in names and name not in buffers]
+    wrong = [n for n in names if n in state and state[n].shape != runner.parameters.named[names[n]].shape]
+    if wrong or (strict and (missing or unexpected)):
+        raise RuntimeError(
+            f"state dict does not fit {type(model).__name__}: missing {missing}, unexpected {unexpected}, "
+            f"of another shape {wrong}"
+        )
+    source = {own: name for name, own in reversed(names.items()) if name in state}
+    for unit in runner.split.spec.units:
+        tensors = {t.name: state[source[t.name]] for t in unit.tensors if t.name in source}
+        if tensors:
+            runner.parameters.write(unit, tensors)
+    for name, buffer in buffers.items():
+        if name in state:
+            buffer.copy_(state[name])
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _save_pretrained(kind: type[nn.Module]) -> Any:
+    own = cast(Any, kind).save_pretrained
+
+    @wraps(own)
+    def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = runner_of(self)
+        runner.settle()
+        if isinstance(runner.tiers.home, HostHome):
+            return own(self, save_directory, *args, **kwargs)
+        if not kwargs.get("is_main_process", True):
+            return None
+        config, units = cast(Any, self).config, runner.split.spec.units
+        return write_checkpoint(save_directory, self, config, units, runner.parameters.read, overwrite=True)
+
+    return save_pretrained
+
+
+def iterate_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters of a wrapped model, without waiting for anything."""
+    return nn.Module.parameters(model)

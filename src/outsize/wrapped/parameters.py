@@ -1,0 +1,184 @@
+"""The parameters that a wrapped model shows: what rests at home, under the names and in the modules of the model.
+
+Over a host home a parameter is a view of its unit's weights, and its ``.grad`` a view of the gradient plane, so any
+optimizer of `torch.optim` steps where the bytes are. Over a disk home parameters have a shape and no bytes; their
+``.grad`` is a mark that a gradient is at home (`wrapped.at_rest`).
+
+In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from outsize.model.spec import PLANE_ELEMENTS, TensorSpec, UnitSpec
+from outsize.model.split import Split
+from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, master_plane
+from outsize.runtime.binding import TORCH_DTYPE
+from outsize.storage.arena import Arena
+from outsize.storage.home import DiskHome, HostHome
+from outsize.units import align_up
+from outsize.wrapped.at_rest import mark
+
+Fill = Callable[[TensorSpec, Tensor], None]
+
+
+class HomeParameters:
+    """Parameters of a model, moved into a home.
+
+    Args:
+        split: the model's units.
+        home: where the weights go.
+        fill: copies the weights of a tensor into a flat fp32 or compute-dtype tensor.
+
+    Attributes:
+        named: the parameters by name.
+        factors: what gradients on disk are multiplied by in the next step, by name.
+    """
+
+    def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
+        self._home = home
+        self._dtype = TORCH_DTYPE[split.spec.dtype]
+        self._half = master_plane(split.spec.dtype) == MASTER
+        self._versions: dict[str, int] = {}
+        self.named: dict[str, nn.Parameter] = {}
+        self.factors: dict[str, Tensor] = {}
+        for unit in split.spec.units:
+            if unit.tensors:
+                self._adopt(unit, split, fill)
+
+    def positions_with_gradient(self, unit: UnitSpec) -> frozenset[int]:
+        """Positions of the tensors of ``unit`` that have a gradient now; one that the user put there goes home."""
+        found = set()
+        for position, tensor in enumerate(unit.tensors):
+            gradient = self.named[tensor.name].grad
+            if gradient is None:
+                continue
+            found.add(position)
+            if isinstance(self._home, HostHome):
+                own = self._view(unit, tensor, GRADIENT)
+                if gradient.data_ptr() != own.data_ptr():
+                    own.copy_(gradient)
+                    self._show(unit, tensor)
+        return frozenset(found)
+
+    def show_gradients(self, unit: UnitSpec, positions: frozenset[int]) -> None:
+        """Let the parameters at ``positions`` have a ``.grad``."""
+        for position in positions:
+            if self.named[unit.tensors[position].name].grad is None:
+                self._show(unit, unit.tensors[position])
+
+    def refresh_masters(self, unit: UnitSpec) -> None:
+        """Where a user has written half-precision weights, make them the masters: they are what counts now."""
+        if not self._half or not isinstance(self._home, HostHome):
+            return
+        for tensor in unit.tensors:
+            parameter = self.named[tensor.name]
+            if parameter._version != self._versions[tensor.name] and tensor.trainable:
+                self._view(unit, tensor, MASTER).copy_(parameter.detach())
+                self._versions[tensor.name] = parameter._version
+
+    def values(self, units: tuple[UnitSpec, ...], plane: str = WEIGHTS) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor of a plane by name: views over a host home, else copies, read unit by unit."""
+        for unit in units:
+            if unit.tensors and (plane == WEIGHTS or unit.trainable):
+                yield from self.read(unit, plane).items()
+
+    def read(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
+        """Return the tensors of ``unit``, as in `values`."""
+        if isinstance(self._home, HostHome):
+            return {tensor.name: self._view(unit, tensor, plane) for tensor in unit.tensors}
+        with Arena() as arena:
+            flat = self._plane(arena, unit, plane)
+            self._home.read(unit.index, plane, 0, flat)
+            return {t.name: flat[t.offset : t.offset + t.numel].view(t.shape).clone() for t in unit.tensors}
+
+    def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
+        """Replace some tensors of a plane of ``unit``; of the weights, their masters as well."""
+        planes = (WEIGHTS, MASTER) if plane == WEIGHTS and self._half and unit.trainable else (plane,)
+        for name in planes:
+            if isinstance(self._home, HostHome):
+                for tensor in unit.tensors:
+                    if tensor.name in tensors:
+                        self._view(unit, tensor, name).copy_(tensors[tensor.name].detach().view(tensor.shape))
+                continue
+            with Arena() as arena:
+                flat = self._plane(arena, unit, name)
+                self._home.read(unit.index, name, 0, flat)
+                for t in unit.tensors:
+                    if t.name in tensors:
+                        flat[t.offset : t.offset + t.numel].copy_(tensors[t.name].detach().reshape(-1))
+                self._home.write(unit.index, name, 0, flat)
+
+    def _plane(self, arena: Arena, unit: UnitSpec, plane: str) -> Tensor:
+        dtype = self._dtype if plane == WEIGHTS else torch.float32
+        return arena.take(unit.numel * dtype.itemsize, plane).view(dtype)
+
+    def _view(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
+        assert isinstance(self._home, HostHome)
+        flat = self._home.view(unit.index, plane)
+        return flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
+
+    def _show(self, unit: UnitSpec, tensor: TensorSpec) -> None:
+        parameter = self.named[tensor.name]
+        if isinstance(self._home, HostHome):
+            if self._half:
+                parameter.grad_dtype = torch.float32
+            parameter.grad = self._view(unit, tensor, GRADIENT)
+        else:
+            read = partial(self._read_gradient, unit, tensor)
+            scale = partial(self._note_factor, tensor.name)
+            parameter.grad = mark(tensor.shape, parameter.dtype, read, scale)
+
+    def _read_gradient(self, unit: UnitSpec, tensor: TensorSpec) -> Tensor:
+        """Read the gradient of one tensor from disk: the sectors that it lies in."""
+        first = tensor.offset // PLANE_ELEMENTS * PLANE_ELEMENTS
+        last = align_up(tensor.offset + tensor.numel, PLANE_ELEMENTS)
+        with Arena() as arena:
+            flat = arena.take((last - first) * 4, GRADIENT).view(torch.float32)
+            self._home.read(unit.index, GRADIENT, first, flat)
+            return flat[tensor.offset - first :][: tensor.numel].clone()
+
+    def _note_factor(self, name: str, factor: Tensor) -> None:
+        former = self.factors.get(name)
+        self.factors[name] = factor if former is None else former * factor
+
+    def _adopt(self, unit: UnitSpec, split: Split, fill: Fill) -> None:
+        """Move the weights of ``unit`` home, and let go of where they were."""
+        with Arena() as arena:
+            flat = self._plane(arena, unit, WEIGHTS)
+            master = self._plane(arena, unit, MASTER) if self._half and unit.trainable else None
+            for t in unit.tensors:
+                stretch = slice(t.offset, t.offset + t.numel)
+                if master is None:
+                    fill(t, flat[stretch])
+                else:
+                    fill(t, master[stretch])
+                    flat[stretch].copy_(master[stretch])
+            self._home.write(unit.index, WEIGHTS, 0, flat)
+            if master is not None:
+                self._home.write(unit.index, MASTER, 0, master)
+        for tensor in unit.tensors:
+            places = split.owners[tensor.name]
+            module, attribute = places[0]
+            former = module._parameters[attribute]
+            assert former is not None
+            parameter = self._parameter(unit, tensor, former)
+            for module, attribute in places:
+                module._parameters[attribute] = parameter
+            self.named[tensor.name] = parameter
+            self._versions[tensor.name] = parameter._version
+
+    def _parameter(self, unit: UnitSpec, tensor: TensorSpec, former: nn.Parameter) -> nn.Parameter:
+        """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
+        former.grad = None
+        if isinstance(self._home, HostHome):
+            view = self._view(unit, tensor, WEIGHTS)
+        else:
+            view = torch.empty(tensor.shape, dtype=self._dtype, device="meta")
+        if former.device == view.device:
+            former.data = view
+            return former
+        return nn.Parameter(view, requires_grad=former.requires_grad)

@@ -1,0 +1,76 @@
+"""From the caller's autograd graph into the streamed backward, and no further.
+
+What a wrapped model returns has one node for its history. When the caller's backward reaches it, the gradients of the
+outputs are dealt out to the microbatches and the backward program runs; gradients of parameters come home by
+themselves. Nothing but this node holds the activations of a forward: if it goes, because no backward follows or an
+error is in the air, they go.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.wrapped.outputs import Joined, Roots
+
+Backward = Callable[[Roots], None]
+
+
+class Passage:
+    """One forward that a backward may follow.
+
+    Args:
+        joined: the output.
+        backward: runs the backward from roots and their gradients.
+        abandon: called when no backward will follow.
+    """
+
+    def __init__(self, joined: Joined, backward: Backward, abandon: Callable[[], None]) -> None:
+        self._joined = joined
+        self._backward: Backward | None = backward
+        self._abandon = abandon
+
+    def output(self) -> Any:
+        """Return the output with its history."""
+        positions = self._joined.differentiable
+        values = tuple(self._joined.leaves[position] for position in positions)
+        anchor = torch.zeros((), requires_grad=True)
+        made = _Node.apply(anchor, self, values) if values else ()  # type: ignore[no-untyped-call]
+        output = self._joined.build(dict(zip(positions, made, strict=True)))
+        self._joined.forget_values()
+        return output
+
+    def descend(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Go backward from the gradients of the outputs that have a history.
+
+        Raises:
+            RuntimeError: for the second time; activations are gone after the first.
+        """
+        if self._backward is None:
+            raise RuntimeError(
+                "backward through a wrapped model for the second time: its activations are gone. Add the losses up "
+                "and call backward once, or run the forward again"
+            )
+        backward, self._backward = self._backward, None
+        backward(self._joined.roots(gradients))
+
+    def __del__(self) -> None:
+        if self._backward is not None:
+            self._abandon()
+
+
+class _Node(torch.autograd.Function):
+    """The history of what a wrapped model returns. Values come in a tuple, so that results are no views of them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, passage: Passage, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.passage.descend(gradients)
+        return None, None, None

@@ -1,0 +1,149 @@
+"""What a microbatch of the caller's takes on the device, and the plan that fits it."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.config.schema import MemoryConfig
+from outsize.model.split import Split
+from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.planner.validate import validate
+from outsize.runtime.calibrate import Measured, calibrate
+from outsize.train.machine import Machine
+from outsize.train.prepare import KERNEL_SHARE, by_kind, fixed_bytes
+
+# Of each microbatch the caller holds the outputs until the backward; the graph of a loss in the model holds two more of
+# their size (its softmax in fp32, and the copy that outputs are joined in).
+OUTPUT_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The largest microbatch that a plan is made for: rows, and the length of a row (1 where rows have no length)."""
+
+    rows: int
+    length: int
+
+    def covers(self, other: "Shape") -> bool:
+        """Whether what fits this one fits ``other``."""
+        return self.rows >= other.rows and self.length >= other.length
+
+
+def shape_of(main: Tensor, rows: int) -> Shape:
+    """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
+    is_ids = main.dim() == 2 and not main.is_floating_point()
+    return Shape(rows, main.shape[1] if is_ids or main.dim() == 3 else 1)
+
+
+def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[[int, int], dict[str, Any]]:
+    """Return what makes smaller inputs of the same kind: ``(rows, length) → inputs``.
+
+    Dimensions of ``seq_len`` behind the first are cut to the length; a cache of keys and values is left out.
+    """
+
+    def make(rows: int, length: int) -> dict[str, Any]:
+        def take(tensor: Tensor) -> Tensor:
+            if tensor.dim() and len(tensor) == num_rows:
+                tensor = tensor[:rows]
+            for dim in range(1, tensor.dim()):
+                if length < seq_len and tensor.shape[dim] == seq_len:
+                    tensor = tensor.narrow(dim, 0, length)
+            return tensor.detach().cpu()
+
+        small: dict[str, Any] = pytree.tree_map_only(Tensor, take, dict(inputs))
+        if small.get("past_key_values") is not None:
+            small["past_key_values"] = None
+        return small
+
+    return make
+
+
+def measure(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    inputs: Mapping[str, Any],
+    num_rows: int,
+    shape: Shape,
+    former: Measured | None,
+) -> Measured:
+    """Measure what microbatches of ``shape`` need, on smaller ones of the kind of ``inputs``.
+
+    Args:
+        split: the model, its boundaries in place.
+        forwards: the units' own forwards.
+        inputs: of the model, ``num_rows`` rows.
+        num_rows: of them.
+        shape: of a microbatch of these inputs.
+        former: what other microbatches need, which has to fit as well.
+
+    Raises:
+        ModelError: the model cannot be walked through, or raised.
+    """
+    hooks = [module._forward_hooks for module in split.modules]
+    try:
+        for module in split.modules:  # a trial is not what the hooks on units are there to see
+            module._forward_hooks = OrderedDict()
+        measured = calibrate(
+            split,
+            forwards,
+            shorter(inputs, num_rows, shape.length),
+            num_sequences=shape.rows,
+            seq_len=shape.length,
+            chunk_tokens=None,
+        )
+    finally:
+        for module, own in zip(split.modules, hooks, strict=True):
+            own.update(module._forward_hooks)  # what transformers hangs there on the first call
+            module._forward_hooks = own
+    return measured if former is None else _both(measured, former)
+
+
+def _both(one: Measured, other: Measured) -> Measured:
+    """The larger of each."""
+
+    def larger(a: Any, b: Any) -> Any:
+        return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
+
+    return Measured(
+        **{f.name: larger(getattr(one, f.name), getattr(other, f.name)) for f in fields(Measured)}
+    )
+
+
+def make_plan(
+    split: Split, machine: Machine, memory: MemoryConfig, measured: Measured, microbatches: int
+) -> Plan:
+    """Plan a step that is cut, within the machine's budgets.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
+    unseen = int(workspace * KERNEL_SHARE) if machine.device == "cpu" else 0
+    held = measured.held_bytes + OUTPUT_COPIES * measured.output_bytes
+    demand = Demand(
+        boundary_bytes=measured.boundary_bytes,
+        forward_workspace_bytes=by_kind(split, measured.forward_bytes),
+        backward_workspace_bytes=by_kind(split, measured.backward_bytes),
+        shared_bytes=held * microbatches,
+        fixed_bytes=unseen + fixed_bytes(split.model, machine),
+    )
+    options = PlanOptions(
+        home=machine.home,
+        below=machine.below,
+        clip=False,
+        microbatches=microbatches,
+        slots=memory.slots,
+        prefetch=memory.prefetch,
+        tile_elements=memory.tile_elements,
+        offload=False if measured.inputs_shared else memory.offload,
+        cut=True,
+        commits=False,
+    )
+    budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
+    plan = plan_step(split.spec, demand, budgets, options)
+    validate(plan.program, plan.layout)
+    return plan

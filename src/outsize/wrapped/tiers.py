@@ -1,0 +1,124 @@
+"""The memory behind a wrapped model: budgets, the home, and the engine over it, which may be made anew."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from outsize.config.schema import MemoryConfig
+from outsize.errors import ConfigError
+from outsize.model.spec import ModelSpec
+from outsize.model.split import Split
+from outsize.model.walk import Boundaries
+from outsize.optim.spec import planes_for
+from outsize.planner.memory import home_bytes
+from outsize.planner.plan import Plan
+from outsize.runtime.binding import buffers_on
+from outsize.runtime.calibrate import Measured
+from outsize.runtime.device import open_device
+from outsize.runtime.engine import Engine, EngineSettings
+from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.directory import needed_directory
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Ledger
+from outsize.storage.pool import IOPool
+from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
+from outsize.train.machine import describe_machine
+
+
+class Tiers:
+    """Budgets and a home for one model.
+
+    Args:
+        spec: its units.
+        memory: device, budgets and home, as asked for.
+        store_dir: directory of a disk home and of activations on disk.
+    """
+
+    def __init__(self, spec: ModelSpec, memory: MemoryConfig, store_dir: Path) -> None:
+        self._memory = memory
+        self._store_dir = store_dir
+        state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
+        self.machine = describe_machine(memory, state_bytes, store_dir)
+        if self.machine.num_workers > 1:
+            raise ConfigError(f"device={memory.device!r}: outsize.wrap streams to one device; name one")
+        self.on_cuda = self.machine.device.startswith("cuda")
+        with contextlib.ExitStack() as stack:
+            self.ledger = Ledger(
+                {
+                    "device": self.machine.device_bytes,
+                    "host": self.machine.host_bytes,
+                    "disk": self.machine.disk_bytes,
+                }
+            )
+            self._host = stack.enter_context(contextlib.closing(self._arena("host")))
+            if self.machine.home == "disk":
+                stack.enter_context(needed_directory(store_dir, "store_dir"))
+            self._pool = stack.enter_context(IOPool())
+            self.home = stack.enter_context(contextlib.closing(self._open_home(spec)))
+            self._stack = stack.pop_all()
+
+    def extend(self, spec: ModelSpec) -> None:
+        """Make room for the optimizer state of units that train by now; only over a host home."""
+        if isinstance(self.home, HostHome):
+            self.home.extend(spec, planes_for(spec.dtype), self._host)
+
+    def open_engine(
+        self,
+        stack: contextlib.ExitStack,
+        split: Split,
+        boundaries: Boundaries,
+        plan: Plan,
+        measured: Measured,
+        settings: EngineSettings,
+    ) -> Engine:
+        """Reserve what ``plan`` asks for and return an engine; ``stack`` gives everything back.
+
+        Raises:
+            BudgetExceededError: a tier has too little left.
+        """
+        tier = "device" if self.machine.below == "disk" else "host"
+        buffers = stack.enter_context(contextlib.closing(self._arena(tier)))
+        scratch = self._open_scratch(stack, plan, measured, buffers)
+        rate = self._memory.link_gb_per_s
+        device = open_device(self.machine.device, self.ledger, rate * 1e9 if rate else None)
+        stack.enter_context(contextlib.closing(device))
+        for name in ("activations", "workspace", "shared"):
+            stack.enter_context(self.ledger.reserve("device", name, plan.memory["device"].get(name, 0)))
+        engine = Engine(split, boundaries, plan, device, self.home, buffers, scratch, settings)
+        stack.callback(engine.close)
+        return engine
+
+    def buffers_of(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Have the buffers of ``model`` where it computes."""
+        return buffers_on(model, torch.device(self.machine.device if self.on_cuda else "cpu"))
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        self._stack.close()
+
+    def _arena(self, tier: str) -> Arena:
+        return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if self.on_cuda else None)
+
+    def _open_home(self, spec: ModelSpec) -> HostHome | DiskHome:
+        planes = planes_for(spec.dtype)
+        if self.machine.home == "host":
+            return HostHome(spec, planes, self._host)
+        path = self._store_dir / f"home-{id(self):x}.bin"  # nameless as soon as it is open
+        return DiskHome(spec, planes, path, self._pool, ledger=self.ledger, temporary=True)
+
+    def _open_scratch(
+        self, stack: contextlib.ExitStack, plan: Plan, measured: Measured, buffers: Arena
+    ) -> Scratch | None:
+        if not plan.layout.offload:
+            return None
+        extents = len(plan.layout.offload) * plan.layout.num_microbatches
+        size = max(measured.boundary_bytes[unit] for unit in plan.layout.offload)
+        scratch: Scratch
+        if self.machine.below == "disk":
+            path = self._store_dir / f"activations-{id(self):x}.bin"
+            scratch = DiskScratch(extents, size, path, self._pool, buffers, ledger=self.ledger)
+        else:
+            scratch = HostScratch(extents, size, buffers)
+        return stack.enter_context(contextlib.closing(scratch))

@@ -1,0 +1,114 @@
+"""A step that is cut: forward, backward and steps are those of the whole, whoever decides when they run."""
+
+from dataclasses import replace
+
+import pytest
+
+from outsize.errors import ProgramError
+from outsize.planner.cut import cut_step, step_units, summing
+from outsize.planner.hazards import Hazards
+from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind
+from outsize.planner.program import Program, parse, render
+from outsize.planner.schedule import build_step
+from outsize.planner.validate import validate
+
+LAYOUT = StepLayout(
+    num_streamed=3,
+    rest=3,
+    num_microbatches=2,
+    trainable=(True, True, True, True),
+    weight_bytes=(4, 4, 4, 1),
+    gradient_bytes=(4, 4, 4, 1),
+    slot_bytes=(4, 4),
+    accumulator_bytes=(4,),
+    tiles=(0, 0, 0, 0),
+    cut=True,
+)
+
+
+def text(program: Program) -> str:
+    return render(program).replace("\n", "; ")
+
+
+def test_the_last_unit_runs_forward_and_backward_like_any_other():
+    passes = cut_step(LAYOUT)
+    assert text(passes.forward) == (
+        "LOAD 3@w0.2; LOAD 0@w0.0; LOAD 1@w0.1; F 0.0@w0; F 0.1@w0; FREE 0@w0.0; LOAD 2@w0.0; "
+        "F 1.0@w0; F 1.1@w0; F 2.0@w0; F 2.1@w0"
+    )
+    assert text(passes.backward) == (
+        "ACC 3@w0.1; ACC 2@w0.0; B 2.0@w0; B 2.1@w0; GRAD 2@w0; FREE 2@w0.0; LOAD 0@w0.0; "
+        "ACC 1@w0.0; B 1.0@w0; B 1.1@w0; GRAD 1@w0; FREE 1@w0.1; "
+        "ACC 0@w0.0; B 0.0@w0; B 0.1@w0; GRAD 0@w0; GRAD 3@w0; FREE 0@w0.0; FREE 3@w0.2"
+    )
+
+
+def test_a_cold_backward_loads_all_that_it_needs_and_inference_leaves_nothing():
+    passes = cut_step(LAYOUT)
+    cold = [op for op in passes.cold_backward if op.kind is Kind.LOAD]
+    assert sorted(op.unit for op in cold) == [0, 1, 2, 3]
+    kinds = [op.kind for op in passes.inference]
+    assert kinds.count(Kind.LOAD) == kinds.count(Kind.FREE) == 4
+    assert set(kinds) == {Kind.LOAD, Kind.FREE, Kind.FORWARD}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"slot_bytes": (4,)},
+        {"offload": frozenset({1})},
+        {"tiles": (2, 2, 2, 1), "num_tile_buffers": 3},
+        {"tiles": (2, 2, 2, 1), "num_tile_buffers": 3, "staged": True, "num_host_buffers": 2},
+        {"trainable": (False, False, True, False)},
+        {"num_microbatches": 5},
+    ],
+)
+def test_the_parts_make_a_step_that_obeys_every_rule(changes: dict):
+    layout = replace(LAYOUT, **changes)
+    validate(build_step(layout), layout)
+    passes = cut_step(layout)
+    steps = step_units(layout, set(range(layout.num_units)))
+    validate(Program(passes.forward.ops + passes.backward.ops + steps.ops), layout)
+
+
+def test_what_is_saved_in_the_forward_comes_back_in_either_backward():
+    passes = cut_step(replace(LAYOUT, offload=frozenset({1})))
+    saved = {(op.unit, op.microbatch) for op in passes.forward if op.kind is Kind.SAVE}
+    for backward in (passes.backward, passes.cold_backward):
+        assert (
+            {(op.unit, op.microbatch) for op in backward if op.kind is Kind.FETCH}
+            == saved
+            == {(1, 0), (1, 1)}
+        )
+
+
+def test_summing_goes_on_from_gradients_at_home_and_changes_nothing_else():
+    backward = cut_step(LAYOUT).backward
+    going_on = summing(backward, {1, 3})
+    changed = {str(a): str(b) for a, b in zip(backward, going_on, strict=True) if a != b}
+    assert changed == {"ACC 1@w0.0": "SUM 1@w0.0", "ACC 3@w0.1": "SUM 3@w0.1"}
+
+
+def test_a_sum_waits_for_the_gradient_that_it_starts_from():
+    hazards = Hazards(3, 3)
+    before = [hazards.dependencies(op) for op in parse("ACC 1@w0.0; GRAD 1@w0; ACC 2@w0.0; GRAD 2@w0")]
+    assert 1 in hazards.dependencies(parse("SUM 1@w0.0").ops[0])
+    assert before
+
+
+def test_steps_come_in_the_order_of_the_next_forward():
+    assert text(step_units(LAYOUT, {2, 3, 0})) == "STEP 3; STEP 0; STEP 2"
+
+
+def test_fb_and_cut_exclude_each_other():
+    whole = replace(LAYOUT, cut=False)
+    with pytest.raises(ValueError, match="cut=True"):
+        cut_step(whole)
+    with pytest.raises(ProgramError, match="F and B"):
+        validate(build_step(whole), LAYOUT)
+    with pytest.raises(ProgramError, match="in one op, FB"):
+        validate(build_step(LAYOUT), whole)
+    with pytest.raises(ValueError, match="no clipping"):
+        replace(LAYOUT, clip=True)

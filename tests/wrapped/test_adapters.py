@@ -1,0 +1,109 @@
+"""LoRA adapters of PEFT, and TRL's trainer, over a wrapped model; skipped where the extras are not installed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+import zoo
+from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH = zoo.batch("llama", num_sequences=4)
+
+
+def adapted(seed: int = 0, **changes: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, **changes
+    )
+    base = zoo.build("llama")
+    base.config.use_cache = True  # as published configs have it
+    model: nn.Module = peft.get_peft_model(base, config)
+    return model
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_peft_model_trains_as_it_is(count: int, home: str, tmp_path: Path):
+    """Only adapters have gradients and state; the frozen base crosses the link on its way up and never down."""
+    plain = adapted()
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    with wrapped(adapted(), home=home, microbatches=count) as model:
+        assert isinstance(model, peft.PeftModelForCausalLM)
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        for step in range(3):
+            batch = zoo.batch("llama", seed=step, num_sequences=4)
+            assert torch.equal(streamed_backward(model, batch), resident_backward(plain, batch, count))
+            if home == "host":
+                assert_equal(gradients(model), gradients(plain))
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+        assert optimizer.without_gradient == ()
+
+
+def test_the_adapter_is_saved_in_peft_s_format(tmp_path: Path):
+    with wrapped(adapted()) as model:
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        streamed_backward(model, BATCH)
+        optimizer.step()
+        model.save_pretrained(tmp_path)
+        want = {name: value.clone() for name, value in model.state_dict().items()}
+    loaded = peft.PeftModel.from_pretrained(zoo.build("llama"), tmp_path)
+    assert_equal(loaded.state_dict(), want)
+
+
+def test_sft_trainer_trains_a_wrapped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from support import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    ids = [tokenizer(f"the square of {n} is {n * n}")["input_ids"] for n in range(12)]
+    tokens = datasets.Dataset(datasets.table.InMemoryTable.from_pydict({"input_ids": ids}), fingerprint="t")
+
+    def fit(model: nn.Module, directory: Path) -> list[float]:
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=trl.SFTConfig(
+                output_dir=str(directory),
+                max_steps=3,
+                per_device_train_batch_size=2,
+                learning_rate=1e-2,
+                logging_steps=1,
+                max_length=32,
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+                save_strategy="no",
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            train_dataset=tokens,
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    config = zoo.make_config("llama")
+    config.vocab_size = 264
+
+    def make() -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        made: nn.Module = AutoModelForCausalLM.from_config(config)
+        return made
+
+    want = fit(make(), tmp_path / "plain")
+    with wrapped(make(), microbatches=1) as model:
+        assert fit(model, tmp_path / "streamed") == want

@@ -1,0 +1,543 @@
+"""What people expect of a model in their own loop, one sentence each."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outsize
+import zoo
+from outsize.errors import ConfigError, DataError, ModelError
+from reference import IGNORED
+from runtime.oddities import Odd, batch
+from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
+
+BATCH = zoo.batch("llama", num_sequences=4)
+HOMES = ["host", "disk"]
+
+
+def make(kind: type[nn.Module], seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+class Scaled(nn.Module):
+    """Two blocks whose loss has the gradient that it is told, in any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_accumulate_in_fp32_over_calls_and_microbatches(dtype: torch.dtype):
+    """2048 + 1 + 1 + 1 + 1 = 2052, which bf16 and fp16 sums do not reach."""
+    model = Scaled().to(dtype)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.weight.fill_(1.0)
+    with wrapped(model, microbatches=2):
+        model(torch.full((1, 1), 2048.0, dtype=dtype)).sum().backward()
+        for _ in range(2):
+            model(torch.ones(2, 1, dtype=dtype)).sum().backward()
+        assert model.blocks[1].weight.grad.item() == 2052
+        assert model.blocks[0].weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("home", HOMES)
+def test_gradients_of_several_backwards_add_up_as_in_a_loop(home: str, count: int):
+    other = zoo.batch("llama", seed=5, num_sequences=4)
+    plain = zoo.build("llama")
+    for one in (BATCH, other, BATCH):
+        resident_backward(plain, one, count)
+    want = nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+    with wrapped(zoo.build("llama"), home=home, microbatches=count) as model:
+        for one in (BATCH, other, BATCH):
+            streamed_backward(model, one)
+        assert torch.equal(outsize.clip_grad_norm_(model, float("inf")), want)
+        if home == "host":
+            assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("settings", [{}, {"slots": 1}, {"offload": True}, {"device": "emulated:1"}])
+def test_dropout_masks_of_the_recompute_are_those_of_the_forward(settings: dict[str, object]):
+    """Whatever the schedule; with other masks the gradient would not be that of the loss."""
+
+    def run(**how: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with wrapped(zoo.build("gpt2", dropout=0.3), microbatches=2, **how) as model:
+            torch.manual_seed(3)
+            return streamed_backward(model, BATCH), gradients(model)
+
+    loss, got = run(**settings)
+    want_loss, want = run(slots=4, offload=False)
+    assert torch.equal(loss, want_loss)
+    assert_equal(got, want)
+    with wrapped(zoo.build("gpt2", dropout=0.3), microbatches=2, **settings) as model, torch.no_grad():
+        name, parameter = next((n, p) for n, p in model.named_parameters() if n.endswith("h.1.mlp.c_fc.bias"))
+        direction = got[name] / got[name].norm()
+        values = []
+        for sign in (1, -1):  # the slope of the loss with the same masks
+            parameter.add_(direction, alpha=sign * 1e-2)
+            torch.manual_seed(3)
+            values.append(model(**BATCH).loss)
+            parameter.sub_(direction, alpha=sign * 1e-2)
+        assert ((values[0] - values[1]) / 2e-2).item() == pytest.approx(got[name].norm().item(), rel=2e-2)
+
+
+def test_uneven_microbatches_give_the_mean_of_the_full_batch():
+    labels = BATCH["labels"].clone()
+    labels[0, :-2] = IGNORED
+    labels[3] = IGNORED  # a microbatch with no target at all
+    uneven = {**BATCH, "labels": labels}
+    plain = zoo.build("llama")
+    want = plain(**uneven).loss
+    want.backward()
+    with wrapped(zoo.build("llama"), microbatches=4) as model:
+        assert torch.allclose(streamed_backward(model, uneven), want, rtol=1e-6)
+        assert_equal(gradients(model), gradients(plain), 1e-7)
+
+
+class Breaking(Odd):
+    """Raises in the forward of a block when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.break_at = 0, 0
+        inner = self.blocks[2].forward
+
+        def forward(*args, **kwargs):
+            self.calls += 1
+            if self.calls == self.break_at:
+                raise IndexError("planted")
+            return inner(*args, **kwargs)
+
+        self.blocks[2].forward = forward
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_an_exception_in_a_layer_is_catchable_and_the_next_call_works(call: int, home: str):
+    """In either microbatch, in the forward and in the recompute; everything under way is freed."""
+    want = make(Breaking)
+    resident_backward(want, batch(rows=4), 2, causal=False)
+    with wrapped(make(Breaking), microbatches=2, home=home) as model:
+        streamed_backward(model, batch(rows=4))
+        model.zero_grad()
+        model.calls, model.break_at = 0, call
+        with pytest.raises(ModelError, match="IndexError: planted") as raised:
+            streamed_backward(model, batch(rows=4))
+        assert isinstance(raised.value.__cause__, IndexError)
+        del raised
+        gc.collect()
+        alive = [o for o in gc.get_objects() if type(o).__name__ in ("MicrobatchRun", "Passage")]
+        assert not alive
+        model.break_at = 0
+        model.zero_grad()
+        streamed_backward(model, batch(rows=4))
+        norm = outsize.clip_grad_norm_(model, float("inf"))
+        assert torch.allclose(norm, nn.utils.clip_grad_norm_(want.parameters(), float("inf")))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_weights_loaded_after_the_optimizer_was_built_survive_the_next_step(home: str):
+    other = zoo.build("llama", seed=9).state_dict()
+    with wrapped(zoo.build("llama"), home=home) as model:
+        optimizer = outsize.AdamW(model, lr=0.0, weight_decay=0.0)
+        streamed_backward(model, BATCH)
+        assert not model.load_state_dict(other).missing_keys
+        optimizer.step()
+        assert_equal(dict(model.state_dict()), other)
+        with pytest.raises(RuntimeError, match="nonsense"):
+            model.load_state_dict({**other, "nonsense": torch.zeros(1)})
+
+
+def test_training_follows_train_and_eval():
+    with wrapped(zoo.build("gpt2", dropout=0.5)) as model:
+        assert model.train().training
+        assert all(m.training for m in model.modules())
+        first, second = (model(**BATCH).loss for _ in range(2))
+        assert first != second
+        assert not model.eval().training
+        plain = zoo.build("gpt2", dropout=0.5).eval()
+        assert torch.equal(model(**BATCH).loss, plain(**BATCH).loss)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_late_requires_grad_is_respected(count: int):
+    """Frozen after wrapping, and trained after having been frozen when it was wrapped."""
+    plain, model = zoo.build("llama"), zoo.build("llama")
+    for one in (plain, model):
+        one.model.layers[2].requires_grad_(False)
+    with wrapped(model, microbatches=count):
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, count)
+        assert_equal(gradients(model), gradients(plain))
+        for one in (plain, model):
+            one.zero_grad()
+            one.model.layers[2].requires_grad_(True)
+            one.model.layers[0].requires_grad_(False)
+            one.model.embed_tokens.requires_grad_(False)
+        optimizer, reference = outsize.AdamW(model), torch.optim.AdamW(plain.parameters(), fused=True)
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, count)
+        assert_equal(gradients(model), gradients(plain))
+        optimizer.step()
+        reference.step()
+        assert_equal(model.state_dict(), plain.state_dict())
+
+
+def test_a_disk_home_says_that_thawing_comes_before_wrapping():
+    model = zoo.build("llama")
+    model.model.layers[1].requires_grad_(False)
+    with wrapped(model, home="disk"):
+        model.model.layers[1].requires_grad_(True)
+        with pytest.raises(ConfigError, match="before wrap"):
+            model(**BATCH)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1, 4), (3, 4), (5, 2), (7, 3)])
+def test_odd_batches_and_batches_smaller_than_microbatches(rows: int, count: int):
+    one = zoo.batch("llama", num_sequences=rows)
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), microbatches=count) as model:
+        assert torch.equal(streamed_backward(model, one), resident_backward(plain, one, count))
+        assert_equal(gradients(model), gradients(plain))
+
+
+def test_batches_of_changing_size_and_length():
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), microbatches=2) as model:
+        for step, (rows, length) in enumerate([(2, 8), (5, 12), (1, 4), (4, 20), (2, 8)]):
+            one = zoo.batch("llama", seed=step, num_sequences=rows, seq_len=length)
+            assert torch.equal(streamed_backward(model, one), resident_backward(plain, one, 2))
+        assert_equal(gradients(model), gradients(plain))
+
+
+class Nested(nn.Module):
+    """Inputs in dicts and lists, with values that are no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, inputs, *, options=("plain", None), scale: float = 1.0):
+        x = inputs["x"] + inputs["more"][0] if options[0] == "plain" else inputs["x"]
+        for block in self.blocks:
+            x = torch.tanh(block(x) * scale) + inputs["shared"]
+        return {"out": x, "note": options[0], "pieces": [x.sum(-1), x.mean()]}
+
+
+def test_nested_inputs_and_values_that_are_no_tensors():
+    given = {"x": torch.randn(5, 4), "more": [torch.randn(5, 4)], "shared": torch.randn(4)}
+    plain = make(Nested)
+    want = plain(given, scale=0.5)
+    (want["out"].square().sum() + want["pieces"][0].sum()).backward()
+    with wrapped(make(Nested), microbatches=2) as model:
+        got = model(given, scale=0.5)  # by position too
+        assert got["note"] == "plain"
+        assert torch.equal(got["out"], want["out"])
+        (got["out"].square().sum() + got["pieces"][0].sum()).backward()
+        assert_equal(gradients(model), gradients(plain), 1e-6)
+        with pytest.raises(DataError, match="batch is empty"):
+            model({"x": torch.zeros(0, 4)})
+
+
+def test_objects_with_attributes_are_joined_like_mappings():
+    plain = make(Odd)
+    with wrapped(make(Odd), microbatches=3) as model:
+        got, want = model(**batch(rows=6)), plain(**batch(rows=6))
+        assert torch.allclose(got.logits, want.logits)
+        assert torch.allclose(got.loss, want.loss)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_tied_weights_stay_tied(home: str):
+    plain = zoo.build("llama_tied")
+    reference = torch.optim.AdamW(plain.parameters(), fused=True)
+    resident_backward(plain, BATCH, 2)
+    reference.step()
+    with wrapped(zoo.build("llama_tied"), home=home, microbatches=2) as model:
+        optimizer = outsize.AdamW(model)
+        streamed_backward(model, BATCH)
+        optimizer.step()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert_equal(dict(model.state_dict()), plain.state_dict(), 1e-6)
+
+
+def test_a_frozen_prefix_skips_its_backward():
+    plain, model = zoo.build("llama"), zoo.build("llama")
+    for one in (plain, model):
+        one.model.embed_tokens.requires_grad_(False)
+        one.model.layers[0].requires_grad_(False)
+        one.model.norm.requires_grad_(
+            False
+        )  # it belongs to no unit, so any backward might add to its gradient
+    with wrapped(model, microbatches=2):
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, 2)
+        assert_equal(gradients(model), gradients(plain))
+        timeline = vars(model)["_outsize_runner"]._engine.take_timeline()
+        backwards = {event.op.split()[1][0] for event in timeline.events if event.op.startswith("B ")}
+        assert backwards == {"2", "3", "4"}
+
+
+def test_two_wrapped_models_live_in_one_process():
+    first, second = zoo.build("llama"), zoo.build("gpt2")
+    plain = zoo.build("llama"), zoo.build("gpt2")
+    with wrapped(first, microbatches=2), wrapped(second, microbatches=2):
+        loss = first(**BATCH).loss + second(**BATCH).loss
+        loss.backward()
+        want = resident_backward(plain[0], BATCH, 2) + resident_backward(plain[1], BATCH, 2)
+        assert torch.equal(loss.detach(), want)
+        assert_equal(gradients(first), gradients(plain[0]))
+        assert_equal(gradients(second), gradients(plain[1]), 1e-6)  # tied
+
+
+def test_copies_and_pickles_are_refused_with_a_reason():
+    with wrapped(zoo.build("llama")) as model:
+        for attempt in (
+            lambda: copy.deepcopy(model),
+            lambda: copy.copy(model),
+            lambda: pickle.dumps(model),
+            lambda: torch.save(model, io.BytesIO()),
+        ):
+            with pytest.raises(ModelError, match="save_pretrained"):
+                attempt()
+        with pytest.raises(ConfigError, match="wrapped already"):
+            outsize.wrap(model)
+        for attempt in (model.half, lambda: model.to(torch.bfloat16)):
+            with pytest.raises(ConfigError, match=r"before outsize\.wrap"):
+                attempt()
+        assert model.to("cpu") is model
+        assert model.to("cpu", torch.float32) is model
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_forward_without_a_backward_frees_its_activations(offload: bool):
+    with wrapped(zoo.build("llama"), microbatches=2, offload=offload) as model:
+        for _ in range(3):
+            out = model(**BATCH)
+            node = weakref.ref(out.loss.grad_fn)
+            del out
+        gc.collect()
+        assert node() is None
+        assert not [o for o in gc.get_objects() if type(o).__name__ == "MicrobatchRun"]
+        streamed_backward(model, BATCH)
+
+
+def test_several_forwards_before_their_backwards():
+    """As in a preference loss; the first backward is not of the last forward."""
+    other = zoo.batch("llama", seed=4, num_sequences=2)
+    plain = zoo.build("llama")
+    want = plain(**BATCH).logits.square().mean() - plain(**other).logits.mean()
+    want.backward()
+    with wrapped(zoo.build("llama"), slots=2) as model:
+        got = model(**BATCH).logits.square().mean() - model(**other).logits.mean()
+        got.backward()
+        assert torch.equal(got, want)
+        assert_equal(gradients(model), gradients(plain), 1e-7)
+
+
+def test_a_second_backward_is_refused():
+    with wrapped(zoo.build("llama")) as model:
+        loss = model(**BATCH).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_goes_on_after_zero_grad(set_to_none: bool):
+    plain = zoo.build("llama")
+    resident_backward(plain, BATCH, 1)
+    with wrapped(zoo.build("llama")) as model:
+        optimizer = outsize.AdamW(model, lr=0.0, weight_decay=0.0)
+        for zero in (optimizer.zero_grad, model.zero_grad):
+            streamed_backward(model, BATCH)
+            optimizer.step()
+            zero(set_to_none=set_to_none)
+            assert all((p.grad is None) is set_to_none for p in model.parameters())
+        streamed_backward(model, BATCH)
+        assert_equal(gradients(model), gradients(plain))
+
+
+def test_a_gradient_of_the_user_s_own_counts():
+    plain, mine = zoo.build("llama"), torch.full((97, 32), 0.25)
+    plain.lm_head.weight.grad = mine.clone()
+    resident_backward(plain, BATCH, 1)
+    with wrapped(zoo.build("llama")) as model:
+        model.lm_head.weight.grad = mine.clone()
+        streamed_backward(model, BATCH)
+        assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_loss_of_the_user_s_own_on_the_logits(count: int):
+    ids = BATCH["input_ids"]
+
+    def own(model: nn.Module) -> torch.Tensor:
+        logits = model(input_ids=ids).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+
+    plain = zoo.build("llama")
+    want = own(plain)
+    want.backward()
+    with wrapped(zoo.build("llama"), microbatches=count) as model:
+        got = own(model)
+        got.backward()
+        assert torch.equal(got, want)
+        assert_equal(gradients(model), gradients(plain), 0.0 if count == 1 else 1e-7)
+
+
+def test_a_cache_is_made_for_those_who_ask_and_never_recomputed():
+    """A block that appends to a cache in the forward would see its keys twice in the recompute."""
+    plain, model = zoo.build("llama"), zoo.build("llama")
+    plain.config.use_cache = model.config.use_cache = True
+    with wrapped(model, microbatches=2):
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, 2)
+        assert_equal(gradients(model), gradients(plain))
+        with pytest.raises(ConfigError, match="no_grad"):
+            model(**BATCH, use_cache=True)
+        with torch.no_grad():
+            first = model(input_ids=BATCH["input_ids"][:, :7], use_cache=True)
+            rest = model(input_ids=BATCH["input_ids"][:, 7:], past_key_values=first.past_key_values)
+            whole = plain(input_ids=BATCH["input_ids"]).logits
+        assert torch.allclose(torch.cat([first.logits, rest.logits], dim=1), whole, atol=1e-5)
+
+
+def test_no_grad_gives_the_same_output_and_no_history():
+    plain = zoo.build("llama").eval()
+    with wrapped(zoo.build("llama"), microbatches=2) as model, torch.no_grad():
+        model.eval()
+        got = model(**BATCH)
+        assert torch.equal(got.logits, plain(**BATCH).logits)
+        assert not got.logits.requires_grad
+        with torch.inference_mode():
+            assert torch.equal(model(**BATCH).logits, got.logits)
+
+
+def test_hooks_on_units_see_their_outputs():
+    seen: list[torch.Size] = []
+    with wrapped(zoo.build("llama"), microbatches=2) as model:
+        layer = model.model.layers[1]
+        handle = layer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        model(**BATCH)
+        handle.remove()
+        assert seen == [torch.Size([2, 12, 32])] * 2
+        handle = layer.register_forward_hook(lambda module, args, output: output * 0)
+        changed = model(**BATCH).logits
+        handle.remove()
+    plain = zoo.build("llama")
+    plain.model.layers[1].register_forward_hook(lambda module, args, output: output * 0)
+    assert torch.equal(changed, plain(**BATCH).logits)
+
+
+def test_hidden_states_are_joined_and_carry_gradients():
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), microbatches=2) as model:
+        states = []
+        for one in (plain, model):
+            out = one(**BATCH, output_hidden_states=True)
+            out.hidden_states[2].square().sum().backward()
+            states.append(out.hidden_states)
+        assert len(states[0]) == len(states[1])
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        assert_equal(gradients(model), gradients(plain), 1e-5)
+
+
+def test_router_losses_are_refused_rather_than_left_without_gradient():
+    with wrapped(zoo.build("qwen3_moe")) as model:
+        with pytest.raises(ConfigError, match="no router losses yet"):
+            model(**BATCH, output_router_logits=True)
+        model.config.output_router_logits = True
+        with pytest.raises(ConfigError, match="no router losses yet"):
+            model(**BATCH)
+
+
+def test_a_backward_after_the_weights_have_changed_is_refused():
+    with wrapped(zoo.build("llama")) as model:
+        optimizer = outsize.AdamW(model)
+        streamed_backward(model, BATCH)
+        loss = model(**BATCH).loss
+        optimizer.step()
+        with pytest.raises(ConfigError, match="run the forward again"):
+            loss.backward()
+        loss = model(**BATCH).loss
+        model.load_state_dict(zoo.build("llama", seed=3).state_dict())
+        with pytest.raises(ConfigError, match="run the forward again"):
+            loss.backward()
+
+
+def test_autocast_reaches_the_model():
+    plain = zoo.build("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        want = plain(**BATCH)
+    want.loss.backward()
+    with wrapped(zoo.build("llama"), slots=2) as model:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(**BATCH)
+        got.loss.backward()
+        assert got.logits.dtype is torch.bfloat16
+        assert torch.equal(got.logits, want.logits)
+        assert_equal(gradients(model), gradients(plain), 1e-3)
+        assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_random_numbers_of_the_caller_are_not_disturbed():
+    with wrapped(zoo.build("gpt2", dropout=0.1)) as model:
+        model(**BATCH)
+        torch.manual_seed(0)
+        torch.randint(2**62, ())  # the one number that a forward draws
+        want = torch.rand(3)
+        torch.manual_seed(0)
+        streamed_backward(model, BATCH)
+        assert torch.equal(torch.rand(3), want)
+
+
+def test_gradient_checkpointing_is_the_case_already():
+    with wrapped(zoo.build("llama")) as model:
+        model.gradient_checkpointing_enable()
+        streamed_backward(model, BATCH)
+
+
+def test_parameters_replaced_after_wrapping_are_noticed():
+    with wrapped(zoo.build("llama")) as model:
+        former = model.lm_head.weight
+        model.lm_head.weight = nn.Parameter(torch.zeros(97, 32))
+        with pytest.raises(ModelError, match=r"after outsize\.wrap"):
+            model(**BATCH)
+        model.lm_head.weight = former
+        model(**BATCH)
+
+
+def test_parameters_of_several_dtypes_are_refused():
+    model = zoo.build("llama")
+    model.lm_head.to(torch.bfloat16)
+    with pytest.raises(ModelError, match="convert it first"):
+        outsize.wrap(model)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_unwrap_gives_the_trained_model_back(home: str):
+    model = zoo.build("llama")
+    kind = type(model)
+    with wrapped(model, home=home):
+        optimizer = outsize.AdamW(model)
+        streamed_backward(model, BATCH)
+        optimizer.step()
+        want = {name: value.clone() for name, value in dict(model.state_dict()).items()}
+    assert type(model) is kind
+    assert_equal(model.state_dict(), want)
+    model(**BATCH).loss.backward()
+    copy.deepcopy(model)

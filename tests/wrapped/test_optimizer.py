@@ -1,0 +1,240 @@
+"""Steps of `outsize.AdamW` and of torch's optimizers, over the home of a wrapped model."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+import zoo
+from outsize.errors import ConfigError, NonFiniteError
+from runtime.oddities import VOCAB, Sparse, batch
+from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, train, wrapped
+
+HOMES = ["host", "disk"]
+BATCHES = [zoo.batch("llama", seed=step, num_sequences=4) for step in range(4)]
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-7}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in dict(model.state_dict()).items()}
+
+
+def torch_clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+
+
+def our_clip(model: nn.Module) -> None:
+    outsize.clip_grad_norm_(model, 0.3)
+
+
+def resident(count: int, **settings: object) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = zoo.build("llama")
+    clip = {"clip": torch_clip} if settings.pop("clip", False) else {}
+    losses = train(
+        model,
+        BATCHES,
+        lambda m: torch.optim.AdamW(m.parameters(), **SETTINGS, fused=True),
+        lambda m, b: resident_backward(m, b, count),
+        **clip,
+    )
+    return losses, weights(model)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("home", HOMES)
+def test_several_steps_end_where_torch_s_fused_adamw_ends(home: str, count: int, clip: bool):
+    want_losses, want = resident(count, clip=clip)
+    with wrapped(zoo.build("llama"), home=home, microbatches=count, slots=2) as model:
+        losses = train(
+            model,
+            BATCHES,
+            lambda m: outsize.AdamW(m, **SETTINGS),
+            streamed_backward,
+            **({"clip": our_clip} if clip else {}),
+        )
+        assert losses == want_losses
+        assert_equal(weights(model), want)
+
+
+@pytest.mark.parametrize("clip", [torch_clip, our_clip])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
+    ],
+)
+def test_torch_s_optimizers_step_where_the_bytes_are(make, clip):
+    plain = zoo.build("llama")
+    want = train(plain, BATCHES, make, lambda m, b: resident_backward(m, b, 2), torch_clip)
+    with wrapped(zoo.build("llama"), microbatches=2) as model:
+        assert train(model, BATCHES, make, streamed_backward, clip) == want
+        assert_equal(weights(model), weights(plain))
+
+
+def test_a_disk_home_refuses_other_optimizers():
+    with wrapped(zoo.build("llama"), home="disk") as model:
+        streamed_backward(model, BATCHES[0])
+        for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor):
+            with pytest.raises(ConfigError, match=r"rests on disk.*outsize\.AdamW"):
+                make(model.parameters(), lr=0.1).step()
+
+
+def test_torch_s_clipping_reaches_gradients_on_disk():
+    want_losses, want = resident(2, clip=True)
+    with wrapped(zoo.build("llama"), home="disk", microbatches=2) as model:
+        losses = train(model, BATCHES, lambda m: outsize.AdamW(m, **SETTINGS), streamed_backward, torch_clip)
+        assert losses == want_losses
+        assert_equal(weights(model), want)
+        optimizer = outsize.AdamW(model)
+        streamed_backward(model, BATCHES[0])
+        nn.utils.clip_grad_norm_(list(model.parameters())[:3], 1e-3)
+        with pytest.raises(ConfigError, match="all of them together"):
+            optimizer.step()
+
+
+def test_the_first_optimizer_may_come_after_a_backward():
+    _, want = resident(1)
+    with wrapped(zoo.build("llama")) as model:
+        streamed_backward(model, BATCHES[0])
+        optimizer = outsize.AdamW(model, **SETTINGS)
+        optimizer.step()
+        optimizer.zero_grad()
+        for one in BATCHES[1:]:
+            streamed_backward(model, one)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(weights(model), want)
+
+
+def test_groups_without_weight_decay():
+    def groups(model: nn.Module) -> list[dict[str, object]]:
+        named = list(model.named_parameters())
+        return [
+            {"params": [p for n, p in named if "norm" not in n], "weight_decay": 0.3},
+            {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
+        ]
+
+    plain = zoo.build("llama")
+    make = lambda m: torch.optim.AdamW(groups(m), lr=1e-2, fused=True)  # noqa: E731
+    train(plain, BATCHES, make, lambda m, b: resident_backward(m, b, 1))
+    with wrapped(zoo.build("llama")) as model:
+        train(model, BATCHES, lambda m: outsize.AdamW(m, lr=1e-2, groups=groups(m)), streamed_backward)
+        assert_equal(weights(model), weights(plain))
+        with pytest.raises(ConfigError, match="one lr"):
+            outsize.AdamW(model, groups=[{**g, "lr": i} for i, g in enumerate(groups(model))])
+        with pytest.raises(ConfigError, match=r"one weight_decay besides 0"):
+            outsize.AdamW(model, groups=[{**g, "weight_decay": 0.1 + i} for i, g in enumerate(groups(model))])
+        with pytest.raises(ConfigError, match="not those of this wrapped model"):
+            outsize.AdamW(model, groups=[{"params": list(plain.parameters())}])
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_learning_rate_schedule_and_a_resume_from_state_dicts(home: str):
+    def run(first: int, last: int, state: tuple[dict, dict] | None) -> tuple[dict, dict]:
+        with wrapped(zoo.build("llama"), home=home) as model:
+            optimizer = outsize.AdamW(model, **SETTINGS)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            for _ in range(first):
+                schedule.step()
+            if state is not None:
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+            for one in BATCHES[first:last]:
+                streamed_backward(model, one)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            return weights(model), copy.deepcopy(optimizer.state_dict())
+
+    half = run(0, 2, None)
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before"):
+        resumed = run(2, 4, half)
+    want = run(0, 4, None)
+    assert_equal(resumed[0], want[0])
+    assert resumed[1]["state"][3]["step"] == 4
+    assert torch.equal(resumed[1]["state"][3]["exp_avg_sq"], want[1]["state"][3]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_an_expert_without_tokens_neither_shifts_nor_blocks_its_neighbours(home: str, caplog):
+    """It is left alone, moments, decay and all, and said to have had no gradient in the step."""
+    batches = [batch(seed=step) for step in range(3)]
+    for step, one in enumerate(batches):
+        one["input_ids"] = one["input_ids"] % (3 + 3 * step)
+    torch.manual_seed(1)
+    plain = Sparse()
+    train(
+        plain,
+        batches,
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+        lambda m, b: resident_backward(m, b, 2, causal=False),
+    )
+    torch.manual_seed(1)
+    with wrapped(Sparse(), home=home, microbatches=2) as model, caplog.at_level(logging.WARNING):
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        for one in batches:
+            streamed_backward(model, one)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(weights(model), weights(plain))
+        idle = f"blocks.0.experts.{VOCAB - 1}.weight"
+        assert idle in optimizer.without_gradient
+        assert "no gradient in a whole step" in caplog.text
+
+
+def test_clipping_returns_the_norm_and_refuses_what_is_not_finite():
+    plain = zoo.build("llama")
+    resident_backward(plain, BATCHES[0], 1)
+    want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    for home in HOMES:
+        with wrapped(zoo.build("llama"), home=home) as model:
+            streamed_backward(model, BATCHES[0])
+            assert torch.equal(outsize.clip_grad_norm_(model, float("inf")), want)
+            if home == "host":
+                assert torch.equal(outsize.clip_grad_norm_(model, 0.5), want)
+                assert_equal(gradients(model), gradients(plain))
+                next(model.parameters()).grad.fill_(float("nan"))
+                with pytest.raises(NonFiniteError, match="no gradient was changed"):
+                    outsize.clip_grad_norm_(model, 0.5, error_if_nonfinite=True)
+
+
+def test_a_backward_after_clipping_adds_to_clipped_gradients():
+    plain = zoo.build("llama")
+    resident_backward(plain, BATCHES[0], 1)
+    torch_clip(plain)
+    resident_backward(plain, BATCHES[1], 1)
+    with wrapped(zoo.build("llama")) as model:
+        outsize.AdamW(model)
+        streamed_backward(model, BATCHES[0])
+        our_clip(model)
+        streamed_backward(model, BATCHES[1])
+        assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_half_precision_steps_exact_fp32_masters(home: str):
+    """Weights that are loaded later become the masters: the next step starts from them."""
+    other = zoo.build("llama", seed=7, dtype=torch.bfloat16).state_dict()
+
+    def run(loaded_late: bool) -> dict[str, torch.Tensor]:
+        with wrapped(zoo.build("llama", dtype=torch.bfloat16), home=home, microbatches=2) as model:
+            if not loaded_late:
+                model.load_state_dict(other)
+            optimizer = outsize.AdamW(model, lr=1e-4)
+            if loaded_late:
+                model.load_state_dict(other)
+            for one in BATCHES:
+                streamed_backward(model, one)
+                optimizer.step()
+                optimizer.zero_grad()
+            return weights(model)
+
+    late = run(True)
+    assert_equal(late, run(False))
+    assert any(not torch.equal(late[name], other[name]) for name in other)
