@@ -42,6 +42,7 @@ from outsize.config import Config, parse_config
 from outsize.storage.committed import CommittedHome
 from outsize.train import checkpoint
 from outsize.train.run import train
+from outsize.train.saving import Saving
 from outsize.train.stream import StreamedTrainer
 
 SEQ_LEN, VOCABULARY = 16, 97
@@ -156,7 +157,7 @@ def mark_phases(phase: mmap.mmap) -> None:
     StreamedTrainer.resume = marking(1, StreamedTrainer.resume)  # type: ignore[method-assign]
     checkpoint.restore = marking(1, checkpoint.restore)
     CommittedHome.commit = marking(3, CommittedHome.commit)  # type: ignore[method-assign]
-    checkpoint.save = marking(4, checkpoint.save)
+    Saving.__call__ = marking(4, Saving.__call__)  # type: ignore[method-assign]
     outsize.train.run.remove_home = marking(5, outsize.train.home_file.remove_home, None)
 
 

@@ -37,7 +37,8 @@ from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.pool import IOPool
 from outsize.testing.faults import Layer, Operation, layered
-from outsize.train import checkpoint
+from outsize.train.checkpoint_dir import latest
+from outsize.train.checkpoint_state import position_of
 from outsize.train.machine import home_file
 from outsize.train.run import train
 
@@ -324,8 +325,8 @@ def recovered(config: Config, found: Recording, pool: IOPool) -> int:
     """
     run_dir = Path(config.train.run_dir or "")
     assert found.spec is not None
-    saved = checkpoint.latest(run_dir)
-    step = checkpoint.position_of(saved).step if saved is not None else 0
+    saved = latest(run_dir)
+    step = position_of(saved).step if saved is not None else 0
     if saved is not None:
         assert tree_digest(saved) == found.saved[saved.name], f"{saved.name} is not what was saved"
     path = home_file(config.memory, run_dir)
@@ -403,7 +404,9 @@ def main() -> None:
         root = Path(made)
         write_model(root)
         config = config_of(root, "run", "disk", arguments.steps)
-        saving = config.train.model_copy(update={"save_every": arguments.save_every})
+        saving = config.train.model_copy(
+            update={"save_every": arguments.save_every, "save_total_limit": None}
+        )
         config = config.model_copy(update={"train": saving})
         found = record(config, root)
         result = examine(root, config, found, arguments.points, arguments.seed)

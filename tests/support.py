@@ -16,8 +16,12 @@ from outsize.config import Config
 from outsize.model.split import Split
 from outsize.planner.plan import Plan
 from outsize.runtime.compute import seed_of
+from outsize.train.checkpoint_dir import latest
+from outsize.train.checkpoint_state import describe
 from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.saver import Saver
+from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
 from reference import Recipe, Reseed, Trace
 
@@ -224,3 +228,22 @@ def reseed_of(seed: int) -> Reseed:
 def unit_names(split: Split) -> tuple[str, ...]:
     """Names of the streamed units' modules, in the order of the forward."""
     return tuple(unit.name for unit in split.spec.units if unit.kind != "rest")
+
+
+def saver_of(trainer: StreamedTrainer, run_dir: Path, config: Config, **options: Any) -> Saver:
+    """What writes the checkpoints of ``trainer``, as a run would have it."""
+
+    def state_of(position: Position) -> dict[str, Any]:
+        return describe(position, config, trainer.spec.dtype, trainer.loss_scale, 10, run="a run")
+
+    settings = {"commits": False, "state_of": state_of, "announce": lambda _: None, **options}
+    return Saver(trainer, run_dir, config.train, **settings)
+
+
+def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Config) -> Path:
+    """Write a checkpoint of ``trainer`` and return its directory."""
+    with saver_of(trainer, run_dir, config) as saver:
+        saver.finish(position)
+    directory = latest(run_dir)
+    assert directory is not None
+    return directory

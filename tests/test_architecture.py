@@ -28,13 +28,14 @@ ARROWS = {
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
     "probe": GROUND | {"hardware", "model.spec", "optim", "storage"},
+    "doctor": GROUND | {"hardware"},
     "report": GROUND | {"planner"},
     "train": GROUND
     | FILES
     | {"codecs", "config", "hardware", "model", "optim", "planner", "report", "runtime", "storage"},
     "wrapped": GROUND
     | {"codecs", "config", "hardware", "model", "optim", "planner", "runtime", "storage", "train"},
-    "cli": GROUND | {"config", "hardware", "model", "planner", "probe", "report", "train"},
+    "cli": GROUND | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train"},
 }
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}
@@ -42,12 +43,15 @@ TORCH_FREE = [
     "planner",
     "config",
     "hardware",
+    "doctor",
     "model/spec.py",
     "model/spec_from_config.py",
     "model/workload.py",
     "cli/plan.py",
     "cli/plan_question.py",
     "cli/plan_table.py",
+    "cli/doctor.py",
+    "cli/doctor_text.py",
     "codecs/spec.py",
     "optim/spec.py",
 ]

@@ -64,6 +64,10 @@ class System:
         """Give a file or directory another name, at once; a file of that name is replaced."""
         os.replace(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        os.link(source, target)
+
     def unlink(self, path: Path) -> None:
         """Remove a file."""
         os.unlink(path)

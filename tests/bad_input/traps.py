@@ -3,17 +3,16 @@
 import functools
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outsize.model import checkpoint_format
+from outsize.model.checkpoint_shards import CheckpointWriter
 from outsize.planner.ops import Kind, Op
 from outsize.runtime import engine
 from outsize.runtime.context import StepContext
-from outsize.train import checkpoint
-from outsize.train.stream import StreamedTrainer
+from outsize.train.saving import Saving
 
 SECOND = 1  # steps are numbered from 0
 
@@ -45,7 +44,7 @@ class Trap:
         handle = engine.run_op
 
         def watched(table: engine.HandlerTable, op: Op, context: StepContext) -> None:
-            self._thread.now = op, context.number
+            self._thread.now = op, getattr(context, "number", None)
             handle(table, op, context)
 
         monkeypatch.setattr(engine, "run_op", watched)
@@ -80,16 +79,12 @@ def while_saving(
     monkeypatch: pytest.MonkeyPatch, step: int, num_writes: int, action: Callable[[], object]
 ) -> None:
     """Run ``action`` before the write number ``num_writes``, from 0, of the checkpoint after ``step`` steps."""
-    write_all, write = checkpoint_format._write_all, checkpoint._write
+    write_all, begin = checkpoint_format._write_all, Saving._begin
     left: list[int] = []
 
-    def write_checkpoint(trainer: StreamedTrainer, staging: Path) -> None:
-        if staging.name.startswith(f"step-{step:08d}"):
-            left.append(num_writes)
-        try:
-            write(trainer, staging)
-        finally:
-            left.clear()
+    def begin_checkpoint(self: Saving) -> CheckpointWriter:
+        left[:] = [num_writes] if self.step == step else []
+        return begin(self)
 
     def write_some(descriptor: int, data: memoryview, offset: int) -> int:
         if left == [0]:
@@ -98,7 +93,7 @@ def while_saving(
         left[:] = [number - 1 for number in left]
         return write_all(descriptor, data, offset)
 
-    monkeypatch.setattr(checkpoint, "_write", write_checkpoint)
+    monkeypatch.setattr(Saving, "_begin", begin_checkpoint)
     monkeypatch.setattr(checkpoint_format, "_write_all", write_some)
 
 

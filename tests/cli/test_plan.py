@@ -67,7 +67,7 @@ def test_json_has_it_all(model_dir, capsys):
     assert [entry["change"] for entry in found["what_if"]] == ["vram=+8GB", "gpus=+1"]
     assert found["what_would_help"] == []
     assert all(figure["source"] and not figure["measured"] for figure in found["figures"])
-    assert any("runs one GPU so far" in line for line in found["assumptions"])
+    assert any("cuts stages of its own" in line for line in found["assumptions"])
 
 
 def test_a_machine_of_one_s_own(model_dir, tmp_path, capsys):
@@ -114,6 +114,12 @@ def test_a_dry_run_of_the_config_plans_what_was_predicted(tmp_path, capsys):
     assert dry["plan"]["microbatches"] == predicted["microbatches"]
 
 
+def test_a_plan_of_several_gpus_is_written_for_all_of_them(model_dir, tmp_path, capsys):
+    file = tmp_path / "train.yaml"
+    answer(capsys, model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", "--output", file)
+    assert "device: cuda:0,1" in file.read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -131,7 +137,6 @@ def test_a_dry_run_of_the_config_plans_what_was_predicted(tmp_path, capsys):
         (["--gpus", "4090", "--device-memory", "much"], "not a size"),
         (["--gpus", "4090", "--home", "host", "--host-memory", "1MiB"], "short: host by"),
         (["--gpus", "4090", "--what-if", "vrm=+8GB"], "did you mean vram"),
-        (["--gpus", "2x4090", "--output", "x.yaml"], "runs one GPU so far"),
         (["--gpus", "2x4090", "--home", "disk"], "home in host memory so far"),
         (["--gpus", "4090", "--timeline", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
     ],

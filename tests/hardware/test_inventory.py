@@ -32,6 +32,33 @@ def test_a_server_is_read_from_proc_and_sys(tmp_path):
     assert found.environment.kernel.value == "6.1.0-example"
 
 
+def test_what_the_doctor_asks_for_is_read(tmp_path):
+    clock = "sys/devices/system/cpu/cpu0/cpufreq"
+    tree = {
+        "proc/loadavg": "0.75 0.50 0.25 2/99 1234\n",
+        "proc/pressure/memory": "some avg10=9.00 avg60=12.50 avg300=1.00 total=1\nfull avg10=0.00 avg60=0.00\n",
+        "proc/cmdline": "root=/dev/sda1 intel_iommu=on quiet\n",
+        "sys/class/iommu/dmar0": "",
+        f"{clock}/scaling_driver": "acpi-cpufreq\n",
+        f"{clock}/scaling_governor": "powersave\n",
+        f"{clock}/scaling_min_freq": "800000\n",
+        f"{clock}/scaling_max_freq": "2000000\n",
+        f"{clock}/cpuinfo_max_freq": "4000000\n",
+    }
+    told = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "HOME": "/home/someone", "EXAMPLE_TOKEN": "x"}
+    found = take_inventory([], root=build(tmp_path, SERVER, tree), load_nvml=no_nvml, variables=told)
+    cpu = found.cpu
+    assert (cpu.usable_cpus.value, cpu.load_average.value) == ("0-1,3", 0.75)
+    assert cpu.clock_governor.value == "acpi-cpufreq powersave"
+    assert (cpu.clock_floor_hz.value, cpu.clock_limit_hz.value, cpu.clock_max_hz.value) == (8e8, 2e9, 4e9)
+    assert found.memory.pressure_share.value == 0.125
+    assert found.environment.iommu.value == "dmar0 intel_iommu=on"
+    assert {name: fact.value for name, fact in found.environment.variables.items()} == {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
 def test_without_any_source_everything_says_why(tmp_path):
     found = inventory(tmp_path, tmp_path / "absent")
     told = dict(readings(found))
@@ -144,6 +171,30 @@ def test_what_a_driver_does_not_say_leaves_the_rest():
     assert (gpu.pcie_lanes.value, gpu.pcie_lanes_max.value) == (8, 16)
     assert "Not Supported" in gpu.pcie_generation.source
     assert gpu.numa_node.status == "not measured"  # the module has no such function
+
+
+def test_where_a_gpu_hangs_and_what_limits_it(tmp_path):
+    place = tmp_path / "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"
+    place.mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices/0000:01:00.0").symlink_to(place)
+    nvml = fake_nvml(
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetPciInfo=lambda index: SimpleNamespace(busId=f"00000000:0{index + 1}:00.0".encode()),
+        nvmlDeviceGetClockInfo=lambda _, kind: {1: 345}[kind],
+        nvmlDeviceGetMaxClockInfo=lambda _, kind: {1: 1980}[kind],
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda index: (0x1, 0x1 | 0x4 | 0x40)[index],
+        nvmlDeviceGetP2PStatus=lambda one, other, kind: {(0, 1): 0, (1, 0): 5}[one, other],
+    )
+    (first, second), _ = read_gpus(lambda: nvml, tmp_path)
+    assert first.pci_path.value == "pci0000:00/0000:00:01.0/0000:01:00.0"
+    assert second.pci_path.status == "not measured"  # /sys does not show it
+    assert (first.sm_clock_hz.value, first.sm_clock_max_hz.value) == (345 * 10**6, 1980 * 10**6)
+    assert (first.clock_limits.value, second.clock_limits.value) == (
+        "",
+        "power cap, hardware thermal slowdown",
+    )
+    assert (first.peers["1"].value, second.peers["0"].value) == ("ok", "not supported")
 
 
 def test_a_library_without_a_driver_is_told():

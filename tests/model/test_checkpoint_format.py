@@ -15,6 +15,7 @@ from outsize.model.checkpoint_format import (
     read_elements,
     read_header,
     read_tensor,
+    sum_of_file,
     write_file,
 )
 
@@ -46,7 +47,8 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
 def test_what_is_written_the_library_reads(tmp_path: Path):
     tensors = some_tensors() | {"view": torch.arange(12.0).view(3, 4).t()}
     path = tmp_path / "a.safetensors"
-    assert write_file(path, tensors) == path.stat().st_size
+    assert write_file(path, tensors) == sum_of_file(path)
+    assert sum_of_file(path).num_bytes == path.stat().st_size
     expected = {name: tensor.contiguous() for name, tensor in tensors.items()}
     assert_same(safetensors.torch.load_file(path), expected)
 

@@ -25,6 +25,7 @@ from outsize.planner.program import parse_op
         ("WRITE 0#1<t0", "write"),
         ("READ 0>h0", "read:units"),
         ("WRITE 0<h0", "write:units"),
+        ("STORE 0", "store"),
         ("COMMIT", "commit"),
     ],
 )

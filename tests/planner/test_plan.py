@@ -137,6 +137,7 @@ def test_the_table_names_every_byte():
         "shared": 10_000,
         "fixed": 1_000,
         "optimizer tiles": 3 * 65_536 * 16,
+        "checkpoint buffer": 2**20,
         "commits": COMMIT_COPIES * commit_record_bytes(make_model(), 65_536),
     }
     assert plan.memory["host"] == {}

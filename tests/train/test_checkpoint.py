@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outsize.config import Config
-from outsize.errors import CheckpointError, ConfigError, StorageError
-from outsize.train import checkpoint
+from outsize.errors import CheckpointError, ConfigError
+from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.checkpoint_state import position_of
 from outsize.train.prepare import prepare
 from outsize.train.run import train
+from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
-from support import make_run, read_weights
+from support import make_run, read_weights, save
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
@@ -29,17 +31,23 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def state(directory: Path) -> dict:
-    return json.loads((directory / checkpoint.STATE).read_text())
+    """What a checkpoint says of its run, besides which run that was."""
+    found = json.loads((directory / STATE).read_text())
+    return {key: value for key, value in found.items() if key not in ("run", "crc32")}
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    first, second = checkpoint.latest(one), checkpoint.latest(other)
+    first, second = latest(one), latest(other)
     assert first.name == second.name
     ours, theirs = tensors(first), tensors(second)
     assert ours.keys() == theirs.keys()
     assert any(name.startswith("optimizer/") for name in ours)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert state(first) == state(second)
+
+
+def names_in(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 def in_dir(config: Config, run_dir: Path, **train_changes) -> Config:
@@ -108,15 +116,15 @@ def test_an_interrupted_run_saves_and_goes_on(number: int, tmp_path: Path):
 def test_checkpoints_on_the_way_change_nothing(tmp_path: Path):
     config = make_run(tmp_path, memory={"home": "disk"})
     train(in_dir(config, tmp_path / "whole"))
-    train(in_dir(config, tmp_path / "often", save_every=1))
-    names = sorted(p.name for p in (tmp_path / "often" / "checkpoints").iterdir())
+    train(in_dir(config, tmp_path / "often", save_every=1, save_total_limit=None))
+    names = names_in(tmp_path / "often")
     assert names == ["latest", *(f"step-{step:08d}" for step in (1, 2, 3, 4))]
     assert_same_end(tmp_path / "whole", tmp_path / "often")
 
 
 def test_any_checkpoint_can_be_gone_on_from(tmp_path: Path):
     config = make_run(tmp_path, optimizer={"schedule": "linear"})
-    train(in_dir(config, tmp_path / "whole", save_every=1))
+    train(in_dir(config, tmp_path / "whole", save_every=1, save_total_limit=None))
     for step in (1, 3):
         parts = tmp_path / f"from-{step}" / "checkpoints"
         name = f"step-{step:08d}"
@@ -144,46 +152,17 @@ def test_a_checkpoint_is_a_model_that_transformers_loads(dtype: str, home: str, 
     config = make_run(tmp_path, model={"dtype": dtype}, memory={"home": home})
     with trainer_of(config, tmp_path) as trainer:
         trainer.fill()
-        saved = checkpoint.save(trainer, tmp_path / "run", checkpoint.Position(7, 70, 1, 2.5), config)
+        saved = save(trainer, tmp_path / "run", Position(7, 70, 1, 2.5), config)
         weights = read_weights(trainer)
     assert saved.name == "step-00000007"
-    assert checkpoint.latest(tmp_path / "run") == saved
+    assert latest(tmp_path / "run") == saved
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     named = dict(model.named_parameters())
     assert named.keys() == weights.keys()
     assert all(torch.equal(named[name], weight) for name, weight in weights.items())
     assert AutoTokenizer.from_pretrained(saved)("abc")["input_ids"]
-    assert checkpoint.position_of(saved) == checkpoint.Position(7, 70, 1, 2.5)
-
-
-def test_saving_again_replaces_the_checkpoint_of_the_same_step(tmp_path: Path):
-    config = make_run(tmp_path)
-    with trainer_of(config, tmp_path) as trainer:
-        trainer.fill()
-        for _ in range(2):
-            checkpoint.save(trainer, tmp_path / "run", checkpoint.Position(1, 1, 0, 1.0), config)
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000001"]
-
-
-def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = make_run(tmp_path)
-    with trainer_of(config, tmp_path) as trainer:
-        trainer.fill()
-        first = checkpoint.save(trainer, tmp_path / "run", checkpoint.Position(1, 1, 0, 1.0), config)
-        before = tensors(first)
-
-        def full(path: Path, tensors: object) -> None:
-            raise OSError(28, "No space left on device", str(path))
-
-        monkeypatch.setattr(checkpoint, "write_file", full)
-        with pytest.raises(StorageError, match="step-00000002"):
-            checkpoint.save(trainer, tmp_path / "run", checkpoint.Position(2, 2, 0, 1.0), config)
-    assert checkpoint.latest(tmp_path / "run") == first
-    assert sorted(p.name for p in first.parent.iterdir()) == ["latest", "step-00000001"]
-    after = tensors(first)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert position_of(saved) == Position(7, 70, 1, 2.5)
 
 
 @pytest.fixture
@@ -194,7 +173,7 @@ def run_of_two_steps(tmp_path: Path) -> Config:
 
 
 def test_a_missing_file_of_the_state_is_an_error_that_names_it(run_of_two_steps: Config, tmp_path: Path):
-    lost = checkpoint.latest(tmp_path / "run") / "optimizer" / "model.layers.1.exp_avg.safetensors"
+    lost = latest(tmp_path / "run") / "optimizer" / "model.layers.1.exp_avg.safetensors"
     lost.unlink()
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.exp_avg\.safetensors is missing"):
         train(run_of_two_steps)
@@ -202,7 +181,7 @@ def test_a_missing_file_of_the_state_is_an_error_that_names_it(run_of_two_steps:
 
 @pytest.mark.parametrize("damage", [b"", b"not json", b"[]", b"{}"])
 def test_a_damaged_position_is_an_error(damage: bytes, run_of_two_steps: Config, tmp_path: Path):
-    (checkpoint.latest(tmp_path / "run") / checkpoint.STATE).write_bytes(damage)
+    (latest(tmp_path / "run") / STATE).write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json cannot be read"):
         train(run_of_two_steps)
 
@@ -221,4 +200,4 @@ def test_another_dtype_is_refused(run_of_two_steps: Config):
 
 
 def test_without_a_run_there_is_no_checkpoint(tmp_path: Path):
-    assert checkpoint.latest(tmp_path) is None
+    assert latest(tmp_path) is None

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outsize.errors import CheckpointError, StorageError
-from outsize.train.checkpoint import latest
+from outsize.train.checkpoint_dir import latest
 from outsize.train.export import export
 from outsize.train.run import train
 from support import make_run

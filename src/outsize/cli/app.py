@@ -7,6 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from outsize import __version__
+from outsize.cli.doctor import doctor
 from outsize.cli.export import export
 from outsize.cli.inspect import inspect
 from outsize.cli.plan import plan
@@ -58,5 +59,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, plan, train, verify, inspect, export):
+for _command in (probe, doctor, plan, train, verify, inspect, export):
     app.command()(_command)

@@ -35,7 +35,12 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--run-dir", "train.run_dir", str, "Directory of the run; default: runs/<date and time>."),
     ("--lr", "optimizer.lr", float, "Learning rate after warm-up."),
     ("--dtype", "model.dtype", str, "Compute dtype: fp32, bf16, fp16 or auto."),
-    ("--resume", "train.resume", str, "auto continues the run in --run-dir; none starts afresh."),
+    (
+        "--resume",
+        "train.resume",
+        str,
+        "auto continues the run in --run-dir; a path, that checkpoint in a new one.",
+    ),
 )
 
 ConfigArgument = Annotated[

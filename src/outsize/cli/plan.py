@@ -110,8 +110,6 @@ def plan(
         changes = what_if or []
         for change in changes:
             parse_change(change)
-        if output_file is not None:
-            plan_question.check_one_gpu(asked)
         try:
             prediction = fastest(asked.question)
         except InfeasiblePlanError:

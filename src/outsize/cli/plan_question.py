@@ -111,20 +111,6 @@ def ask(
     return Asked(name=model, question=question, config=config, tokens=_tokens(tokens))
 
 
-def check_one_gpu(asked: Asked) -> None:
-    """Check that ``outsize train`` could run the plan.
-
-    Raises:
-        ConfigError: it has several GPUs.
-    """
-    count = len(asked.question.machine.gpus)
-    if count > 1:
-        raise ConfigError(
-            f"--output: `outsize train` runs one GPU so far, and this plan has {count}; leave --output out, or plan "
-            f"for one"
-        )
-
-
 def train_yaml(asked: Asked, prediction: Prediction) -> str:
     """Return the configuration of the predicted run, as YAML."""
     config, budgets = asked.config, asked.question.budgets
@@ -136,6 +122,7 @@ def train_yaml(asked: Asked, prediction: Prediction) -> str:
             ),
             "memory": config.memory.model_copy(
                 update={
+                    "device": _devices(len(asked.question.machine.gpus), config.memory.device),
                     "device_memory": budgets.device,
                     "host_memory": budgets.host,
                     "home": prediction.home,
@@ -144,6 +131,11 @@ def train_yaml(asked: Asked, prediction: Prediction) -> str:
         }
     )
     return dump_config(run)
+
+
+def _devices(count: int, device: str) -> str:
+    """Return the first ``count`` GPUs as a configuration names them; of one, what was asked for."""
+    return "cuda:" + ",".join(map(str, range(count))) if count > 1 else device
 
 
 def _read_config(model: str) -> tuple[Path, Mapping[str, Any]]:

@@ -61,10 +61,11 @@ def settings_without_effect(config: "Config") -> list[str]:
     several = memory.device == "cuda:all" or "," in memory.device
     several |= emulated and memory.device not in ("emulated", "emulated:1")
     stages = "several workers have slots for their stages, and hand inputs over"
+    unused_resume = train.resume == "auto" and train.run_dir is None
     idle = [
         (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
         (train, "train.head_chunk_tokens", train.loss == "model", "train.loss is model"),
-        (train, "train.resume", train.run_dir is None, "without train.run_dir every run is a new one"),
+        (train, "train.resume", unused_resume, "without train.run_dir every run is a new one"),
         (
             train,
             "train.save_every",

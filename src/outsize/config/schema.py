@@ -140,12 +140,26 @@ class TrainConfig(Section):
     save_every: int = Field(
         default=0,
         ge=0,
-        description="Steps between checkpoints in Hugging Face layout; 0 saves at the end only.",
+        description="Steps between checkpoints in Hugging Face layout, written beside training; 0 does not count "
+        "steps. One is written at the end in any case.",
     )
-    resume: Literal["none", "auto"] = Field(
+    save_minutes: float | None = Field(
+        default=None,
+        ge=0,
+        description="Minutes between checkpoints, besides those of save_every; 0 does not look at the clock. "
+        "null is 30 where the state is in host memory, and 0 where its home commits every step.",
+    )
+    save_total_limit: int | None = Field(
+        default=2,
+        ge=1,
+        description="Checkpoints of this run to keep; older ones are removed once a new one is safe on the disk. "
+        "null keeps all.",
+    )
+    resume: PathText = Field(
         default="none",
-        description="auto continues from the last committed step in run_dir, "
-        "or starts afresh if there is none.",
+        description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
+        "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
+        "the newest one of that run.",
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",

@@ -62,6 +62,12 @@ class Cpu(Record):
         simd: instruction sets that matter here.
         last_level_cache_bytes: of one socket's largest cache.
         numa_nodes: none where the kernel shows none.
+        usable_cpus: logical processors that this process may run on, as the kernel writes lists.
+        load_average: tasks that ran or wanted to, mean of the last minute, before anything was timed.
+        clock_governor: who chooses the clock: driver and governor, e.g. ``acpi-cpufreq powersave``.
+        clock_floor_hz: the least clock that the governor may choose.
+        clock_limit_hz: the highest one that it may choose.
+        clock_max_hz: what the processor can do.
     """
 
     model: Fact
@@ -71,11 +77,22 @@ class Cpu(Record):
     simd: Fact
     last_level_cache_bytes: Fact
     numa_nodes: tuple[NumaNode, ...]
+    usable_cpus: Fact = Fact.unread()
+    load_average: Fact = Fact.unread()
+    clock_governor: Fact = Fact.unread()
+    clock_floor_hz: Fact = Fact.unread()
+    clock_limit_hz: Fact = Fact.unread()
+    clock_max_hz: Fact = Fact.unread()
 
 
 def read_cpu(root: Path) -> Cpu:
     """Return the processor that ``root/proc`` and ``root/sys`` describe."""
-    info, status = root / "proc/cpuinfo", root / "proc/self/status"
+    info, status, load = root / "proc/cpuinfo", root / "proc/self/status", root / "proc/loadavg"
+    clock = root / "sys/devices/system/cpu/cpu0/cpufreq"
+
+    def hertz(name: str) -> Fact:
+        return Fact.of(clock / name, lambda: int((clock / name).read_text()) * 1000)
+
     return Cpu(
         model=Fact.of(info, lambda: _field(info, "model name", "Model", "Hardware", "CPU part")),
         num_physical_cores=Fact.of(info, lambda: _num_physical_cores(root)),
@@ -84,6 +101,17 @@ def read_cpu(root: Path) -> Cpu:
         simd=Fact.of(info, lambda: _simd(_field(info, "flags", "Features"))),
         last_level_cache_bytes=Fact.of("sys/devices/system/cpu/cpu0/cache", lambda: _cache_bytes(root)),
         numa_nodes=_numa_nodes(root),
+        usable_cpus=Fact.of(status, lambda: _field(status, "Cpus_allowed_list")),
+        load_average=Fact.of(load, lambda: float(load.read_text().split()[0])),
+        clock_governor=Fact.of(
+            clock,
+            lambda: " ".join(
+                (clock / f"scaling_{name}").read_text().strip() for name in ("driver", "governor")
+            ),
+        ),
+        clock_floor_hz=hertz("scaling_min_freq"),
+        clock_limit_hz=hertz("scaling_max_freq"),
+        clock_max_hz=hertz("cpuinfo_max_freq"),
     )
 
 

@@ -2,11 +2,25 @@
 
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+
+from pydantic import Field
 
 from outsize.hardware.readings import Fact, Record
 
 _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy", "nvidia-ml-py")
+# Of variables that set threads, allocators, devices and communication; no others are looked at.
+_PREFIXES = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "OMP_",
+    "MKL_NUM_",
+    "CUDA_VISIBLE_",
+    "CUDA_LAUNCH_",
+    "PYTORCH_",
+    "MALLOC_",
+)
 
 
 class Environment(Record):
@@ -18,6 +32,8 @@ class Environment(Record):
         kernel: release of the kernel.
         python: version of the interpreter.
         packages: versions of what a run uses.
+        iommu: IOMMUs at work, and what the kernel was told about them; ``none`` where there are none.
+        variables: environment variables that libraries of a run listen to.
     """
 
     container: Fact
@@ -25,10 +41,12 @@ class Environment(Record):
     kernel: Fact
     python: Fact
     packages: dict[str, Fact]
+    iommu: Fact = Fact.unread()
+    variables: dict[str, Fact] = Field(default_factory=dict)
 
 
-def read_environment(root: Path) -> Environment:
-    """Return the surroundings that ``root`` shows."""
+def read_environment(root: Path, variables: Mapping[str, str]) -> Environment:
+    """Return the surroundings that ``root`` and the environment ``variables`` show."""
     release = root / "proc/sys/kernel/osrelease"
     return Environment(
         container=_container(root),
@@ -36,6 +54,12 @@ def read_environment(root: Path) -> Environment:
         kernel=Fact.of(release, lambda: release.read_text().strip()),
         python=Fact.read(platform.python_version(), "the interpreter"),
         packages={name: Fact.of("installed packages", lambda n=name: _version(n)) for name in _PACKAGES},  # type: ignore[misc]
+        iommu=Fact.of(root / "sys/class/iommu", lambda: _iommu(root)),
+        variables={
+            name: Fact.read(value, "the environment")
+            for name, value in sorted(variables.items())
+            if name.startswith(_PREFIXES)
+        },
     )
 
 
@@ -73,3 +97,10 @@ def _virtual_machine(root: Path) -> Fact:
     except OSError as error:
         return Fact.absent(f"{info}: {error.strerror}")
     return Fact.read("none seen", str(info))
+
+
+def _iommu(root: Path) -> str:
+    names = sorted(path.name for path in (root / "sys/class/iommu").iterdir())
+    command_line = root / "proc/cmdline"
+    words = command_line.read_text().split() if command_line.exists() else []
+    return " ".join([*names, *(word for word in words if "iommu" in word)]) or "none"

@@ -1,9 +1,33 @@
 """NVIDIA GPUs as the driver describes them, by nvidia-ml-py where that is installed."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from outsize.hardware.readings import Fact, Record
+
+# From nvml.h: nvmlClockType_t, nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t and nvmlClocksEventReasons. Idle clocks are no
+# limit, so that reason is left out.
+_SM_CLOCK = 1
+_P2P_READ = 0
+_PEER_STATUS = {
+    0: "ok",
+    1: "chipset not supported",
+    2: "GPU not supported",
+    3: "no common topology",
+    4: "disabled by a registry key",
+    5: "not supported",
+}
+_CLOCK_LIMITS = {
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 
 
 class GpuFacts(Record):
@@ -20,6 +44,11 @@ class GpuFacts(Record):
         pcie_lanes_max: that GPU and slot could negotiate.
         numa_node: nearest to it.
         driver: version.
+        pci_path: bridges and switches from the root of the bus to the GPU, as ``/sys`` names them.
+        sm_clock_hz: of its multiprocessors now; low while it is idle.
+        sm_clock_max_hz: what they can do.
+        clock_limits: what keeps the clock down now, in NVML's words; empty for nothing.
+        peers: by index of every other GPU, what the driver says of reading its memory: ``ok`` or why not.
     """
 
     name: Fact
@@ -32,13 +61,19 @@ class GpuFacts(Record):
     pcie_lanes_max: Fact
     numa_node: Fact
     driver: Fact
+    pci_path: Fact = Fact.unread()
+    sm_clock_hz: Fact = Fact.unread()
+    sm_clock_max_hz: Fact = Fact.unread()
+    clock_limits: Fact = Fact.unread()
+    peers: dict[str, Fact] = Field(default_factory=dict)
 
 
-def read_gpus(load_nvml: Callable[[], Any]) -> tuple[tuple[GpuFacts, ...], Fact]:
+def read_gpus(load_nvml: Callable[[], Any], root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], Fact]:
     """Return the GPUs, and how many there are or why that is unknown.
 
     Args:
         load_nvml: returns the module ``pynvml``, or raises ImportError.
+        root: where ``sys`` is.
     """
     try:
         nvml = load_nvml()
@@ -50,7 +85,7 @@ def read_gpus(load_nvml: Callable[[], Any]) -> tuple[tuple[GpuFacts, ...], Fact]
         return (), Fact.absent(f"NVML: {error}")
     try:
         count = nvml.nvmlDeviceGetCount()
-        return tuple(_gpu(nvml, index) for index in range(count)), Fact.read(count, "NVML")
+        return tuple(_gpu(nvml, index, count, root) for index in range(count)), Fact.read(count, "NVML")
     except nvml.NVMLError as error:
         return (), Fact.absent(f"NVML: {error}")
     finally:
@@ -68,14 +103,14 @@ def import_nvml() -> Any:
     return pynvml
 
 
-def _gpu(nvml: Any, index: int) -> GpuFacts:
+def _gpu(nvml: Any, index: int, count: int, root: Path) -> GpuFacts:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def ask(function: str, convert: Callable[[Any], Any] = lambda value: value) -> Fact:
+    def ask(function: str, convert: Callable[[Any], Any] = lambda value: value, *arguments: Any) -> Fact:
         # A driver or a virtual GPU may lack any of them, and an old nvidia-ml-py the function itself.
         try:
-            return Fact.read(convert(getattr(nvml, function)(handle)), f"NVML {function}")
-        except (nvml.NVMLError, AttributeError) as error:
+            return Fact.read(convert(getattr(nvml, function)(handle, *arguments)), f"NVML {function}")
+        except (nvml.NVMLError, AttributeError, OSError) as error:
             return Fact.absent(f"NVML {function}: {error}")
 
     try:
@@ -93,7 +128,38 @@ def _gpu(nvml: Any, index: int) -> GpuFacts:
         pcie_lanes_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
         numa_node=ask("nvmlDeviceGetNumaNodeId"),
         driver=driver,
+        pci_path=ask("nvmlDeviceGetPciInfo", lambda info: _pci_path(root, _text(info.busId))),
+        sm_clock_hz=ask("nvmlDeviceGetClockInfo", _hertz, _SM_CLOCK),
+        sm_clock_max_hz=ask("nvmlDeviceGetMaxClockInfo", _hertz, _SM_CLOCK),
+        clock_limits=ask("nvmlDeviceGetCurrentClocksThrottleReasons", _limits),
+        peers={
+            str(other): ask(
+                "nvmlDeviceGetP2PStatus", _peer, nvml.nvmlDeviceGetHandleByIndex(other), _P2P_READ
+            )
+            for other in range(count)
+            if other != index
+        },
     )
+
+
+def _hertz(mhz: int) -> int:
+    return mhz * 10**6
+
+
+def _limits(bits: int) -> str:
+    return ", ".join(name for bit, name in _CLOCK_LIMITS.items() if bits & bit)
+
+
+def _peer(status: int) -> str:
+    return _PEER_STATUS.get(status, f"status {status}")
+
+
+def _pci_path(root: Path, bus_id: str) -> str:
+    """Return e.g. ``pci0000:00/0000:00:01.0/0000:01:00.0``; NVML writes eight digits of domain, ``/sys`` four."""
+    domain, _, rest = bus_id.lower().partition(":")
+    device = (root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}").resolve(strict=True)
+    parts = device.parts
+    return "/".join(parts[parts.index("devices") + 1 :])
 
 
 def _text(value: str | bytes) -> str:

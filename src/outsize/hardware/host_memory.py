@@ -18,6 +18,7 @@ class HostMemory(Record):
         swap_total_bytes: swap space.
         swap_free_bytes: unused swap space.
         memlock_limit_bytes: what a process may lock, and so pin; None for no limit.
+        pressure_share: share of the last minute, 0 to 1, in which some task stood still for want of memory.
     """
 
     total_bytes: Fact
@@ -27,6 +28,7 @@ class HostMemory(Record):
     swap_total_bytes: Fact
     swap_free_bytes: Fact
     memlock_limit_bytes: Fact
+    pressure_share: Fact = Fact.unread()
 
     def usable_bytes(self) -> int | None:
         """Return the least of RAM and the limit of the control group; None where neither is known."""
@@ -50,6 +52,9 @@ def read_host_memory(root: Path) -> HostMemory:
         swap_total_bytes=_meminfo(root, "SwapTotal"),
         swap_free_bytes=_meminfo(root, "SwapFree"),
         memlock_limit_bytes=Fact.of(root / "proc/self/limits", lambda: _memlock(root / "proc/self/limits")),
+        pressure_share=Fact.of(
+            root / "proc/pressure/memory", lambda: _pressure(root / "proc/pressure/memory")
+        ),
     )
 
 
@@ -70,3 +75,10 @@ def _memlock(limits: Path) -> int | None:
     if match is None:
         raise ValueError("has no 'Max locked memory'")
     return None if match[1] == "unlimited" else int(match[1])
+
+
+def _pressure(file: Path) -> float:
+    match = re.search(r"^some .*\bavg60=([\d.]+)", file.read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError("has no 'some avg60'")
+    return float(match[1]) / 100

@@ -4,7 +4,8 @@ Any source may be missing: no ``/sys`` in a sandbox, no NVML, a kernel without c
 ``not measured`` and says why; nothing here raises.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ class Inventory(Record):
 
 
 def take_inventory(
-    directories: Sequence[Path], *, root: Path = Path("/"), load_nvml: Callable[[], Any] = import_nvml
+    directories: Sequence[Path],
+    *,
+    root: Path = Path("/"),
+    load_nvml: Callable[[], Any] = import_nvml,
+    variables: Mapping[str, str] | None = None,
 ) -> Inventory:
     """Return what the machine has.
 
@@ -45,13 +50,14 @@ def take_inventory(
         directories: candidates for a home on disk.
         root: where ``proc`` and ``sys`` are.
         load_nvml: returns the module ``pynvml``, or raises ImportError.
+        variables: the environment; None for that of the process.
     """
-    gpus, num_gpus = read_gpus(load_nvml)
+    gpus, num_gpus = read_gpus(load_nvml, root)
     return Inventory(
         cpu=read_cpu(root),
         memory=read_host_memory(root),
         disks=tuple(read_disk(directory, root) for directory in directories),
         num_gpus=num_gpus,
         gpus=gpus,
-        environment=read_environment(root),
+        environment=read_environment(root, os.environ if variables is None else variables),
     )

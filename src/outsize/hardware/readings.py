@@ -47,6 +47,11 @@ class Fact(Record):
         except (OSError, LookupError, ValueError) as error:
             return cls.absent(f"{source}: {explain(error)}")
 
+    @classmethod
+    def unread(cls) -> Self:
+        """Return what stands for a fact that older probes did not look for."""
+        return cls.absent("this machine.json is of a probe that did not read it; run `outsize probe` again")
+
     def number(self) -> float | None:
         """Return the value as a number; None where there is none."""
         return float(self.value) if isinstance(self.value, int | float) else None

@@ -10,11 +10,12 @@ a file is written tensor by tensor and synced, without a copy of the whole.
 import errno
 import json
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -146,34 +147,99 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     return tensor
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Write ``tensors`` to a new file at ``path``, sync it, and return its size in bytes.
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """What a file holds, to recognise it again.
+
+    Attributes:
+        num_bytes: its size.
+        crc32: of all its bytes; finds every single flipped bit, and every burst of up to 32.
+    """
+
+    num_bytes: int
+    crc32: int
+
+
+class TensorWriter:
+    """Writes a safetensors file whose bytes come a piece at a time; a context manager.
+
+    Args:
+        path: a new file.
+        entries: name, dtype and shape of each tensor, in the order in which their bytes will come. All of one itemsize,
+            or the larger ones first, so that every tensor is aligned for its dtype.
 
     Raises:
         OSError: as the system says; the caller knows what to clean up.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+
+    def __init__(self, path: Path, entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, dtype, shape in entries:
+            start, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(align_up(len(text), _LENGTH_BYTES))
+        self._expected = _LENGTH_BYTES + len(text) + end
+        self._num_bytes = self._crc32 = 0
+        self._fd = files.system().open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            self.write(memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
+        except BaseException:
+            files.system().close(self._fd)
+            raise
+
+    def write(self, data: memoryview) -> None:
+        """Write the bytes that come next."""
+        for start in range(0, len(data), _STAGING_BYTES):
+            piece = data[start : start + _STAGING_BYTES]
+            self._crc32 = zlib.crc32(piece, self._crc32)
+            self._num_bytes = _write_all(self._fd, piece, self._num_bytes)
+
+    def sync(self) -> FileSum:
+        """Wait until everything is on the disk, and let it go from the page cache.
+
+        Raises:
+            ValueError: fewer or more bytes came than the entries say.
+        """
+        if self._num_bytes != self._expected:
+            raise ValueError(f"{self._num_bytes} bytes came, the header says {self._expected}")
+        files.system().fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return FileSum(self._num_bytes, self._crc32)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        files.system().close(self._fd)
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+    """Write ``tensors`` to a new file at ``path``, sync it, and return its size and checksum.
+
+    Raises:
+        OSError: as the system says; the caller knows what to clean up.
+    """
     # Largest itemsize first, as the library does, so that every tensor is aligned for its dtype.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(align_up(len(text), _LENGTH_BYTES))
-    fd = files.system().open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        base = _write_all(fd, memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), 0)
+    with TensorWriter(path, ((name, t.dtype, tuple(t.shape)) for name, t in ordered)) as file:
         for _, tensor in ordered:
-            base = _write_all(fd, bytes_of(tensor.detach().cpu().contiguous()), base)
-        files.system().fsync(fd)
-    finally:
-        files.system().close(fd)
-    return base
+            file.write(bytes_of(tensor.detach().cpu().contiguous()))
+        return file.sync()
+
+
+def sum_of_file(path: Path) -> FileSum:
+    """Return size and checksum of a file as it lies there.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = crc32 = 0
+    with files.open_binary(path, "r", buffered=False) as file:
+        while piece := file.read(_STAGING_BYTES):
+            size, crc32 = size + len(piece), zlib.crc32(piece, crc32)
+    return FileSum(size, crc32)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

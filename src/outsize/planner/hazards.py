@@ -6,7 +6,7 @@ writes.
 ==============  ===============================================  =============================================
 resource        read by                                          written by
 ==============  ===============================================  =============================================
-home(u, tile)   LOAD u, READ u>h: all tiles; READ u#p: tile p;   STEP u: all tiles; WRITE u#p: tile p
+home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP u: all tiles; WRITE u#p: tile p
                 COMMIT: all tiles of all units
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
@@ -29,6 +29,8 @@ the next step wait for it, by when that step's forward and backward have given i
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
 an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs of its worker
 and for the F, FB or B before it there. A SEND counts as a SAVE, and a RECV as a FETCH.
+
+A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
 """
 
 from collections import defaultdict, deque
@@ -66,6 +68,7 @@ class Hazards:
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
         self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW))
+        self._stores: dict[int | None, int] = {}
         self._last_compute: dict[int | None, int] = {}
         self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
             Kind.LOAD: self._load,
@@ -86,6 +89,7 @@ class Hazards:
             Kind.READ: self._read,
             Kind.STEP: self._step,
             Kind.WRITE: self._write,
+            Kind.STORE: self._store,
             Kind.COMMIT: self._commit,
         }
 
@@ -218,6 +222,7 @@ class Hazards:
             self._homes[op.unit].write_all(seq, deps)
         else:
             self._cell("tile", 0, op.buffer).write(seq, deps)
+            deps.add(self._stores.get(op.unit, -1))
 
     def _write(self, op: Op, seq: int, deps: Deps) -> None:
         if op.tile is None:
@@ -226,6 +231,10 @@ class Hazards:
         else:
             self._cell("tile", 0, op.buffer).read(seq, deps)
             self._homes[op.unit].write_tile(op.tile, seq, deps)
+
+    def _store(self, op: Op, seq: int, deps: Deps) -> None:
+        self._homes[op.unit].read_all(seq, deps)
+        self._stores[op.unit] = seq
 
     def _commit(self, op: Op, seq: int, deps: Deps) -> None:
         for home in self._homes.values():

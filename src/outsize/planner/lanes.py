@@ -11,6 +11,7 @@ lane              ops
 ``write``         WRITE of optimizer tiles
 ``read:units``    READ of whole units into host buffers
 ``write:units``   WRITE of gradients from host buffers
+``store``         STORE: behind everything else, at low priority
 ``commit``        COMMIT
 ================  ====================================================================================
 
@@ -42,6 +43,7 @@ _OF_MACHINE = {
     Kind.STEP: "host",
     Kind.READ: "read",
     Kind.WRITE: "write",
+    Kind.STORE: "store",
     Kind.COMMIT: "commit",
 }
 

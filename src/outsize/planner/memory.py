@@ -40,6 +40,8 @@ Tier = Literal["host", "disk"]
 COMMIT_COPIES = 4
 # Extents of `storage.scratch` are whole sectors.
 _EXTENT_BYTES = 4096
+# Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
+STORE_BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,12 @@ def home_bytes(unit: UnitSpec, dtype: str) -> int:
     return unit.numel * bytes_per_parameter(dtype)
 
 
+def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
+    """Return what units pass through on their way from ``home`` to a checkpoint: a host home lends them as they lie."""
+    largest = max(unit.gradient_bytes + unit.weight_bytes(model.dtype) for unit in model.units)
+    return min(STORE_BUFFER_BYTES, largest) if home == "disk" else 0
+
+
 def _device_table(demand: Demand, layout: StepLayout, activations: Live) -> dict[str, int]:
     """Return what the device holds besides optimizer tiles, in bytes by class."""
     resident = 0
@@ -128,16 +136,18 @@ def memory_table(
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
-    Tile buffers lie where the optimizer runs: in host memory, which is the device's own where the disk is
+    Tile buffers and the checkpoint's buffer lie in host memory, which is the device's own where the disk is
     below it.
     """
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
     ring = layout.num_tile_buffers * tile_elements * bytes_per_parameter(model.dtype)
-    table["device" if below == "disk" else "host"]["optimizer tiles"] = ring
+    buffers = table["device" if below == "disk" else "host"]
+    buffers["optimizer tiles"] = ring
+    buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
     if layout.commits:
         record = commit_record_bytes(model, granule_elements_for(tile_elements))
-        table["device" if below == "disk" else "host"]["commits"] = COMMIT_COPIES * record
+        buffers["commits"] = COMMIT_COPIES * record
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)

@@ -26,6 +26,7 @@ text                          meaning
 ``STEP 3#0@t2``               optimizer step on that tile
 ``WRITE 3#0<t2``              what the step changed, back to disk
 ``STEP 3``                    optimizer step of the whole unit, in place in host memory
+``STORE 3``                   weights and optimizer state of unit 3, from their home to a checkpoint
 ``COMMIT``                    what the step wrote becomes durable, and the state that a crash goes back to
 ============================  ================================================================================
 """
@@ -55,6 +56,7 @@ class Kind(StrEnum):
     READ = "READ"
     STEP = "STEP"
     WRITE = "WRITE"
+    STORE = "STORE"
     COMMIT = "COMMIT"
 
 

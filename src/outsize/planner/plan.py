@@ -14,7 +14,7 @@ from outsize.model.spec import ModelSpec
 from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
-from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table
+from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table, store_buffer_bytes
 from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
@@ -53,6 +53,7 @@ class Plan:
         host_buffer_bytes: size of a host buffer for whole units; 0 where there are none.
         tile_elements: elements per tile of the optimizer step; 0 where units step whole.
         tile_buffer_bytes: size of a tile buffer.
+        store_buffer_bytes: what units of a disk home pass through on their way to a checkpoint; 0 for a host home.
         memory: bytes by tier and class.
         budgets: what they had to fit.
         traffic: bytes that cross links in one step.
@@ -66,6 +67,7 @@ class Plan:
     host_buffer_bytes: int
     tile_elements: int
     tile_buffer_bytes: int
+    store_buffer_bytes: int
     memory: Table
     budgets: Budgets
     traffic: Traffic
@@ -99,7 +101,8 @@ class Plan:
         for tier, classes in self.memory.items():
             budget = getattr(self.budgets, tier)
             limit = f" of {format_bytes(budget)}" if budget is not None else ""
-            lines.append(f"{tier:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
+            name = "each worker" if tier == "device" and self.layout.num_workers > 1 else tier
+            lines.append(f"{name:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
             lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in classes.items()]
         lines.append("per step")
         lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
@@ -112,6 +115,8 @@ class Plan:
             "home": self.home,
             "below": self.below,
             "microbatches": layout.num_microbatches,
+            "workers": layout.num_workers,
+            "stages": asdict(layout.stages) if layout.stages is not None else None,
             "clip": layout.clip,
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
@@ -124,6 +129,7 @@ class Plan:
             "num_tile_buffers": layout.num_tile_buffers,
             "tile_elements": self.tile_elements,
             "tile_buffer_bytes": self.tile_buffer_bytes,
+            "store_buffer_bytes": self.store_buffer_bytes,
             "offload": sorted(layout.offload),
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
@@ -191,6 +197,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
         tile_buffer_bytes=knobs.tile_elements * bytes_per_parameter(dtype),
+        store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
         memory=memory,
         budgets=budgets,
         traffic=traffic,

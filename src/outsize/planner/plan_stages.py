@@ -189,6 +189,7 @@ def _make(
         host_buffer_bytes=0,
         tile_elements=0,
         tile_buffer_bytes=0,
+        store_buffer_bytes=0,
         memory=_memory(model, demand, layout),
         budgets=budgets,
         traffic=traffic(programs[0], model, layout, demand.boundary_bytes),

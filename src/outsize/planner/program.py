@@ -37,6 +37,7 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.READ: (frozenset({"unit", "buffer"}), _UNIT_TILE),
     Kind.STEP: (frozenset({"unit"}), _UNIT_TILE),
     Kind.WRITE: (frozenset({"unit", "buffer"}), _UNIT_TILE),
+    Kind.STORE: (frozenset({"unit"}),),
     Kind.COMMIT: (frozenset(),),
 }
 _KINDS = {kind.value: kind for kind in Kind}

@@ -15,6 +15,7 @@ a
 7. A step is committed, where it is, once, behind everything it writes.
 8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has
 stepped.
+8. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
 
 A step that is cut into stages obeys the same rules, on the worker that runs the op: its gradients leave once the
 backwards of a round have run, and the next round sums on. Where inputs and their gradients lie then is checked
@@ -74,6 +75,7 @@ class Rules:
         """
         layout = self._layout
         require(is_well_formed(op), "an op of this kind has other fields")
+        require(op.kind is not Kind.STORE, "units are stored between steps, in a program of their own")
         unit = -1 if op.unit is None else op.unit
         require(unit < layout.num_units, f"there are {layout.num_units} units")
         require(op.worker is None or op.worker < layout.num_workers, f"there is no worker {op.worker}")

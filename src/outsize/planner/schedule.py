@@ -7,11 +7,12 @@ optimizer stepped. Stages go the same way, see `planner.staged`.
 
 from outsize.planner.disk import insert_disk
 from outsize.planner.layout import StepLayout
+from outsize.planner.ops import Kind, Op
 from outsize.planner.passes import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
 from outsize.planner.program import Program
 from outsize.planner.staged import build_staged
 
-__all__ = ["StepLayout", "build_step"]
+__all__ = ["StepLayout", "build_step", "build_store"]
 
 
 def build_step(layout: StepLayout) -> Program:
@@ -25,3 +26,14 @@ def build_step(layout: StepLayout) -> Program:
     for insert in (insert_steps, insert_disk):
         program = insert(program, layout)
     return program
+
+
+def build_store(layout: StepLayout) -> Program:
+    """Return the program of a checkpoint: each unit with weights once, submitted between two steps.
+
+    Units that step come first, in the order in which they step: the next step's STEP of a unit waits for its STORE,
+    and for nothing else of the checkpoint.
+    """
+    others = (unit for unit in range(layout.num_units) if unit not in layout.step_order)
+    order = (*layout.step_order, *others)
+    return Program(tuple(Op(kind=Kind.STORE, unit=unit) for unit in order if layout.weight_bytes[unit]))

@@ -32,7 +32,7 @@ MAX_VISITS = 200_000
 _ID_BYTES = 16
 
 ASSUMPTIONS = (
-    "several GPUs: a prediction for programs of stages; `outsize train` runs one GPU so far",
+    "several GPUs: `outsize train` cuts stages of its own, for what it measures of the model",
     "several GPUs: the final norm travels with the head; ids and labels of the step, and masks and position tables of "
     "two microbatches, lie on every GPU",
 )

@@ -6,9 +6,12 @@ program keep every weight exact.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +23,7 @@ from outsize.planner.lanes import lane_of
 from outsize.planner.ops import Kind, Op
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
+from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.commits import CommitOps, Describe
@@ -32,16 +36,19 @@ from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
 from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.stepping import OptimizerOps
+from outsize.runtime.storing import Sink, StoreOps
 from outsize.runtime.weights import WeightOps
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import Scratch
 
+# What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
+STORE_LANE, STORE_NICENESS = "store", 10
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
 # A handler by the kind of an op, and whether it concerns a tile.
-HandlerTable = dict[tuple[Kind, bool], Callable[[Op, StepContext], None]]
-RunOp = Callable[[HandlerTable, Op, StepContext], None]
+HandlerTable = dict[tuple[Kind, bool], Callable[[Op, Any], None]]
+RunOp = Callable[[HandlerTable, Op, Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +129,10 @@ class Engine:
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
+        store_buffer = (
+            host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
+        )
+        self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
@@ -189,6 +200,18 @@ class Engine:
             OutsizeError: an op failed.
         """
         self._executor.wait(handle.tasks)
+
+    def store(self, sink: Sink) -> list[Task]:
+        """Submit a checkpoint of the state after the steps begun so far; returns at once, `wait` for its tasks."""
+        return self._executor.submit(build_store(self.plan.layout), sink)
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Return when ``tasks`` are done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        self._executor.wait(tasks)
 
     def take_timeline(self) -> Timeline:
         """Return what the lanes did since the last call, and forget it."""
@@ -272,6 +295,7 @@ class Engine:
             (Kind.READ, True): self.optimizer.read,
             (Kind.WRITE, True): self.optimizer.write,
             (Kind.COMMIT, False): self._commits.commit,
+            (Kind.STORE, False): self._storing.store,
         }
         if isinstance(worker.compute, StagedComputeOps) and isinstance(worker.activations, HandoverOps):
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
@@ -280,12 +304,12 @@ class Engine:
         return table
 
 
-def run_op(table: HandlerTable, op: Op, context: StepContext) -> None:
+def run_op(table: HandlerTable, op: Op, context: Any) -> None:
     """Have the handler of an op's kind run it."""
     table[op.kind, op.tile is not None](op, context)
 
 
-def _on_worker(run: RunOp, tables: Sequence[HandlerTable], op: Op, context: StepContext) -> None:
+def _on_worker(run: RunOp, tables: Sequence[HandlerTable], op: Op, context: Any) -> None:
     run(tables[op.worker or 0], op, context)
 
 
@@ -294,6 +318,9 @@ def _lane_thread(computes: list[ComputeOps], num_threads: int | None, lane: str)
     """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
     if num_threads is not None and lane.startswith(("compute", "host")):
         torch.set_num_threads(num_threads)
+    if lane == STORE_LANE:
+        with contextlib.suppress(OSError):  # on Linux a thread has a niceness of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STORE_NICENESS)
     try:
         yield
     finally:

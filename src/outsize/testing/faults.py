@@ -65,6 +65,7 @@ APPLICABLE: Mapping[str, tuple[Fault, ...]] = {
     "allocate": (Fault.EIO, Fault.ENOSPC),
     "truncate": (Fault.EIO, Fault.ENOSPC),
     "rename": (Fault.EIO, Fault.ENOSPC, Fault.DELAY),
+    "link": (Fault.EIO, Fault.ENOSPC),
     "unlink": (Fault.EIO,),
     "mkdir": (Fault.EIO, Fault.ENOSPC),
     "rmdir": (Fault.EIO,),
@@ -236,6 +237,12 @@ class Layer(files.System):
         operation, fault = self._begin("rename", Path(source), target=Path(target))
         with self._ending(operation, fault):
             super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """See `System.link`."""
+        operation, fault = self._begin("link", Path(source), target=Path(target))
+        with self._ending(operation, fault):
+            super().link(source, target)
 
     def unlink(self, path: Path) -> None:
         """See `System.unlink`."""

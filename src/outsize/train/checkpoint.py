@@ -1,93 +1,86 @@
 """Checkpoints: weights in Hugging Face layout, optimizer state beside them, and where the run stood.
 
 ``checkpoints/step-00000100/`` holds what ``from_pretrained`` reads, ``optimizer/<unit>.<plane>.safetensors`` and
-``trainer_state.json``. It is written under another name and renamed when complete; ``checkpoints/latest`` is a text
-file that names it. Everything goes unit by unit and plane by plane, so memory stays within that of one unit.
+``trainer_state.json``. This is how one is found, checked and brought back; `outsize.train.saving` writes them,
+`outsize.train.checkpoint_dir` says what lies in their directory.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from outsize import files
-from outsize.config import Config
 from outsize.errors import CheckpointError
-from outsize.model.checkpoint_format import read_header, read_tensor, write_file
-from outsize.model.checkpoint_writer import write_checkpoint
+from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
+from outsize.model.checkpoint_planes import find_plane, read_plane
 from outsize.model.spec import UnitSpec
-from outsize.optim.spec import GRADIENT, WEIGHTS, planes_for
-from outsize.storage.directory import needed_directory
-from outsize.storage.prealloc import explain
-from outsize.train import standing
-from outsize.train.heartbeat import write_json, write_whole
-from outsize.train.standing import Position, position_in
-from outsize.train.stream import StreamedTrainer
+from outsize.optim.halves import PIECE_ELEMENTS, join_low
+from outsize.optim.spec import MASTER, WEIGHTS
+from outsize.storage.arena import Arena
+from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.checkpoint_state import (
+    MASTER_EXCEPTED,
+    MASTER_LOW,
+    file_of,
+    position_of,
+    read_state,
+    state_planes,
+)
+from outsize.train.standing import Position
+from outsize.train.stream import FILL_ELEMENTS, StreamedTrainer
 
-CHECKPOINTS = "checkpoints"
-STATE = "trainer_state.json"
-OPTIMIZER = "optimizer"
-LATEST = "latest"
-_STEP = re.compile(r"step-\d{8,}")
-_SHOWN_CHARS = 80
+Stored = Mapping[str, StoredTensor]
 
 
-def save(trainer: StreamedTrainer, run_dir: Path, position: Position, config: Config) -> Path:
-    """Write a checkpoint of a settled trainer and point ``latest`` to it.
+def find(resume: str, run_dir: Path) -> Path | None:
+    """Return the checkpoint that a run goes on from; None where it begins with the first step.
 
     Args:
-        trainer: the run.
-        run_dir: its directory.
-        position: where it stands.
-        config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
+        resume: ``none``; ``auto`` for the newest one in ``run_dir``, if any; or the path of a checkpoint, or of a run
+            whose newest one is meant.
+        run_dir: of the run.
 
     Raises:
-        StorageError: the disk is full or not writable; the checkpoint before is untouched.
+        CheckpointError: there is none at the path, or ``latest`` names one that is not there.
     """
-    directory = run_dir / CHECKPOINTS / f"step-{position.step:08d}"
-    staging = directory.with_name(directory.name + ".partial")
-    with needed_directory(directory.parent, "train.run_dir"):
-        for abandoned in directory.parent.glob("*.partial*"):  # by a process that was killed while it saved
-            files.system().remove_tree(abandoned)
-        try:
-            _write(trainer, staging)
-            write_json(staging / STATE, _state(trainer, position, config))
-            for path in (*staging.rglob("*"), staging):
-                files.sync(path)
-            files.system().remove_tree(directory)
-            files.system().rename(staging, directory)
-            files.sync(directory.parent)
-            files.sync(run_dir)
-        except OSError as error:
-            raise explain(error, f"write the checkpoint {directory}") from error
-        finally:
-            files.system().remove_tree(staging)
-        write_whole(directory.parent / LATEST, directory.name + "\n", durable=True)
-    return directory
-
-
-def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, None where there is none.
-
-    Raises:
-        CheckpointError: ``latest`` cannot be read, or names one that is not there.
-    """
-    pointer = run_dir / CHECKPOINTS / LATEST
-    if not pointer.exists():
-        return None
-    try:
-        name = files.read_text(pointer).strip()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{pointer} cannot be read: {error}; correct or remove it") from error
-    directory = pointer.parent / name
-    if not _STEP.fullmatch(name) or not (directory / STATE).is_file():
-        raise CheckpointError(
-            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
+    if resume in ("none", "auto"):
+        return latest(run_dir) if resume == "auto" else None
+    path = Path(resume).expanduser()
+    if (path / STATE).is_file():
+        return path
+    newest = latest(path)
+    if newest is None:
+        plain = (path / "config.json").is_file()
+        remedy = (
+            "it is a model without the state of a run: start from its weights with model.path"
+            if plain
+            else "give a directory checkpoints/step-..., or that of a run"
         )
-    return directory
+        raise CheckpointError(f"train.resume: {path} holds no checkpoint; {remedy}")
+    return newest
+
+
+def check_files(directory: Path) -> None:
+    """Read every file of a checkpoint and hold it against its checksum.
+
+    Raises:
+        CheckpointError: one is missing or not as it was written; names the file and the unit.
+    """
+    for name, known in read_state(directory)["files"].items():
+        path, size = directory / name, known["num_bytes"]
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly{_and_now(known)}")
+        try:
+            found = sum_of_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}{_and_now(known)}") from error
+        if found.num_bytes != size:
+            wrong = "truncated" if found.num_bytes < size else "longer than it was"
+            raise CheckpointError(f"{path} is {wrong}: {found.num_bytes} bytes, not {size}{_and_now(known)}")
+        if found.crc32 != known["crc32"]:
+            raise CheckpointError(f"{path} is damaged: its bytes are not those written{_and_now(known)}")
 
 
 def restore(trainer: StreamedTrainer, directory: Path) -> Position:
@@ -96,81 +89,60 @@ def restore(trainer: StreamedTrainer, directory: Path) -> Position:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    state = _read_state(directory)
+    state: dict[str, Any] = read_state(directory)
     for unit in trainer.spec.units:
-        for plane in _state_planes(trainer, unit):
-            trainer.write_unit(unit, plane, _read_file(directory / OPTIMIZER / _file(unit, plane), unit))
+        for plane, dtype in state_planes(trainer.spec.dtype, unit).items():
+            stored = find_plane(directory / file_of(unit, plane), unit, dtype)
+            with Arena() as arena:
+                if plane == MASTER_LOW:
+                    excepted = _read_excepted(directory / file_of(unit, MASTER_EXCEPTED))
+                    _restore_masters(trainer, unit, stored, excepted, arena)
+                else:
+                    _restore_plane(trainer, unit, plane, stored, arena)
     trainer.engine.optimizer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return position_of(directory)
 
 
-def position_of(directory: Path) -> Position:
-    """Where the run stood that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: its state cannot be read.
-    """
-    return position_in(_read_state(directory))
-
-
-def check_same_run(directory: Path, config: Config, dtype: str) -> None:
-    """Check that ``config`` goes on with the run that wrote a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint's state cannot be read.
-        ConfigError: the run had another model, seed or compute dtype.
-    """
-    standing.check_same_run(_read_state(directory), directory, config, dtype)
+def _restore_plane(
+    trainer: StreamedTrainer, unit: UnitSpec, plane: str, stored: Stored, arena: Arena
+) -> None:
+    size = min(FILL_ELEMENTS, unit.numel)
+    values = arena.take(4 * size, "restore").view(torch.float32)
+    for start in range(0, unit.numel, size):
+        chunk = values[: min(size, unit.numel - start)]
+        read_plane(stored, unit, start, chunk)
+        trainer.home.write(unit.index, plane, start, chunk)
 
 
-def _write(trainer: StreamedTrainer, staging: Path) -> None:
-    """Write weights and optimizer state."""
-    prepared = trainer.prepared
-    write_checkpoint(
-        staging,
-        prepared.split.model,
-        prepared.hf_config,
-        trainer.spec.units,
-        trainer.read_unit,
-        tokenizer_source=prepared.directory,
-    )
-    files.system().mkdir(staging / OPTIMIZER)
-    for unit in trainer.spec.units:
-        for plane in _state_planes(trainer, unit):
-            write_file(staging / OPTIMIZER / _file(unit, plane), trainer.read_unit(unit, plane))
+def _restore_masters(
+    trainer: StreamedTrainer, unit: UnitSpec, stored: Stored, excepted: tuple[Tensor, Tensor], arena: Arena
+) -> None:
+    """Join masters of the weights, which are at home already, and what the checkpoint holds beyond them."""
+    size = min(PIECE_ELEMENTS, unit.numel)
+    low = arena.take(2 * size, "lower halves").view(torch.int16)
+    weights = arena.take(2 * size, "weights").view(torch.bfloat16)
+    master = arena.take(4 * size, "masters").view(torch.float32)
+    positions, bits = excepted
+    for start in range(0, unit.numel, size):
+        length = min(size, unit.numel - start)
+        read_plane(stored, unit, start, low[:length])
+        trainer.home.read(unit.index, WEIGHTS, start, weights[:length])
+        master[:length].copy_(join_low(weights[:length], low[:length]))
+        here = (positions >= start) & (positions < start + length)
+        master.view(torch.int32)[positions[here] - start] = bits[here]
+        trainer.home.write(unit.index, MASTER, start, master[:length])
 
 
-def _state(trainer: StreamedTrainer, position: Position, config: Config) -> dict[str, Any]:
-    updates = trainer.engine.optimizer.updates
-    return standing.state_of(position, updates, trainer.loss_scale, config, trainer.spec.dtype)
-
-
-def _state_planes(trainer: StreamedTrainer, unit: UnitSpec) -> list[str]:
-    if not unit.trainable:
-        return []
-    return [plane for plane in planes_for(trainer.spec.dtype) if plane not in (WEIGHTS, GRADIENT)]
-
-
-def _file(unit: UnitSpec, plane: str) -> str:
-    return f"{unit.name}.{plane}.safetensors"
-
-
-def _read_file(path: Path, unit: UnitSpec) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly")
+def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:
+    """Positions and bits of the masters that are kept whole."""
     stored = read_header(path)
-    tensors = {}
-    for tensor in unit.tensors:
-        if tensor.name not in stored or tuple(stored[tensor.name].shape) != tensor.shape:
-            raise CheckpointError(f"{path} does not hold {tensor.name} of shape {tensor.shape}")
-        tensors[tensor.name] = read_tensor(stored[tensor.name])
-    return tensors
+    if stored.keys() != {"positions", "bits"} or stored["positions"].shape != stored["bits"].shape:
+        raise CheckpointError(f"{path} does not hold positions and bits")
+    return read_tensor(stored["positions"]), read_tensor(stored["bits"])
 
 
-def _read_state(directory: Path) -> Mapping[str, Any]:
-    try:
-        state = json.loads(files.read_text(directory / STATE))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{directory / STATE} cannot be read: {error!r}") from error
-    return standing.checked(state, directory / STATE)
+def _and_now(known: Mapping[str, Any]) -> str:
+    """Which unit a damaged file belongs to, and what to try."""
+    whose = f" (unit {known['unit']})" if known.get("unit") else ""
+    return f"{whose}; resume from another checkpoint with --resume PATH"

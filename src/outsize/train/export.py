@@ -5,7 +5,8 @@ from pathlib import Path
 
 from outsize.errors import CheckpointError, StorageError
 from outsize.storage.prealloc import explain
-from outsize.train.checkpoint import OPTIMIZER, STATE, latest
+from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.checkpoint_state import OPTIMIZER
 
 
 def export(run_dir: str | Path, out_dir: str | Path) -> Path:

@@ -11,7 +11,7 @@ from outsize import files
 from outsize.storage.prealloc import explain
 from outsize.train.records import StepRecord
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 HEARTBEAT = "heartbeat.jsonl"
 
 

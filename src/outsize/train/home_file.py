@@ -17,6 +17,7 @@ from outsize.storage.committed import find_record, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record
 from outsize.train import checkpoint, standing
+from outsize.train.checkpoint_state import position_of
 from outsize.train.machine import home_file
 from outsize.train.prepare import Prepared
 from outsize.train.stream import StreamedTrainer
@@ -59,7 +60,7 @@ def newest_home(
             f"{path} holds a model of other parameters, or with others frozen; resume with the former settings, or "
             "remove the file to go on without it"
         )
-    if resumed is not None and checkpoint.position_of(resumed).step > state["step"]:
+    if resumed is not None and position_of(resumed).step > state["step"]:
         announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
         return None
     return record
@@ -94,6 +95,8 @@ def start(
                 stack.push(attempt.pop_all())
                 announce(f"resumed from step {trainer.position.step} in {path}")
                 return trainer
+    if resumed is not None:
+        checkpoint.check_files(resumed)
     trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
     trainer.fill()
     if resumed is not None:

@@ -33,6 +33,7 @@ class StepRecord:
         update_s: seconds of the optimizer.
         rss_bytes: resident memory of the process when the step was known.
         peak_rss_bytes: largest resident memory of the process so far.
+        data_s: seconds of the step in which it waited for its batch.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepRecord:
     update_s: float = 0.0
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
+    data_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -94,6 +96,7 @@ class TrainResult:
         skipped_steps: steps whose update was left out because something was not finite.
         stall_owner: lane that most of the waiting was for.
         export_dir: directory of the trained model in Hugging Face layout, where one was written.
+        failed_saves: checkpoints on the way that could not be written; the run went on.
     """
 
     steps: int
@@ -108,6 +111,7 @@ class TrainResult:
     skipped_steps: int = 0
     stall_owner: str | None = None
     export_dir: str | None = None
+    failed_saves: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import resource
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
+from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
+from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
@@ -24,6 +27,7 @@ from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
+from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
 from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
@@ -64,7 +68,6 @@ def train(
     for note in config.notes():
         announce(f"note: {note}")
     run_dir = choose_run_dir(config)
-    resume = config.train.resume == "auto"
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(claimed(run_dir, config))
@@ -74,14 +77,16 @@ def train(
             )
         )
         set_thresholds(heap=False)
-        resumed = checkpoint.latest(run_dir) if resume else None
+        resumed = checkpoint.find(config.train.resume, run_dir)
+        # Last on the way out, when no lane can write any more.
+        stack.callback(remove_litter, run_dir / CHECKPOINTS)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce)
         if resumed is not None:
-            checkpoint.check_same_run(resumed, config, prepared.split.spec.dtype)
+            check_same_run(resumed, config, prepared.split.spec.dtype)
         record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
         if resumed is not None:
-            done = checkpoint.position_of(resumed)
+            done = position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
@@ -103,11 +108,19 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
-            config, prepared, run_dir, trainer, heartbeat, watchdog, progress, announce, trainer.position
+            config,
+            prepared,
+            run_dir,
+            trainer,
+            heartbeat,
+            watchdog,
+            saver,
+            progress,
+            announce,
+            trainer.position,
         )
-        if resumed is not None and checkpoint.position_of(resumed).step == trainer.position.step:
-            run.saved_step = trainer.position.step
         return run.go(dataset, interrupt)
 
 
@@ -121,10 +134,10 @@ class _Run:
     trainer: StreamedTrainer
     heartbeat: Heartbeat
     watchdog: Watchdog
+    saver: Saver
     progress: Progress | None
     announce: Announce
     position: Position
-    saved_step: int = -1
     tokens: int = 0
     seconds: float = 0.0
     stalled_s: float = 0.0
@@ -142,16 +155,15 @@ class _Run:
         with _batches(dataset, config, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
-                due = config.train.save_every and self.position.step % config.train.save_every == 0
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                if due:
-                    self._save()
+                self.saver.between_steps(self.position)
             self.trainer.settle()
             self._account_end()
-            self._save()
-            saved = checkpoint.latest(self.run_dir)
+            with self.watchdog.paused():
+                self.saver.finish(self.position)
+            saved = latest(self.run_dir)
             if saved is not None and self.position.step >= config.train.steps:
                 remove_home(config, self.run_dir, saved, self.announce)
         owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
@@ -167,7 +179,8 @@ class _Run:
             run_dir=str(self.run_dir),
             skipped_steps=self.position.skipped,
             stall_owner=owner,
-            export_dir=str(checkpoint.latest(self.run_dir)),
+            export_dir=str(latest(self.run_dir)),
+            failed_saves=self.saver.num_failed,
         )
 
     def _note(self, outcome: StepOutcome) -> None:
@@ -226,6 +239,7 @@ class _Run:
             update_s=times.update_s,
             rss_bytes=resident_bytes(),
             peak_rss_bytes=peak_rss_bytes(),
+            data_s=outcome.data_s,
         )
 
     def _account_end(self) -> None:
@@ -233,17 +247,6 @@ class _Run:
         disk = self.trainer.disk_bytes()
         self.moved = (self.moved[0] + disk[0] - self.disk[0], self.moved[1] + disk[1] - self.disk[1])
         self.disk = disk
-
-    def _save(self) -> None:
-        if self.saved_step == self.position.step:
-            return
-        self.trainer.settle()
-        self._account_end()
-        with self.watchdog.paused():
-            path = checkpoint.save(self.trainer, self.run_dir, self.position, self.config)
-        self.disk = self.trainer.disk_bytes()
-        self.saved_step = self.position.step
-        self.announce(f"saved {path}")
 
     def _link(self) -> tuple[int, int]:
         return self.trainer.engine.link_bytes()
@@ -280,7 +283,25 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
         bytes_written=0,
         run_dir=str(run_dir),
         skipped_steps=position.skipped,
-        export_dir=str(checkpoint.latest(run_dir)),
+        export_dir=str(latest(run_dir)),
+    )
+
+
+def _saver(
+    config: Config, trainer: StreamedTrainer, run_dir: Path, dataset: PackedDataset, announce: Announce
+) -> Saver:
+    """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
+    newest = latest(run_dir)
+    run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
+    scale, dtype = trainer.loss_scale, trainer.spec.dtype
+    return Saver(
+        trainer,
+        run_dir,
+        config.train,
+        commits=trainer.prepared.plan.layout.commits,
+        state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
+        announce=announce,
+        saved_step=-1 if newest is None else position_of(newest).step,
     )
 
 

@@ -14,7 +14,7 @@ from outsize.errors import ConfigError, StorageError
 from outsize.storage.directory import needed_directory
 from outsize.storage.prealloc import explain
 from outsize.storage.record import has_commit
-from outsize.train.checkpoint import CHECKPOINTS, LATEST
+from outsize.train.checkpoint_dir import CHECKPOINTS, LATEST
 from outsize.train.heartbeat import HEARTBEAT
 from outsize.train.machine import home_file
 

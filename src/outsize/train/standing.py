@@ -52,6 +52,12 @@ def state_of(
         "model": name_of(config.model.path),
         "seed": config.train.seed,
         "dtype": dtype,
+        "data": {
+            "seq_len": config.data.seq_len,
+            "pack": config.data.pack,
+            "tokens_per_step": config.tokens_per_step,
+            "next_sequence": position.step * config.sequences_per_step,
+        },
     }
 
 
@@ -84,14 +90,17 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
     """Check that ``config`` goes on with the run that wrote ``state``.
 
     Raises:
-        ConfigError: the run had another model, seed or compute dtype; ``where`` is named.
+        ConfigError: the run had another model, seed, compute dtype, or other sequences or steps; ``where`` is named.
     """
-    name = name_of(config.model.path)
+    name, data = name_of(config.model.path), state["data"]
     model = name if _has_moved(state["model"], name) else state["model"]
     settings = (
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
         ("model.dtype", state["dtype"], dtype),
+        ("data.seq_len", data["seq_len"], config.data.seq_len),
+        ("data.pack", data["pack"], config.data.pack),
+        ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
     )
     for key, former, given in settings:
         if former != given:

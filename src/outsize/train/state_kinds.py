@@ -20,6 +20,7 @@ def check_kinds(state: Any) -> None:
             ("loss", "loss" in state and (state["loss"] is None or _is_number(state["loss"]))),
             ("updates", _is_map(state.get("updates")) and all(map(_counts, state["updates"].values()))),
             ("loss_scale", _is_loss_scale(state.get("loss_scale"))),
+            ("data", _is_data(state.get("data"))),
         )
         if not is_right
     ]
@@ -37,6 +38,12 @@ def _is_number(value: Any) -> bool:
 
 def _is_map(value: Any) -> bool:
     return isinstance(value, dict)
+
+
+def _is_data(value: Any) -> bool:
+    if not _is_map(value) or not isinstance(value.get("pack"), bool):
+        return False
+    return _counts(value.get("seq_len")) and _counts(value.get("tokens_per_step"))
 
 
 def _is_loss_scale(value: Any) -> bool:

@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class StepOutcome:
         learning_rate: that it used.
         tokens: trained tokens.
         seconds: since the step before was known.
+        data_s: of them, waiting for the batch.
         skipped: whether no weight changes.
     """
 
@@ -65,6 +67,7 @@ class StepOutcome:
     learning_rate: float
     tokens: int
     seconds: float
+    data_s: float
     skipped: bool
 
 
@@ -124,7 +127,7 @@ class StreamedTrainer:
         self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
         self.position = Position(0, 0, 0)
         self._home_file = home_file
-        self._standing: Standing | None = None
+        self._standing: list[Standing] = []  # one, as soon as there are steps
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             tiers = [tier_of(worker, machine.num_workers) for worker in range(machine.num_workers)]
@@ -162,7 +165,7 @@ class StreamedTrainer:
                 num_threads=torch.get_num_threads(),
                 draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
-                describe=self._describe,
+                describe=partial(_describe, self._standing),
             )
             prepared.split.model.train()
             self.engine = Engine(
@@ -207,15 +210,18 @@ class StreamedTrainer:
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
         self.position = replace(self.position, step=first)
-        self._standing = Standing(
-            self.position,
-            self.loss_scale,
-            self.engine.optimizer.updates,
-            self._run_config,
-            self.spec.dtype,
-        )
-        began = time.perf_counter()
+        self._standing[:] = [
+            Standing(
+                self.position,
+                self.loss_scale,
+                self.engine.optimizer.updates,
+                self._run_config,
+                self.spec.dtype,
+            )
+        ]
+        began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
+            data_s = time.perf_counter() - asked
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
@@ -235,9 +241,10 @@ class StreamedTrainer:
                 learning_rate=context.learning_rate,
                 tokens=context.tokens,
                 seconds=ended - began,
+                data_s=data_s,
                 skipped=context.skipped,
             )
-            began = ended
+            began, asked = ended, time.perf_counter()
 
     def resume(self, record: Record) -> Position:
         """Go on from ``record``, that of the home which this was made with, once all of it has been read and checked.
@@ -354,10 +361,6 @@ class StreamedTrainer:
             with contextlib.suppress(OSError):
                 files.system().unlink(self.home.file.path)
 
-    def _describe(self, context: StepContext) -> Mapping[str, Any]:
-        assert self._standing is not None
-        return self._standing.after(context)
-
     def _stand(self, record: Record) -> Position:
         self.engine.optimizer.updates.update(record.state["updates"])
         self.loss_scale.restore(record.state["loss_scale"])
@@ -408,3 +411,8 @@ class StreamedTrainer:
             if buffer.device.type == "cpu" and buffer.nbytes >= num_bytes:
                 return buffer[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:
+    """What a commit says of the run. Not a method: engine and trainer would hold each other, and the slots."""
+    return standing[0].after(context)

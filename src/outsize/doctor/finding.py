@@ -1,0 +1,83 @@
+"""What a rule is, what it sees, and what becomes of that: a finding."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from outsize.doctor.facts import Facts
+
+Severity = Literal["error", "warning", "info", "good"]
+SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "info", "good")
+# What a gain is a share of: the time that a step spends there. ``run`` is the whole step.
+Part = Literal["link", "disk", "host", "compute", "run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the function of a rule saw.
+
+    Attributes:
+        severity: ``error``: does not work as it should; ``warning``: costs time or puts a run at risk; ``info``: worth
+            knowing; ``good``: as it should be.
+        evidence: what was recorded, with its numbers.
+        expected: what it should be instead.
+        gain_share: share of the time of the rule's part, 0 to 1, that the fix is expected to save; None where only a
+            trial can tell.
+    """
+
+    severity: Severity
+    evidence: str
+    expected: str
+    gain_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row of the table.
+
+    Attributes:
+        id: by which a finding is known.
+        part: what it slows down.
+        look: returns what it sees in the facts; None where nothing is wrong.
+
+    Raises:
+                LackingError: the record does not hold what it needs.
+        causes: the likely ones, the likeliest first.
+        fix: a command, a line of the configuration, or what to change.
+        verify: how to see that it helped.
+    """
+
+    id: str
+    part: Part
+    look: Callable[[Facts], Seen | None]
+    causes: tuple[str, ...]
+    fix: str
+    verify: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was found, ready to be told.
+
+    Attributes:
+        id: of the rule.
+        severity: how bad.
+        evidence: what was recorded.
+        expected: what it should be.
+        causes: the likely ones, in order.
+        fix: what to do.
+        gain: what that is expected to bring, in words.
+        gain_share: the same as a share, 0 to 1, of a step where a run is known, else of the time of the part; None
+            where only a trial can tell.
+        verify: how to see that it helped.
+    """
+
+    id: str
+    severity: Severity
+    evidence: str
+    expected: str
+    causes: tuple[str, ...]
+    fix: str
+    gain: str
+    gain_share: float | None
+    verify: str

@@ -1,0 +1,218 @@
+"""What can be wrong with links and with what the GPUs hang on."""
+
+from itertools import combinations
+
+from outsize.doctor.facts import Facts, LackingError, fit_of, link_of, number, text
+from outsize.doctor.finding import Seen
+from outsize.hardware.gpus import GpuFacts
+from outsize.hardware.machine_file import DeviceRates
+from outsize.units import format_bytes, format_rate
+
+# Bytes per second of one lane and direction by PCIe generation, line coding taken off: transfers per second times
+# 8/10 for generations 1 and 2, 128/130 for 3 to 5; 6 sends flits with 236 bytes of payload in 256.
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.375e9}
+# Headers of packets leave 80 to 87 % for large copies: 25 of 31.5 GB/s and 55 of 63 are reported of sound machines.
+# Below the second share something is wrong.
+_SOUND, _WRONG = 0.8, 0.65
+# Shares of copy time that the fixed cost of a copy may take before larger copies are worth it.
+_SMALL = 0.2
+
+
+def narrow(facts: Facts) -> Seen | None:
+    """The link has fewer lanes than GPU and slot could have. Lanes do not change while a GPU is idle, clocks do."""
+    worst: Seen | None = None
+    for index, gpu in _gpus(facts):
+        lanes, most = number(gpu.pcie_lanes, "lanes"), number(gpu.pcie_lanes_max, "most lanes")
+        lost = 1 - lanes / most
+        if lost > (worst.gain_share or 0.0 if worst else 0.0):
+            worst = Seen(
+                severity="warning",
+                evidence=f"cuda:{index} ({text(gpu.name, 'name')}) is linked by x{lanes:.0f}",
+                expected=f"x{most:.0f}, which GPU and slot can negotiate",
+                gain_share=lost,
+            )
+    return worst
+
+
+def slow(facts: Facts) -> Seen | None:
+    """Pinned copies stay far below what the negotiated lanes carry at the generation that GPU and slot can do."""
+    worst: Seen | None = None
+    for index, gpu in _gpus(facts):
+        theory = _theory_bytes_per_s(gpu)
+        for direction in ("up", "down"):
+            fit = fit_of(_device(facts, index), "pinned", direction)
+            if fit is None or fit.bytes_per_s >= _WRONG * theory:
+                continue
+            gain = 1 - fit.bytes_per_s / (_SOUND * theory)
+            if worst is None or gain > (worst.gain_share or 0.0):
+                worst = Seen(
+                    severity="warning",
+                    evidence=(
+                        f"cuda:{index} {direction}: {format_rate(fit.bytes_per_s)} of pinned copies, "
+                        f"{fit.bytes_per_s / theory:.0%} of the {format_rate(theory)} of its lanes"
+                        f"{_as_generation(fit.bytes_per_s, gpu)}"
+                    ),
+                    expected=f"about {format_rate(_SOUND * theory)}: {_SOUND:.0%} of theory",
+                    gain_share=gain,
+                )
+    return worst
+
+
+def pageable(facts: Facts) -> Seen | None:
+    """The driver has not pinned memory, so copies are staged and do not overlap with compute."""
+    for index, _ in _gpus(facts):
+        device = _device(facts, index)
+        pinned, staged = link_of(device, "pinned", "up"), fit_of(device, "pageable", "up")
+        if pinned is None or pinned.fit is not None or staged is None:
+            continue
+        memlock = facts.machine.inventory.memory.memlock_limit_bytes.number()
+        locked = "no limit known" if memlock is None else f"at most {format_bytes(int(memlock))}"
+        try:
+            sound = _SOUND * _theory_bytes_per_s(facts.machine.inventory.gpus[index])
+            gain = max(0.0, 1 - staged.bytes_per_s / sound)
+        except LackingError:
+            gain = None
+        return Seen(
+            severity="error",
+            evidence=(
+                f"cuda:{index}: no pinned copy was possible ({pinned.note}); pageable ones reach "
+                f"{format_rate(staged.bytes_per_s)}; memlock: {locked}"
+            ),
+            expected="pinned copies, which need no staging and go on beside compute",
+            gain_share=gain,
+        )
+    return None
+
+
+def small_copies(facts: Facts) -> Seen | None:
+    """The fixed cost of a copy takes a good part of the link's time, at the mean size of a load of this run."""
+    plan, devices = facts.run.plan, facts.machine.devices
+    loads = sum(op.startswith("LOAD ") for op in plan.get("program", ()))
+    if not loads or not devices:
+        raise LackingError("plan.json with a program, and a device that was probed")
+    fit = fit_of(devices[0], "pinned", "up") or fit_of(devices[0], "dram copy", "up")
+    if fit is None:
+        raise LackingError("a link that was measured: `outsize probe`")
+    size = plan["bytes_per_step"]["up"] / loads
+    share = fit.latency_s / fit.copy_s(int(size))
+    if share < _SMALL:
+        return None
+    return Seen(
+        severity="warning",
+        evidence=(
+            f"{loads} loads of {format_bytes(int(size))} in a step; at {fit.latency_s * 1e6:.1f} us each, "
+            f"{share:.0%} of their time is the fixed cost of a copy"
+        ),
+        expected=f"below {_SMALL:.0%}",
+        gain_share=share,
+    )
+
+
+def wrong_node(facts: Facts) -> Seen | None:
+    """The process may not run on any processor of the node that its GPU hangs on."""
+    cpu = facts.machine.inventory.cpu
+    if len(cpu.numa_nodes) < 2:
+        return None
+    usable = _numbers(text(cpu.usable_cpus, "usable CPUs"))
+    for index, gpu in _gpus(facts):
+        node = next(
+            (node for node in cpu.numa_nodes if node.index == number(gpu.numa_node, "NUMA node")), None
+        )
+        if node is None or usable & _numbers(text(node.cpus, f"CPUs of node {node.index}")):
+            continue
+        return Seen(
+            severity="warning",
+            evidence=(
+                f"cuda:{index} hangs on NUMA node {node.index} (CPUs {node.cpus.value}); this process may only run on "
+                f"{cpu.usable_cpus.value}"
+            ),
+            expected="processors and host memory of the GPU's own node",
+        )
+    return None
+
+
+def shared_uplink(facts: Facts) -> Seen | None:
+    """Two GPUs hang below the same bridge; what is above it carries both."""
+    gpus = _gpus(facts, least=2)
+    paths = {index: text(gpu.pci_path, "place on the bus").split("/") for index, gpu in gpus}
+    shared = {
+        (one, other): _common(paths[one], paths[other])
+        for one, other in combinations(paths, 2)
+        if len(_common(paths[one], paths[other])) > 1  # the root complex alone is not a link
+    }
+    if not shared:
+        return None
+    most = max(1 + sum(pair[0] == index for pair in shared) for index in paths)
+    (one, other), common = next(iter(shared.items()))
+    return Seen(
+        severity="info",
+        evidence=f"cuda:{one} and cuda:{other} share the bridge {common[-1]}; {most} GPUs at most hang on one",
+        expected=(
+            f"each alone at full rate, all at once at 1/{most} of it where the bridge has one uplink of one GPU's width"
+        ),
+    )
+
+
+def no_peer_access(facts: Facts) -> Seen | None:
+    """The driver lets no GPU read another one's memory: what goes between them passes host memory."""
+    refused = {
+        f"cuda:{index} from cuda:{other}": str(fact.value)
+        for index, gpu in _gpus(facts, least=2)
+        for other, fact in gpu.peers.items()
+        if text(fact, "peer access") != "ok"
+    }
+    if not refused:
+        return None
+    pair, why = next(iter(refused.items()))
+    iommu = facts.machine.inventory.environment.iommu
+    names = {str(gpu.name.value) for _, gpu in _gpus(facts)}
+    geforce = "; GeForce drivers disable it" if any("GeForce" in name for name in names) else ""
+    return Seen(
+        severity="info",
+        evidence=f"{len(refused)} pairs, e.g. {pair}: {why}{geforce}; IOMMU: {iommu.value or iommu.source}",
+        expected="nothing for one GPU; between GPUs copies by way of the host, which NCCL chooses by itself",
+    )
+
+
+def _gpus(facts: Facts, least: int = 1) -> list[tuple[int, GpuFacts]]:
+    """Return the GPUs; none on a machine of fewer than ``least``, where there is nothing to judge."""
+    gpus = facts.machine.inventory.gpus
+    if not gpus and any(device.device.startswith("cuda") for device in facts.machine.devices):
+        raise LackingError(f"GPUs by NVML: {facts.machine.inventory.num_gpus.source}")
+    return list(enumerate(gpus)) if len(gpus) >= least else []
+
+
+def _device(facts: Facts, index: int) -> DeviceRates:
+    for device in facts.machine.devices:
+        if device.device == f"cuda:{index}":
+            return device
+    raise LackingError(f"links of cuda:{index}: not probed")
+
+
+def _theory_bytes_per_s(gpu: GpuFacts) -> float:
+    generation = int(number(gpu.pcie_generation_max, "PCIe generation"))
+    if generation not in _LANE_BYTES_PER_S:
+        raise LackingError(f"the rate of PCIe generation {generation}")
+    return _LANE_BYTES_PER_S[generation] * number(gpu.pcie_lanes, "lanes")
+
+
+def _as_generation(bytes_per_s: float, gpu: GpuFacts) -> str:
+    """Return a remark where the rate is that of an older generation."""
+    for generation in range(int(number(gpu.pcie_generation_max, "generation")) - 1, 0, -1):
+        theory = _LANE_BYTES_PER_S[generation] * number(gpu.pcie_lanes, "lanes")
+        if _WRONG * theory <= bytes_per_s <= theory:
+            return f", as much as generation {generation} gives"
+    return ""
+
+
+def _common(one: list[str], other: list[str]) -> list[str]:
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return one[:length]
+
+
+def _numbers(listed: str) -> set[int]:
+    """Return the numbers of a list such as ``0-3,8``."""
+    ends = [part.partition("-") for part in listed.split(",") if part]
+    return {index for first, _, last in ends for index in range(int(first), int(last or first) + 1)}

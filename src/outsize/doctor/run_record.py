@@ -1,0 +1,162 @@
+"""What a run directory tells: the typical step of its heartbeat, its plan and its configuration.
+
+A stall is booked on the lane that the compute lane waited for last, and that lane may have been waiting itself: with a
+slow loader the first forward waits for a load that waits for the step to begin. So `RunRecord.waits` shares out all
+time in which the compute lane did nothing:
+
+1. the wait for the batch was measured by itself (``data_s``). It is taken off the time that no stall holds, and
+   then off the stalls that exceed most what their lane was busy;
+2. of what is left, a lane is believed for no longer than it was busy in that step;
+3. the rest goes to the lanes that were busy for longer than they were waited for, the busiest first: the lane that was
+   waited for waited for one of them;
+4. what is left then, what was booked as ``dispatch``, and what no stall holds is Python's: no op was under way.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outsize.errors import ConfigError
+
+_SCHEMAS = (2, 3)
+# Steps longer than this many medians were interrupted by something else, a checkpoint for example.
+_TYPICAL = 2.0
+_COMPUTE = "compute:w0"
+_KINDS = {"up": "link", "down": "link", "host": "host", "read": "disk", "write": "disk"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """A run as it was recorded.
+
+    Attributes:
+        directory: where.
+        steps: lines of the heartbeat, the first left out where there are more: it warms up.
+        plan: ``plan.json``; empty where there is none.
+        config: ``config.yaml``; empty where there is none.
+    """
+
+    directory: str
+    steps: tuple[Mapping[str, Any], ...]
+    plan: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def typical(self) -> tuple[Mapping[str, Any], ...]:
+        """The steps that nothing interrupted."""
+        limit = _TYPICAL * statistics.median(step["seconds"] for step in self.steps)
+        return tuple(step for step in self.steps if step["seconds"] <= limit)
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a field over the typical steps; 0 where the heartbeat is too old to have it."""
+        return statistics.fmean(step.get(name) or 0.0 for step in self.typical)
+
+    def lane_s(self, field: str) -> dict[str, float]:
+        """Return mean seconds per typical step by lane, of ``busy_s`` or ``stall_s``."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for step in self.typical:
+            for lane, seconds in step[field].items():
+                totals[lane] += seconds
+        return {lane: seconds / len(self.typical) for lane, seconds in totals.items()}
+
+    def kind_of(self, lane: str) -> str:
+        """Return what a lane spends its time on; with a disk below the device, up and down are the disk's."""
+        kind = _KINDS.get(lane.partition(":")[0], "python")
+        return "disk" if kind == "link" and self.plan.get("below") == "disk" else kind
+
+    def waits(self) -> dict[str, float]:
+        """Return shares of a step, 0 to 1, in which the compute lane waited, by cause, the longest first.
+
+        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``data`` and ``python``.
+        """
+        busy_s, stall_s, seconds = self.lane_s("busy_s"), self.lane_s("stall_s"), self.mean("seconds")
+        outside_s = max(0.0, seconds - busy_s.get(_COMPUTE, 0.0) - sum(stall_s.values()))
+        data_s = min(self.mean("data_s"), outside_s + sum(stall_s.values()))
+        causes = defaultdict(float, data=data_s, python=max(0.0, outside_s - data_s))
+        rest_s = max(0.0, data_s - outside_s)
+        for lane in sorted(stall_s, key=lambda name: busy_s.get(name, 0.0) - stall_s[name]):
+            taken_s = min(rest_s, stall_s[lane])
+            stall_s[lane] -= taken_s
+            rest_s -= taken_s
+
+        causes["python"] += sum(stalled_s for lane, stalled_s in stall_s.items() if lane not in busy_s)
+        believed_s = {lane: min(stall_s.get(lane, 0.0), busy) for lane, busy in busy_s.items()}
+        for lane, stalled_s in believed_s.items():
+            causes[self.kind_of(lane)] += stalled_s
+        left_s = sum(stall_s.get(lane, 0.0) - stalled_s for lane, stalled_s in believed_s.items())
+        unused_s = {
+            lane: busy_s[lane] - believed_s[lane] for lane in busy_s if self.kind_of(lane) != "python"
+        }
+        for lane in sorted(unused_s, key=lambda name: -unused_s[name]):
+            taken_s = min(left_s, unused_s[lane])
+            causes[self.kind_of(lane)] += taken_s
+            left_s -= taken_s
+        causes["python"] += left_s
+        shares = {cause: min(1.0, waited_s / seconds) for cause, waited_s in causes.items() if waited_s > 0}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    @property
+    def compute_share(self) -> float:
+        """Share of a step in which the compute lane worked."""
+        return self.lane_s("busy_s").get(_COMPUTE, 0.0) / self.mean("seconds")
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Return the run of a directory; it may still be going on.
+
+    Raises:
+        ConfigError: there is no run, none of its steps has ended, or it is of a version that does not tell enough.
+    """
+    heartbeat = directory / "heartbeat.jsonl"
+    steps = _steps(heartbeat)
+    return RunRecord(
+        directory=str(directory),
+        steps=steps[1:] or steps,
+        plan=_mapping(directory / "plan.json"),
+        config=_mapping(directory / "config.yaml"),
+    )
+
+
+def _steps(heartbeat: Path) -> tuple[Mapping[str, Any], ...]:
+    try:
+        lines = heartbeat.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {heartbeat}: {error}; name the directory of a run") from error
+    steps = []
+    for line_number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            continue  # being written
+        try:
+            step = json.loads(line)
+            known = step["schema"] in _SCHEMAS and step["seconds"] > 0
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{heartbeat}, line {line_number}: not a step of a run") from error
+        if not known or not {"busy_s", "stall_s"} <= step.keys():
+            raise ConfigError(
+                f"{heartbeat}, line {line_number}: schema {step['schema']} does not tell the time of each lane; "
+                "train some steps with this version of outsize, into another train.run_dir"
+            )
+        steps.append(step)
+    if not steps:
+        raise ConfigError(f"{heartbeat}: no step has ended yet; ask again later")
+    return tuple(steps)
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        # JSON is YAML too, but its own reader is faster and stricter.
+        read = json.loads if path.suffix == ".json" else yaml.safe_load
+        found = read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not what a run writes")
+    return found

@@ -1,0 +1,99 @@
+"""STORE: hands a unit to whoever keeps checkpoints, as it lies at home between two steps.
+
+The hazards of the program hold the unit's next STEP back until its STORE is done, so nothing is copied first: planes of
+a host home are lent out whole, those of a disk home pass through one small buffer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
+from outsize.optim.spec import planes_for
+from outsize.planner.ops import Op
+from outsize.runtime.stepping import OptimizerOps
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAtRest:
+    """A unit between two steps; valid while its STORE runs.
+
+    Attributes:
+        unit: which one.
+        updates: how often each of its trainable parameters has been stepped.
+    """
+
+    unit: UnitSpec
+    updates: Mapping[str, int]
+    _ops: "StoreOps"
+
+    def chunks(self, *planes: str) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield planes side by side, in pieces ``(first element, elements of each)``, each valid until the next.
+
+        Raises:
+            StorageError: the home cannot be read.
+        """
+        return self._ops.chunks(self.unit, planes)
+
+
+class Sink(Protocol):
+    """Takes units, one after the other, on the lane ``store``."""
+
+    def __call__(self, resting: UnitAtRest) -> None:
+        """Keep one unit; what this raises ends the run."""
+
+
+class StoreOps:
+    """Reads units for checkpoints.
+
+    Args:
+        spec: the model.
+        home: where its units rest.
+        optimizer: knows how often each parameter has been stepped.
+        buffer: for pieces of a disk home's planes, at least 12 KiB; None for a host home.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, home: HostHome | DiskHome, optimizer: OptimizerOps, buffer: Tensor | None
+    ) -> None:
+        self._spec = spec
+        self._home = home
+        self._optimizer = optimizer
+        self._buffer = buffer
+        self._layout = Layout(spec, planes_for(spec.dtype))
+
+    def store(self, op: Op, sink: Sink) -> None:
+        """STORE: home → whoever the program was submitted for."""
+        assert op.unit is not None
+        unit = self._spec.units[op.unit]
+        counts = self._optimizer.updates
+        updates = {t.name: counts[t.name] for t in unit.tensors if t.name in counts}
+        sink(UnitAtRest(unit, updates, self))
+
+    def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """See `UnitAtRest.chunks`."""
+        if isinstance(self._home, HostHome):
+            yield 0, tuple(self._home.view(unit.index, plane) for plane in planes)
+            return
+        parts, size = self._cut(unit, planes)
+        for start in range(0, unit.numel, size):
+            length = min(size, unit.numel - start)
+            chunk = {plane: part[:length] for plane, part in parts.items()}
+            self._home.read_planes(unit.index, start, chunk)
+            yield start, tuple(chunk.values())
+
+    def _cut(self, unit: UnitSpec, planes: Sequence[str]) -> tuple[dict[str, Tensor], int]:
+        """Cut the buffer into a part for each plane; returns them, and how many elements each takes."""
+        assert self._buffer is not None
+        dtypes = {plane: self._layout.extent(unit.index, plane).dtype for plane in planes}
+        element_bytes = sum(dtype.itemsize for dtype in dtypes.values())
+        size = self._buffer.nbytes // element_bytes // PLANE_ELEMENTS * PLANE_ELEMENTS
+        parts, end = {}, 0
+        for plane, dtype in dtypes.items():
+            start, end = end, end + size * dtype.itemsize
+            parts[plane] = self._buffer[start:end].view(dtype)
+        return parts, size

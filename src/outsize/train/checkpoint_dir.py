@@ -1,0 +1,153 @@
+"""The directory of a run's checkpoints: what lies in it, what is removed and when, and writes that last.
+
+::
+
+    checkpoints/
+    ├── latest                    the name of the newest complete checkpoint
+    ├── step-00000100/            complete: it got this name after all its files were on the disk
+    └── step-00000200.partial/    on its way in, or on its way out; whoever comes next removes it
+
+A checkpoint counts once ``latest`` names it, and ``latest`` is written when nothing of it can be lost any more. One is
+removed only after that, and by renaming it first, so that what has a checkpoint's name is whole.
+"""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+from outsize import files
+from outsize.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+STATE = "trainer_state.json"
+LATEST = "latest"
+PARTIAL = ".partial"
+
+_NAME = re.compile(r"step-(\d{8,})")
+_SHOWN_CHARS = 80
+# What a process that was killed may leave; nothing else is ever removed as litter.
+_LITTER = re.compile(r"\.?step-\d{8,}\.partial.*|latest\.partial")
+
+
+def name_of(step: int) -> str:
+    """Name of the checkpoint after ``step`` steps."""
+    return f"step-{step:08d}"
+
+
+def latest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, None where there is none.
+
+    Raises:
+        CheckpointError: ``latest`` cannot be read, or names one that is not there.
+    """
+    pointer = run_dir / CHECKPOINTS / LATEST
+    if not pointer.exists():
+        return None
+    try:
+        name = files.read_text(pointer).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}; correct or remove it") from error
+    directory = pointer.parent / name
+    if not _NAME.fullmatch(name) or not (directory / STATE).is_file():
+        raise CheckpointError(
+            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
+        )
+    return directory
+
+
+def make_durable(path: Path) -> None:
+    """Make a directory and its parents, each entered in the one above for good.
+
+    Raises:
+        OSError: as the system says.
+    """
+    if not path.is_dir():
+        make_durable(path.parent)
+        files.make_directories(path)
+        files.sync(path.parent)
+
+
+def write_durable(path: Path, text: str) -> None:
+    """Write a text file that is there whole or not at all, and still so after a loss of power.
+
+    Raises:
+        OSError: as the system says; what was there before still is.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        files.write_text(partial, text, sync=True)
+        files.system().rename(partial, path)
+        files.sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            files.system().unlink(partial)
+
+
+def take_place(staging: Path, directory: Path) -> None:
+    """Give a complete checkpoint its name, durably; one that bears it already and that nobody trusts makes room.
+
+    Raises:
+        OSError: as the system says.
+    """
+    if directory.exists():
+        _remove(directory)
+    files.system().rename(staging, directory)
+    files.sync(directory.parent)
+
+
+def remove_litter(checkpoints: Path) -> None:
+    """Remove what a process left that was killed while it saved or removed a checkpoint; an empty directory too."""
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        if _LITTER.fullmatch(path.name) and not path.is_symlink():
+            if path.is_dir():
+                files.system().remove_tree(path)
+            else:
+                with contextlib.suppress(OSError):
+                    files.system().unlink(path)
+    with contextlib.suppress(OSError):
+        files.system().rmdir(checkpoints)
+
+
+def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
+    """Keep ``newest`` and the ``limit - 1`` before it; remove the others that ``run`` has made.
+
+    What cannot be removed stays, and is tried again after the next checkpoint.
+
+    Args:
+        checkpoints: the directory.
+        newest: the checkpoint that ``latest`` names, durably.
+        limit: checkpoints to keep, at least one.
+        run: id of the run; checkpoints of any other are not touched.
+    """
+    others = [p for p in checkpoints.iterdir() if p != newest and _made_by(run, p)]
+    # A later one never became the latest: the process died before it could say so.
+    before = sorted((p for p in others if _step(p) < _step(newest)), key=_step)
+    kept = set(before[len(before) - limit + 1 :]) if limit > 1 else set()
+    for path in others:
+        if path not in kept:
+            with contextlib.suppress(OSError):
+                _remove(path)
+
+
+def _remove(directory: Path) -> None:
+    doomed = directory.with_name(directory.name + PARTIAL + "-removed")
+    files.system().remove_tree(doomed)
+    files.system().rename(directory, doomed)
+    files.system().remove_tree(doomed)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _made_by(run: str, path: Path) -> bool:
+    """Whether a directory is a checkpoint that ``run`` has made."""
+    if _step(path) < 0 or path.is_symlink():
+        return False
+    try:
+        state = json.loads(files.read_text(path / STATE))
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and state.get("run") == run

@@ -1,0 +1,136 @@
+"""``trainer_state.json``: where a run stood, what it was, and the checksums of the checkpoint's files.
+
+Randomness needs no state of its own: the order of the data, dropout and fresh weights are functions of the seed and the
+position, see `docs/exactness.md`.
+"""
+
+import json
+import zlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outsize import files
+from outsize.config import Config
+from outsize.errors import CheckpointError
+from outsize.model.checkpoint_format import FileSum
+from outsize.model.spec import UnitSpec
+from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, planes_for
+from outsize.train import standing
+from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.loss_scale import LossScale
+from outsize.train.standing import Position
+
+OPTIMIZER = "optimizer"
+MASTER_LOW, MASTER_EXCEPTED = "master_low", "master_excepted"
+FORMAT = 2  # raised whenever the files of a checkpoint, or the meaning of a key, change
+
+
+def describe(
+    position: Position, config: Config, dtype: str, loss_scale: LossScale, num_sequences: int, run: str
+) -> dict[str, Any]:
+    """Return what a checkpoint says of a position, besides updates and files.
+
+    Args:
+        position: where the run stands.
+        config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
+        dtype: compute dtype.
+        loss_scale: as it is for the next step.
+        num_sequences: sequences per epoch of the data.
+        run: id of the run.
+    """
+    state = standing.state_of(position, {}, loss_scale, config, dtype)
+    state["data"] |= {"path": config.data.path, "sequences_per_epoch": num_sequences}
+    state["schedule"] = {
+        "kind": config.optimizer.schedule,
+        "lr": config.optimizer.lr,
+        "warmup_steps": config.warmup_steps,
+        "steps": config.train.steps,
+    }
+    versions = {name: version(name) for name in ("outsize", "torch", "transformers")}
+    return {"format": FORMAT, "run": run, "versions": versions, **state}
+
+
+def render_state(state: dict[str, Any]) -> str:
+    """Return the text of a state, with a checksum of its own."""
+    return json.dumps({**state, "crc32": _crc32(state)}, indent=1) + "\n"
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not as it was written.
+    """
+    path = directory / STATE
+    try:
+        found = json.loads(files.read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    state = dict(standing.checked(found, path))
+    if state.pop("crc32", None) != _crc32(state) or not _files_in(state):
+        raise CheckpointError(
+            f"{path} is not as it was written; resume from another checkpoint with --resume PATH"
+        )
+    return state
+
+
+def position_of(directory: Path) -> Position:
+    """Where the run stood that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: its state cannot be read.
+    """
+    return standing.position_in(read_state(directory))
+
+
+def check_same_run(directory: Path, config: Config, dtype: str) -> None:
+    """Check that ``config`` goes on with the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint's state cannot be read.
+        ConfigError: the run had another model, seed, compute dtype, or other sequences or steps.
+    """
+    standing.check_same_run(read_state(directory), directory, config, dtype)
+
+
+def state_planes(dtype: str, unit: UnitSpec) -> dict[str, torch.dtype]:
+    """The planes of a unit that a checkpoint keeps besides its weights, and their dtypes.
+
+    Beside bf16 weights the lower halves of the masters suffice, see `outsize.optim.halves`.
+    """
+    if not unit.trainable:
+        return {}
+    planes = {plane: torch.float32 for plane in planes_for(dtype) if plane not in (WEIGHTS, GRADIENT)}
+    if dtype == "bf16":
+        del planes[MASTER]
+        planes[MASTER_LOW] = torch.int16
+    return planes
+
+
+def file_of(unit: UnitSpec, plane: str) -> str:
+    """The file, within a checkpoint, of a plane of a unit."""
+    return f"{OPTIMIZER}/{unit.name}.{plane}.safetensors"
+
+
+def known_files(run_dir: Path, run: str) -> tuple[Path, dict[str, FileSum]] | None:
+    """The newest checkpoint of ``run_dir`` and its files; None where there is none that ``run`` has made."""
+    try:
+        directory = latest(run_dir)
+        state = read_state(directory) if directory is not None else {}
+        files = {n: FileSum(f["num_bytes"], f["crc32"]) for n, f in state.get("files", {}).items()}
+    except (CheckpointError, OSError, KeyError, TypeError, AttributeError):
+        return None
+    return (directory, files) if directory is not None and state["run"] == run else None
+
+
+def _crc32(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def _files_in(state: dict[str, Any]) -> bool:
+    """Whether a state lists files and the run that made them."""
+    listed = state.get("files")
+    return isinstance(listed, dict) and bool(listed) and isinstance(state.get("run"), str)

@@ -1,0 +1,104 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from doctor.records import cpu_machine, gpu, gpu_machine, run, step
+from outsize.cli import main
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def doctor(*arguments):
+    with pytest.raises(SystemExit) as done:
+        main(["doctor", *map(str, arguments)])
+    return done.value.code or 0
+
+
+def written(directory, machine):
+    path = directory / "machine.json"
+    path.write_text(machine.to_json())
+    return path
+
+
+def test_words(directory, capsys):
+    machine = written(directory, gpu_machine(directory, gpus=(gpu(pcie_lanes=8), gpu(1))))
+    assert doctor("--machine", machine) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["warning  link-narrow", "  seen      cuda:0 (Example GPU) is linked by x8"]
+    assert "  gain      up to 50% of the time on the link" in lines
+    assert any(line.startswith("1 warning; ") for line in lines)
+    assert any(line.startswith("  a run directory: outsize doctor RUN (small-copies, ") for line in lines)
+
+
+def test_json_is_one_object(directory, capsys):
+    run(directory / "run", stall_s={"host": 0.8})
+    machine = written(directory, cpu_machine(directory))
+    assert doctor("run", "--machine", machine, "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    (first,) = told["findings"]
+    assert (first["id"], first["severity"]) == ("optimizer-bound", "warning")
+    assert first["gain_share"] == pytest.approx(0.4)
+    assert first.keys() >= {"evidence", "expected", "causes", "fix", "gain", "verify"}
+    assert told["not_judged"] == []
+
+
+@pytest.mark.parametrize(("limit", "status"), [("error", 0), ("warning", 1), ("never", 0)])
+def test_the_status_is_for_ci(directory, limit, status):
+    run(directory / "run", stall_s={"host": 0.8})
+    assert doctor("run", "--fail-on", limit) == status
+
+
+def test_an_error_fails_by_default(directory):
+    machine = written(
+        directory, gpu_machine(directory, gpus=(gpu(clock_limits="hardware thermal slowdown"), gpu(1)))
+    )
+    assert doctor("--machine", machine) == 1
+    assert doctor("--machine", machine, "--fail-on", "never") == 0
+
+
+def test_a_sound_run_passes(directory, capsys):
+    run(directory / "run", [step(number) for number in range(1, 10)])
+    assert doctor("run", "--fail-on", "warning") == 0
+    assert capsys.readouterr().out.startswith("good  compute-bound\n")
+
+
+def test_mistakes_are_told(directory, capsys):
+    assert doctor("absent") == 2
+    assert "name the directory of a run" in capsys.readouterr().err
+    assert doctor("--machine", "absent.json", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "ConfigError"
+    assert doctor("--fail-on", "sometimes") == 2
+
+
+def test_without_a_record_the_machine_is_probed(directory, monkeypatch, capsys):
+    asked = []
+
+    def stand_in(effort, directories, *, announce):
+        asked.append(effort.mode)
+        announce("host memory and optimizer", 0, 4)
+        return cpu_machine(directory)
+
+    monkeypatch.setattr("outsize.probe.run.probe", stand_in)
+    assert doctor() == 0
+    streams = capsys.readouterr()
+    assert asked == ["quick"]
+    assert "probing: host memory" in streams.err
+    assert streams.out.startswith("no findings; ")
+
+
+def test_a_run_is_judged_without_torch(directory):
+    run(directory / "run")
+    command = (
+        "import sys\nfrom outsize.cli import main\n"
+        "try:\n    main(['doctor', 'run'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,143 @@
+"""Records of a sound machine and a sound run, and the changes that plant one fault."""
+
+import json
+
+from hardware.fake_machine import SERVER, build, link, measured, probed
+from outsize.doctor.run_record import read_run
+from outsize.hardware.gpus import GpuFacts
+from outsize.hardware.inventory import Inventory
+from outsize.hardware.machine_file import DeviceRates, MachineFile
+from outsize.hardware.readings import Fact
+
+GIB = 2**30
+
+
+def fact(value):
+    return Fact.read(value, "by the test")
+
+
+def gpu(index=0, **changes):
+    facts = {
+        "name": "Example GPU",
+        "capability": "9.0",
+        "memory_total_bytes": 80 * GIB,
+        "memory_free_bytes": 79 * GIB,
+        "pcie_generation": 1,  # idle
+        "pcie_generation_max": 4,
+        "pcie_lanes": 16,
+        "pcie_lanes_max": 16,
+        "numa_node": index,
+        "driver": "555.1",
+        "pci_path": f"pci0000:{index}0/0000:{index}0:01.0/0000:{index}1:00.0",
+        "sm_clock_hz": 345 * 10**6,
+        "sm_clock_max_hz": 1980 * 10**6,
+        "clock_limits": "",
+    } | changes
+    peers = {str(1 - index): fact(facts.pop("peer", "ok"))}
+    return GpuFacts(**{name: fact(value) for name, value in facts.items()}, peers=peers)
+
+
+def device(index=0, *, up=25e9, pageable=6e9, matmul=(4e14,) * 6, attention=2e14):
+    return DeviceRates(
+        device=f"cuda:{index}",
+        name="Example GPU",
+        num_sms=fact(132),
+        memory_bytes=fact(80 * GIB),
+        memory_triad_bytes_per_s=measured(3e12),
+        matmul_flops_per_s={"bf16": measured(*matmul)},
+        attention_flops_per_s={"bf16": measured(attention)},
+        links=(
+            link("up", path="pinned", bytes_per_s=up),
+            link("down", path="pinned", bytes_per_s=25e9),
+            link("up", path="pageable", bytes_per_s=pageable),
+        ),
+    )
+
+
+def cpu_machine(root, **changes):
+    """A sound machine without GPU; ``changes`` by dotted name below the inventory."""
+    tree = {
+        **SERVER,
+        "proc/self/status": "Cpus_allowed_list:\t0-3\n",
+        "proc/loadavg": "0.10 0.10 0.10 1/100 1\n",
+        "proc/pressure/memory": "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n",
+        "proc/cmdline": "quiet\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "intel_pstate\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_min_freq": "800000\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq": "4000000\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "4000000\n",
+        "sys/class/iommu/none": "",
+    }
+    found = probed(build(root, tree), root)
+    environment = found.inventory.environment.model_copy(update={"variables": {}})
+    memory = found.inventory.memory.model_copy(
+        update={"cgroup_limit_bytes": fact(None), "swap_free_bytes": fact(2**20)}
+    )
+    cpu = found.inventory.cpu.model_copy(update={"quota_cores": fact(None)})
+    inventory = {**dict(found.inventory), "cpu": cpu, "environment": environment, "memory": memory}
+    return changed(found.model_copy(update={"inventory": Inventory(**inventory)}), **changes)
+
+
+def gpu_machine(root, *, gpus=None, devices=None, **changes):
+    """A sound machine of two GPUs, each on a node and a bridge of its own."""
+    found = cpu_machine(root, **changes)
+    gpus = gpus or (gpu(0), gpu(1))
+    inventory = found.inventory.model_copy(update={"gpus": gpus, "num_gpus": fact(len(gpus))})
+    return found.model_copy(update={"inventory": inventory, "devices": devices or (device(0), device(1))})
+
+
+def changed(found: MachineFile, **changes):
+    """Return the machine with ``memory__swap_free_bytes=0`` and the like below its inventory."""
+    inventory = found.inventory
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        entry = value if isinstance(value, dict | tuple) else fact(value)
+        inventory = inventory.model_copy(
+            update={part: getattr(inventory, part).model_copy(update={field: entry})}
+        )
+    return found.model_copy(update={"inventory": inventory})
+
+
+def step(number, **changes):
+    """A step of 2 s that computes but for its stalls and 15 ms that no op accounts for."""
+    stall_s = changes.pop("stall_s", {"up:w0": 0.02, "dispatch": 0.005})
+    computed_s = changes.get("seconds", 2.0) - sum(stall_s.values()) - 0.015
+    busy_s = {"compute:w0": computed_s, "up:w0": 1.0, "down:w0": 0.5, "host": 0.8, "read": 0.3, "write": 0.3}
+    return {
+        "schema": 3,
+        "step": number,
+        "seconds": 2.0,
+        "tokens": 4096,
+        "bytes_up": 20 * 10**9,
+        "bytes_down": 10 * 10**9,
+        "bytes_read": 0,
+        "bytes_written": 0,
+        "update_s": 0.8,
+        "data_s": 0.0,
+        "rss_bytes": 6 * GIB,
+        "busy_s": busy_s | changes.pop("busy_s", {}),
+        "stall_s": stall_s,
+        **changes,
+    }
+
+
+def run(directory, steps=None, *, plan=None, config=None, count=12, **changes):
+    """Write and read a run; ``changes`` are those of every step."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = steps or [step(number, **changes) for number in range(1, count + 1)]
+    (directory / "heartbeat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = {
+        "below": "host",
+        "memory_bytes": {"device": {"slots": 2 * GIB}, "host": {"home": 5 * GIB}, "disk": {}},
+        "bytes_per_step": {"up": 20 * 10**9},
+        "program": [f"LOAD {unit}@w0.0" for unit in range(40)],
+    } | (plan or {})
+    (directory / "plan.json").write_text(json.dumps(told))
+    settings = {
+        "model": {"attention": "auto"},
+        "data": {"seq_len": 2048},
+        "memory": {"device": "cuda"},
+    } | (config or {})
+    (directory / "config.yaml").write_text(json.dumps(settings))
+    return read_run(directory)

@@ -1,0 +1,150 @@
+"""The fault that costs most comes first, among whatever else there is to say."""
+
+import pytest
+
+from doctor.records import cpu_machine, device, fact, gpu, gpu_machine, run
+from hardware.fake_machine import no_nvml, probed
+from outsize.doctor.examine import examine
+from outsize.doctor.facts import Facts
+from outsize.doctor.finding import Rule, Seen
+from outsize.hardware.inventory import take_inventory
+from outsize.hardware.machine_file import MachineFile, parse
+from outsize.hardware.readings import Measurement
+
+GIB = 2**30
+# What every composed machine has beside its fault: worth knowing, no trouble.
+NOISE = {
+    "cpu__load_average": 3.0,
+    "memory__cgroup_limit_bytes": 7 * GIB,
+    "cpu__clock_limit_hz": 3_900 * 10**6,
+    "environment__variables": {"NCCL_DEBUG": fact("WARN"), "OMP_NUM_THREADS": fact("4")},
+}
+
+
+def gpus(directory, *first, **changes):
+    shared = {"pci_path": "pci0000:00/0000:00:01.0/x", "peer": "not supported"}
+    return gpu_machine(
+        directory,
+        gpus=(gpu(**shared | dict(*first)), gpu(1, **shared)),
+        **NOISE | changes,
+    )
+
+
+def with_devices(found, one):
+    return found.model_copy(update={"devices": (one, device(1))})
+
+
+def composed(directory):
+    """Ten machines and runs, each with one fault: its id, and the record."""
+    d = directory
+    noisy = gpus(d)
+    return [
+        ("link-narrow", Facts(probed=gpus(d, {"pcie_lanes": 4}))),
+        ("link-slow", Facts(probed=with_devices(noisy, device(up=6e9)))),
+        ("gpu-throttled", Facts(probed=gpus(d, {"clock_limits": "power brake", "sm_clock_hz": 4 * 10**8}))),
+        ("rate-sags", Facts(probed=with_devices(noisy, device(matmul=(4e14, 4e14, 3e14, 3e14, 2e14, 2e14))))),
+        ("cpu-clock-limited", Facts(probed=cpu_machine(d, **NOISE | {"cpu__clock_limit_hz": 10**9}))),
+        ("loader-bound", Facts(probed=noisy, recorded=run(d / "a", data_s=0.9, stall_s={"up:w0": 1.1}))),
+        ("host-bound", Facts(probed=noisy, recorded=run(d / "b", stall_s={"dispatch": 0.7, "up:w0": 0.25}))),
+        ("optimizer-bound", Facts(probed=noisy, recorded=run(d / "c", stall_s={"host": 0.7, "up:w0": 0.25}))),
+        (
+            "disk-bound",
+            Facts(
+                probed=noisy, recorded=run(d / "e", stall_s={"read": 0.9, "host": 0.3}, busy_s={"read": 1.4})
+            ),
+        ),
+        ("link-bound", Facts(probed=noisy, recorded=run(d / "f", stall_s={"up:w0": 0.9, "dispatch": 0.21}))),
+    ]
+
+
+def test_the_planted_fault_comes_first_in_nine_of_ten(tmp_path):
+    first = [(planted, examine(facts).findings[0].id) for planted, facts in composed(tmp_path)]
+    assert len(first) == 10
+    assert sum(planted == told for planted, told in first) >= 9, first
+
+
+def test_composed_machines_have_more_to_say(tmp_path):
+    assert all(len(examine(facts).findings) >= 3 for _, facts in composed(tmp_path))
+
+
+def rule(name, severity, gain, part="run"):
+    seen = Seen(severity=severity, evidence="x", expected="x", gain_share=gain)
+    return Rule(id=name, part=part, look=lambda _: seen, causes=("x",), fix="x", verify="x")
+
+
+def test_order_is_trouble_first_then_gain_then_severity():
+    rules = [
+        rule("good", "good", 0.9),
+        rule("unknown", "warning", None),
+        rule("unknown error", "error", None),
+        rule("small", "error", 0.1),
+        rule("large", "warning", 0.5),
+        rule("info", "info", None),
+    ]
+    told = [finding.id for finding in examine(Facts(), rules).findings]
+    assert told == ["large", "small", "unknown error", "unknown", "good", "info"]
+
+
+def test_a_run_says_how_much_of_a_step_a_part_is(tmp_path):
+    half = rule("half", "warning", 0.5, part="link")
+    (alone,) = examine(Facts(probed=gpu_machine(tmp_path)), [half]).findings
+    assert alone.gain == "up to 50% of the time on the link"
+    (within,) = examine(Facts(recorded=run(tmp_path / "run", stall_s={"up:w0": 0.8})), [half]).findings
+    assert within.gain == "up to 20% of a step"
+    assert within.gain_share == pytest.approx(0.2)
+
+
+def test_a_machine_that_shows_nothing_is_answered(tmp_path):
+    """No /proc, no /sys, no NVML, nothing timed: what can be said is what is lacking."""
+    absent = Measurement.absent("no memory")
+    found = probed(tmp_path, tmp_path / "absent")
+    (cpu,) = found.devices
+    bare = found.model_copy(
+        update={
+            "inventory": take_inventory([], root=tmp_path, load_nvml=no_nvml, variables={}),
+            "host": found.host.model_copy(update={"dram_copy_bytes_per_s": absent}),
+            "disks": (),
+            "devices": (cpu.model_copy(update={"links": (), "matmul_flops_per_s": {"fp32": absent}}),),
+        }
+    )
+    report = examine(Facts(probed=bare))
+    assert report.findings == ()
+    lacking = {entry.id: entry.lacks for entry in report.not_judged}
+    assert "no such file" in lacking["swap-active"]
+    assert "outsize doctor RUN" in lacking["link-bound"]
+    assert {"cpu-quota", "cgroup-memory", "probe-not-quiet", "cpu-clock-limited"} <= lacking.keys()
+
+
+def test_one_core_and_little_memory_is_answered(tmp_path):
+    small = cpu_machine(
+        tmp_path,
+        cpu__num_usable_cpus=1,
+        memory__total_bytes=2**29,
+        memory__available_bytes=2**27,
+        memory__swap_total_bytes=0,
+        memory__swap_free_bytes=0,
+    )
+    assert examine(Facts(probed=small)).findings == ()
+
+
+def test_a_file_of_an_older_probe_is_read(tmp_path):
+    machine = gpu_machine(tmp_path)
+    told = machine.model_dump(mode="json")
+    for name in (
+        "usable_cpus",
+        "load_average",
+        "clock_governor",
+        "clock_floor_hz",
+        "clock_limit_hz",
+        "clock_max_hz",
+    ):
+        del told["inventory"]["cpu"][name]
+    del told["inventory"]["memory"]["pressure_share"]
+    for name in ("iommu", "variables"):
+        del told["inventory"]["environment"][name]
+    for entry in told["inventory"]["gpus"]:
+        for name in ("pci_path", "sm_clock_hz", "sm_clock_max_hz", "clock_limits", "peers"):
+            del entry[name]
+    report = examine(Facts(probed=parse(MachineFile.model_validate(told).to_json())))
+    assert report.findings == ()
+    assert "gpu-throttled" in {entry.id for entry in report.not_judged}

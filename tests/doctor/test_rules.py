@@ -1,0 +1,288 @@
+"""Every rule with a record that shows it; the sound records show none of them."""
+
+from pathlib import Path
+
+import pytest
+
+from doctor import records
+from doctor.records import cpu_machine, device, gpu, gpu_machine, run, step
+from hardware.fake_machine import link
+from outsize.doctor.examine import examine
+from outsize.doctor.facts import Facts
+from outsize.doctor.rules import RULES
+from outsize.hardware.readings import Fact
+
+GIB = 2**30
+
+
+def refused(index=0):
+    sound = device(index)
+    none = link("up", path="pinned").model_copy(
+        update={"fit": None, "note": "the driver refused to pin memory"}
+    )
+    return sound.model_copy(update={"links": (none, sound.links[2])})
+
+
+def disk_place(found, **changes):
+    (place,) = found.inventory.disks
+    place = place.model_copy(update={name: records.fact(value) for name, value in changes.items()})
+    return found.model_copy(update={"inventory": found.inventory.model_copy(update={"disks": (place,)})})
+
+
+def buffered(found):
+    (disk,) = found.disks
+    return found.model_copy(update={"disks": (disk.model_copy(update={"direct": records.fact(False)}),)})
+
+
+def variables(**told):
+    return {"environment__variables": {name: records.fact(value) for name, value in told.items()}}
+
+
+# id of the rule -> (its severity, what its evidence must say, the machine or run that shows it).
+SHOWN = {
+    "link-narrow": ("warning", "x8", lambda d: gpu_machine(d, gpus=(gpu(pcie_lanes=8), gpu(1)))),
+    "link-slow": (
+        "warning",
+        "12.00 GB/s of pinned copies, 38% of the 31.50 GB/s of its lanes, as much as generation 3 gives",
+        lambda d: gpu_machine(d, devices=(device(up=12e9), device(1))),
+    ),
+    "pinning-refused": ("error", "64.00 KiB", lambda d: gpu_machine(d, devices=(refused(), device(1)))),
+    "numa-wrong-node": (
+        "warning",
+        "node 1 (CPUs 2-3); this process may only run on 0-1",
+        lambda d: gpu_machine(d, cpu__usable_cpus="0-1"),
+    ),
+    "shared-uplink": (
+        "info",
+        "share the bridge 0000:00:01.0",
+        lambda d: gpu_machine(
+            d,
+            gpus=(gpu(pci_path="pci0000:00/0000:00:01.0/a"), gpu(1, pci_path="pci0000:00/0000:00:01.0/b")),
+        ),
+    ),
+    "peer-access-off": (
+        "info",
+        "cuda:0 from cuda:1: chipset not supported",
+        lambda d: gpu_machine(d, gpus=(gpu(peer="chipset not supported"), gpu(1))),
+    ),
+    "cgroup-memory": (
+        "warning",
+        "3.90 GiB in use (97%)",
+        lambda d: cpu_machine(
+            d, memory__cgroup_limit_bytes=4 * GIB, memory__cgroup_usage_bytes=int(3.9 * GIB)
+        ),
+    ),
+    "swap-active": (
+        "warning",
+        "1.00 GiB swapped out, 5% of RAM available",
+        lambda d: cpu_machine(
+            d,
+            memory__swap_total_bytes=2 * GIB,
+            memory__swap_free_bytes=GIB,
+            memory__available_bytes=int(0.4 * GIB),
+            memory__pressure_share=0.2,
+        ),
+    ),
+    "cpu-quota": (
+        "warning",
+        "quota of 1.5 cores, 4 processors in sight, 4 threads",
+        lambda d: cpu_machine(d, cpu__quota_cores=1.5),
+    ),
+    "cpu-clock-limited": (
+        "warning",
+        "powersave of acpi-cpufreq holds the clock at 0.80 GHz",
+        lambda d: cpu_machine(d, cpu__clock_governor="acpi-cpufreq powersave"),
+    ),
+    "gpu-throttled": (
+        "error",
+        "cuda:0 at 0.60 of 1.98 GHz: hardware thermal slowdown",
+        lambda d: gpu_machine(
+            d, gpus=(gpu(clock_limits="hardware thermal slowdown", sm_clock_hz=600 * 10**6), gpu(1))
+        ),
+    ),
+    "rate-sags": (
+        "warning",
+        "fell by 39%",
+        lambda d: gpu_machine(
+            d, devices=(device(matmul=(4e14, 3.9e14, 3.2e14, 3e14, 2.5e14, 2.3e14)), device(1))
+        ),
+    ),
+    "probe-not-quiet": ("info", "load 3.5 on 4", lambda d: cpu_machine(d, cpu__load_average=3.5)),
+    "disk-unsuitable": ("warning", "is tmpfs", lambda d: disk_place(cpu_machine(d), file_system="tmpfs")),
+    "attention-unfused": (
+        "warning",
+        "5% of a matrix product",
+        lambda d: gpu_machine(d, devices=(device(attention=2e13), device(1))),
+    ),
+    "nccl-overridden": (
+        "warning",
+        "NCCL_P2P_DISABLE=1",
+        lambda d: gpu_machine(d, **variables(NCCL_P2P_DISABLE="1")),
+    ),
+    "nccl-misspelt": (
+        "warning",
+        "NCCL_TIMEOUT is none of NCCL's; NCCL_SOCKET_IFNAMES is none of NCCL's; NCCL_SOCKET_IFNAME is",
+        lambda d: gpu_machine(
+            d, **variables(NCCL_TIMEOUT="1800", NCCL_SOCKET_IFNAMES="eth0", NCCL_DEBUG="WARN")
+        ),
+    ),
+    "small-copies": (
+        "warning",
+        "50% of their time is the fixed cost",
+        lambda d: (cpu_machine(d), run(d / "run", plan={"bytes_per_step": {"up": 40 * 10**5}})),
+    ),
+    "loader-bound": ("warning", "40% of a step", lambda d: run(d, data_s=0.8, stall_s={"up:w0": 0.8})),
+    "host-bound": ("warning", "40 ops, 50 ms each", lambda d: run(d, stall_s={"dispatch": 0.5})),
+    "optimizer-bound": (
+        "warning",
+        "30% of a step of 2.0 s compute waits for the optimizer",
+        lambda d: run(d, stall_s={"host": 0.6}),
+    ),
+    "disk-bound": (
+        "warning",
+        "reads 1.86 GiB and writes 953.67 MiB: 1.50 GB/s",
+        lambda d: run(
+            d, stall_s={"read": 0.6}, busy_s={"read": 1.0}, bytes_read=2 * 10**9, bytes_written=10**9
+        ),
+    ),
+    "link-bound": (
+        "warning",
+        "up 20.00 GB/s while busy",
+        lambda d: run(d, stall_s={"up:w0": 0.6}),
+    ),
+    "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
+    "attention-eager": (
+        "warning",
+        "2048 x 2048 scores",
+        lambda d: run(d, config={"model": {"attention": "eager"}}),
+    ),
+    "steps-uneven": (
+        "warning",
+        "3 of 11 steps took over 1.5 times",
+        lambda d: run(d, [step(n, seconds=9.0 if n % 4 == 0 else 2.0) for n in range(1, 13)]),
+    ),
+    "memory-above-plan": (
+        "warning",
+        "grew from",
+        lambda d: run(d, [step(n, rss_bytes=(5 + n) * GIB) for n in range(1, 13)]),
+    ),
+}
+
+
+def facts_of(record):
+    match record:
+        case (machine, recorded):
+            return Facts(probed=machine, recorded=recorded)
+        case records.MachineFile():
+            return Facts(probed=record)
+    return Facts(recorded=record)
+
+
+def found(record):
+    return {finding.id: finding for finding in examine(facts_of(record)).findings}
+
+
+def test_every_rule_has_a_record_that_shows_it():
+    assert SHOWN.keys() == {rule.id for rule in RULES}
+    assert len(RULES) == len({rule.id for rule in RULES})
+
+
+@pytest.mark.parametrize("rule", SHOWN)
+def test_a_rule_is_shown_with_its_evidence(rule, tmp_path):
+    severity, evidence, make = SHOWN[rule]
+    finding = found(make(tmp_path))[rule]
+    assert finding.severity == severity
+    assert evidence in finding.evidence
+    for text in (finding.expected, finding.fix, finding.gain, finding.verify, *finding.causes):
+        assert text
+    assert finding.gain_share is None or 0 < finding.gain_share <= 1
+
+
+def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
+    machine, recorded = gpu_machine(tmp_path), run(tmp_path / "run")
+    report = examine(Facts(probed=machine, recorded=recorded))
+    assert [finding.id for finding in report.findings] == ["compute-bound"]
+    assert report.not_judged == ()
+    assert report.num_passed == len(RULES) - 1
+    assert found(cpu_machine(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "record"),
+    [
+        # Pages that went to swap long ago, with memory to spare, cost nothing.
+        ("swap-active", lambda d: cpu_machine(d, memory__swap_free_bytes=0)),
+        # A quota with as many threads is no trouble.
+        ("cpu-quota", lambda d: cpu_machine(d, cpu__quota_cores=2, **variables(OMP_NUM_THREADS="2"))),
+        # powersave of these drivers raises the clock with the load.
+        ("cpu-clock-limited", lambda d: cpu_machine(d, cpu__clock_governor="amd-pstate-epp powersave")),
+        # The root complex is no uplink.
+        (
+            "shared-uplink",
+            lambda d: gpu_machine(
+                d, gpus=(gpu(pci_path="pci0000:00/x/a"), gpu(1, pci_path="pci0000:00/y/b"))
+            ),
+        ),
+        # memlock alone says nothing: the driver pins, or it does not.
+        ("pinning-refused", lambda d: gpu_machine(d, memory__memlock_limit_bytes=65536)),
+        # An unknown name that is near none may be one of a plugin.
+        ("nccl-misspelt", lambda d: gpu_machine(d, **variables(NCCL_EXAMPLE_PLUGIN_KEY="1"))),
+        # Slow attention on a CPU is no missing kernel.
+        ("attention-unfused", cpu_machine),
+        ("rate-sags", lambda d: gpu_machine(d, devices=(device(matmul=(4e14, 3e14, 4e14) * 2), device(1)))),
+        ("compute-bound", lambda d: run(d, stall_s={"host": 0.6})),
+        ("memory-above-plan", lambda d: run(d, config={"memory": {"device": "cpu"}})),
+    ],
+)
+def test_what_looks_like_it_and_is_not(rule, record, tmp_path):
+    assert rule not in found(record(tmp_path))
+
+
+def test_other_ways_to_the_same_finding(tmp_path):
+    assert "direct I/O" in found(buffered(cpu_machine(tmp_path)))["disk-unsuitable"].evidence
+    turning = disk_place(cpu_machine(tmp_path), rotational=True)
+    assert "turns" in found(turning)["disk-unsuitable"].evidence
+    assert found(cpu_machine(tmp_path, memory__cgroup_limit_bytes=GIB))["cgroup-memory"].severity == "info"
+    small = cpu_machine(tmp_path, memory__cgroup_limit_bytes=4 * GIB)
+    report = found((small, run(tmp_path / "run")))
+    assert report["cgroup-memory"].severity == "error"
+    assert "plans for 5.00 GiB" in report["cgroup-memory"].evidence
+    large = run(tmp_path / "run", config={"memory": {"device": "cpu"}}, rss_bytes=9 * GIB)
+    assert "9.00 GiB resident; 7.00 GiB planned" in found(large)["memory-above-plan"].evidence
+    assert found(gpu_machine(tmp_path, **variables(NCCL_BLOCKING_WAIT="1")))["nccl-misspelt"].evidence == (
+        "NCCL_BLOCKING_WAIT is now called TORCH_NCCL_BLOCKING_WAIT"
+    )
+
+
+def test_rates_of_a_run_stand_beside_those_of_the_probe(tmp_path):
+    machine = gpu_machine(tmp_path)
+    waits = run(tmp_path / "run", stall_s={"up:w0": 0.6}, bytes_up=24 * 10**9)
+    assert (
+        "96% of the 25.00 GB/s that the probe reached: at its limit"
+        in found((machine, waits))["link-bound"].evidence
+    )
+    reads = run(tmp_path / "run", stall_s={"read": 0.25}, bytes_read=10**9)
+    assert (
+        "17% of the 3.00 GB/s that the probe reached: not at"
+        in found((machine, reads))["disk-bound"].evidence
+    )
+
+
+def test_what_an_older_probe_did_not_read_is_not_judged(tmp_path):
+    machine = gpu_machine(tmp_path)
+    old = machine.inventory.cpu.model_copy(update={"clock_governor": Fact.unread()})
+    inventory = machine.inventory.model_copy(update={"cpu": old})
+    (entry,) = [
+        entry
+        for entry in examine(Facts(probed=machine.model_copy(update={"inventory": inventory}))).not_judged
+        if entry.id == "cpu-clock-limited"
+    ]
+    assert "run `outsize probe` again" in entry.lacks
+
+
+def test_the_documentation_tells_every_rule():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("`")[1] for line in page.partition("## Rules")[2].splitlines() if line.startswith("| `")
+    ]
+    assert sorted(rows) == sorted(SHOWN)

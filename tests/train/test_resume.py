@@ -1,0 +1,160 @@
+"""A run goes on with other memory, from another place, over the end of the data: to the same bits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outsize.config import Config
+from outsize.errors import CheckpointError, ConfigError
+from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.records import StepRecord
+from outsize.train.run import train
+from support import make_run
+
+
+def in_dir(config: Config, run_dir: Path, **changes: Any) -> Config:
+    train_config = config.train.model_copy(update={"run_dir": str(run_dir), **changes})
+    return config.model_copy(update={"train": train_config})
+
+
+def with_memory(config: Config, **changes: Any) -> Config:
+    return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
+
+
+def end_of(run_dir: Path) -> dict[str, Any]:
+    """Everything that a run has saved last, but which run it was."""
+    directory = latest(run_dir)
+    assert directory is not None
+    state = json.loads((directory / STATE).read_text())
+    found: dict[str, Any] = {key: value for key, value in state.items() if key not in ("run", "crc32")}
+    for path in sorted(directory.rglob("*.safetensors")):
+        tensors = load_file(path)
+        found.update({f"{path.relative_to(directory)}:{name}": t for name, t in tensors.items()})
+    return found
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    ours, theirs = end_of(one), end_of(other)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        same = torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
+        assert same, key
+
+
+OTHER_MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fewer slots": ({"slots": 3}, {"slots": 1}),
+    "a fraction of the budget": ({"home": "disk"}, {"home": "disk", "device_memory": "6MiB"}),
+    "a fraction of the budget below": ({}, {"host_memory": "2MiB"}),
+    "other tiles": ({"home": "disk", "tile_elements": 2048}, {"home": "disk", "tile_elements": 6144}),
+    "activations leave": ({"offload": False}, {"offload": True}),
+    "another device": ({}, {"device": "emulated:1", "home": "disk"}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", OTHER_MEMORY)
+def test_other_memory_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
+    first, second = OTHER_MEMORY[case]
+    config = make_run(tmp_path, model={"dtype": dtype}, train={"steps": 3})
+    train(in_dir(config, tmp_path / "whole"))
+    train(in_dir(make_run(tmp_path, model={"dtype": dtype}, memory=first), tmp_path / "parts", steps=2))
+    other = make_run(tmp_path, model={"dtype": dtype}, train={"steps": 3}, memory=second)
+    train(in_dir(other, tmp_path / "parts", resume="auto"))
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_the_data_goes_on_over_the_end_of_an_epoch(done: int, tmp_path: Path) -> None:
+    """Seven sequences, four to a step: step 2 ends one epoch and begins the next, step 4 the one after."""
+    (tmp_path / "data.txt").write_text("0123456789abcdef" * 7)
+    config = make_run(tmp_path)
+    records: list[StepRecord] = []
+    train(in_dir(config, tmp_path / "whole"), progress=records.append)
+    train(in_dir(config, tmp_path / "parts", steps=done))
+    state = end_of(tmp_path / "parts")
+    assert state["data"]["sequences_per_epoch"] == 7
+    assert state["data"]["next_sequence"] == 4 * done
+    again: list[StepRecord] = []
+    train(in_dir(config, tmp_path / "parts", resume="auto"), progress=again.append)
+    assert [record.loss for record in again] == [record.loss for record in records[done:]]
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "tokens_per_step", 128),
+        ("data", "seq_len", 32),
+        ("data", "pack", False),
+    ],
+)
+def test_other_sequences_or_steps_are_refused(section: str, key: str, value: object, tmp_path: Path) -> None:
+    train(in_dir(make_run(tmp_path), tmp_path / "run", steps=1))
+    changed = make_run(tmp_path, **{section: {key: value}})
+    with pytest.raises(ConfigError, match=f"belongs to a run with {section}.{key}=.*, not {value}; resume"):
+        train(in_dir(changed, tmp_path / "run", resume="auto", steps=4))
+
+
+def test_other_microbatches_see_the_same_sequences_and_agree_wherever_the_state_rests(tmp_path: Path) -> None:
+    """The order in which gradients are summed is another, so bits differ from a run that never changed it."""
+    whole: list[StepRecord] = []
+    train(in_dir(make_run(tmp_path), tmp_path / "whole"), progress=whole.append)
+    for home in ("host", "disk"):
+        config = make_run(tmp_path, memory={"home": home})
+        train(in_dir(config, tmp_path / home, steps=2))
+        records: list[StepRecord] = []
+        train(in_dir(config, tmp_path / home, resume="auto", microbatches=4), progress=records.append)
+        assert [r.tokens for r in records] == [r.tokens for r in whole[2:]]
+        assert [r.loss for r in records] == pytest.approx([r.loss for r in whole[2:]], rel=1e-4)
+    assert_same_end(tmp_path / "host", tmp_path / "disk")
+
+
+# --- from a path --------------------------------------------------------------------------------------------
+
+
+def test_a_path_goes_on_in_a_new_directory_and_leaves_the_old_one_alone(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    train(in_dir(config, tmp_path / "whole", save_every=1, save_total_limit=None))
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "whole").rglob("*")}
+    source = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    said: list[str] = []
+    train(
+        in_dir(config, tmp_path / "other", resume=str(source), save_total_limit=1, save_every=1),
+        announce=said.append,
+    )
+    assert "resumed from step-00000002" in said
+    assert_same_end(tmp_path / "whole", tmp_path / "other")
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "whole").rglob("*")} == before
+    ended = train(in_dir(config, tmp_path / "third", resume=str(tmp_path / "other"), steps=5))
+    assert ended.steps == 5
+
+
+def test_a_run_is_not_continued_in_place_by_a_path(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    train(in_dir(config, tmp_path / "run", steps=1))
+    with pytest.raises(ConfigError, match="holds a run already; go on with it with --resume auto"):
+        train(in_dir(config, tmp_path / "run", resume=str(tmp_path / "run")))
+
+
+def test_a_path_without_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model without the state of a run: .*model\.path"):
+        train(in_dir(config, tmp_path / "run", resume=str(tmp_path / "model")))
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint; give .*checkpoints/step-"):
+        train(in_dir(config, tmp_path / "run", resume=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_of_any_checkpoint_start_a_run_afresh(tmp_path: Path) -> None:
+    """A checkpoint of a run is a plain model too: its optimizer state stays behind."""
+    config = make_run(tmp_path)
+    train(in_dir(config, tmp_path / "run", steps=2))
+    model = str(latest(tmp_path / "run"))
+    fresh = make_run(tmp_path, model={"path": model})
+    result = train(in_dir(fresh, tmp_path / "fresh", steps=1))
+    assert result.steps == 1
+    assert set(end_of(tmp_path / "fresh")["updates"].values()) == {1}
