@@ -156,6 +156,11 @@ SHOWN = {
         "up 20.00 GB/s while busy",
         lambda d: run(d, stall_s={"up:w0": 0.6}),
     ),
+    "worker-bound": (
+        "warning",
+        "busy: compute:w0 1.4 s, compute:w1 1.9 s",
+        lambda d: run(d, stall_s={"compute:w1": 0.6}, busy_s={"compute:w1": 1.9}),
+    ),
     "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
     "attention-eager": (
         "warning",
