@@ -35,8 +35,9 @@ def fill(home, model: ModelSpec, arena: Arena) -> None:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(model.dtype, torch.float32)
         dtype = dtype if plane == "weights" else torch.float32
         values = arena.take(unit.numel * dtype.itemsize, plane).view(dtype)
-        generator = torch.Generator().manual_seed(seed)
-        values.copy_(torch.rand(unit.numel, generator=generator))  # a second moment is not negative
+        # Weights are their masters, rounded; a second moment is not negative.
+        generator = torch.Generator().manual_seed(0 if plane == "master" else seed)
+        values.copy_(torch.rand(unit.numel, generator=generator))
         home.write(0, plane, 0, values)
 
 
@@ -44,8 +45,9 @@ def read(home, model: ModelSpec, arena: Arena) -> dict[str, torch.Tensor]:
     found = {}
     for plane in planes_for(model.dtype):
         dtype = torch.float32 if plane != "weights" or model.dtype == "fp32" else torch.bfloat16
-        found[plane] = arena.take(model.units[0].numel * dtype.itemsize, plane).view(dtype)
-        home.read(0, plane, 0, found[plane])
+        values = arena.take(model.units[0].numel * dtype.itemsize, plane).view(dtype)
+        home.read(0, plane, 0, values)
+        found[plane] = values.clone()  # the arena's memory is gone when it closes
     return found
 
 
@@ -74,7 +76,9 @@ def test_tiles_of_a_disk_home_step_as_a_whole_unit_in_memory_does(dtype: str, nu
     with Arena() as arena, IOPool(2) as pool, HostHome(model, planes_for(dtype), arena) as host:
         fill(host, model, arena)
         whole = OptimizerOps(model, host, AdamW(weight_decay=0.1), [], 0)
+        gradient = host.view(0, "gradient").clone()
         for each in contexts:
+            host.view(0, "gradient").copy_(gradient)  # a step uses it up
             whole.step(parse_op("STEP 0"), each)
         want = read(host, model, arena)
         with DiskHome(model, planes_for(dtype), tmp_path / "home", pool) as disk:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.adamw import AdamW, step_planes
-from outsize.optim.spec import master_plane, planes_for, step_read_planes, step_write_planes
+from outsize.optim.spec import WEIGHTS, master_plane, planes_for, step_read_planes, step_write_planes
 from outsize.planner.ops import Op
 from outsize.runtime.context import StepContext
 from outsize.storage.home import DiskHome, HostHome
@@ -68,10 +68,14 @@ class OptimizerOps:
             assert isinstance(self._home, HostHome)
             unit = self._spec.units[op.unit]
             planes = {name: self._home.view(op.unit, name) for name in planes_for(self._spec.dtype)}
-            self._apply(unit, 0, unit.numel, planes, context)
+            weights = planes[WEIGHTS] if self._master != WEIGHTS else None
+            self._apply(unit, 0, unit.numel, planes, weights, context)
         else:
             unit, start, stop, planes = self._tile(op)
-            self._apply(unit, start, stop, planes, context)
+            self._apply(unit, start, stop, planes, None, context)
+            if self._master != WEIGHTS:
+                # All of the tile is written, and its weights were not read: those that do not step are made again.
+                planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
 
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a tile: tile buffer → disk."""
@@ -85,7 +89,13 @@ class OptimizerOps:
         )
 
     def _apply(
-        self, unit: UnitSpec, start: int, stop: int, planes: dict[str, Tensor], context: StepContext
+        self,
+        unit: UnitSpec,
+        start: int,
+        stop: int,
+        planes: dict[str, Tensor],
+        weights: Tensor | None,
+        context: StepContext,
     ) -> None:
         length = stop - start
         if start == 0:
@@ -99,7 +109,7 @@ class OptimizerOps:
             exp_avg=planes["exp_avg"][:length],
             exp_avg_sq=planes["exp_avg_sq"][:length],
             gradient=planes["gradient"][:length],
-            weights=planes["weights"][:length] if self._master != "weights" else None,
+            weights=weights,
             step=self.updates,
             lr=context.learning_rate,
             clip_coefficient=context.coefficient,
