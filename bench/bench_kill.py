@@ -255,6 +255,8 @@ class Aim:
 
 
 TO_THE_END = Aim()
+# For a phase so short that the reference run was not seen in it.
+UNSEEN_S = 0.02
 
 
 def choose(chance: random.Random, home: str, steps: int, times: Mapping[int, float]) -> Aim:
@@ -262,16 +264,20 @@ def choose(chance: random.Random, home: str, steps: int, times: Mapping[int, flo
     kinds = {"start": 2, "fill": 2, "steps": 6, "commit": 4, "checkpoint": 4, "end": 1}
     kind = chance.choices(list(kinds), list(kinds.values()))[0]
     if kind == "start":
-        return Aim(0, 1, chance.uniform(0, times[0]))
+        return Aim(0, 1, chance.uniform(0, times.get(0, UNSEEN_S)))
     if kind == "fill":
-        return Aim(1, 1, chance.uniform(0, 1.3 * times[1]))
+        return Aim(1, 1, chance.uniform(0, 1.3 * times.get(1, UNSEEN_S)))
     if kind == "end" and home == "disk":
-        return Aim(5, 1, chance.uniform(0, times[5]))
+        return Aim(5, 1, chance.uniform(0, times.get(5, UNSEEN_S)))
     if kind == "checkpoint":
-        return Aim(4, chance.randint(1, 2) if SAVE_EVERY[home] else 1, chance.uniform(0, 1.3 * times[4]))
+        return Aim(
+            4,
+            chance.randint(1, 2) if SAVE_EVERY[home] else 1,
+            chance.uniform(0, 1.3 * times.get(4, UNSEEN_S)),
+        )
     if kind == "commit" and home == "disk":
-        return Aim(3, chance.randint(1, steps // 2), chance.uniform(0, 1.3 * times[3] / steps))
-    return Aim(2, 1, chance.uniform(0, times[2] + times.get(3, 0)))
+        return Aim(3, chance.randint(1, steps // 2), chance.uniform(0, 1.3 * times.get(3, UNSEEN_S) / steps))
+    return Aim(2, 1, chance.uniform(0, times.get(2, UNSEEN_S) + times.get(3, 0)))
 
 
 def wait_or_kill(pid: int, aim: Aim = TO_THE_END, phase: mmap.mmap | None = None) -> int | None:
