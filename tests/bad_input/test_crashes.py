@@ -1,6 +1,7 @@
 """A run that was cut off goes on from the home it left, and ends where an uninterrupted one ends."""
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from bad_input.world import World, make_model, run_well
 from outsize.errors import ConfigError, InfeasiblePlanError, StorageError
 from outsize.planner.ops import Kind
 from outsize.runtime import engine
-from outsize.train import run
 from outsize.train.run import plan, train
+from outsize.train.saver import Saver
+from outsize.train.standing import Position
 
 STEPS = {"steps": 5}
 AUTO = {"train": {"resume": "auto", **STEPS}}
@@ -79,6 +81,19 @@ def test_before_the_first_commit_there_is_nothing_to_go_on_from(world: World, cu
     check_end(world)
 
 
+@pytest.fixture
+def saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is complete before the next step begins, so that a cut in that step comes after it."""
+    start = Saver._start
+
+    def start_and_wait(self: Saver, position: Position) -> None:
+        start(self, position)
+        self._report(self._collect())
+
+    monkeypatch.setattr(Saver, "_start", start_and_wait)
+
+
+@pytest.mark.usefixtures("saved_at_once")
 def test_the_newer_of_home_and_checkpoint_is_taken(world: World, cut: Any) -> None:
     every_two = {"save_every": 2}
     cut(Kind.CLIP, 4, train=every_two)
@@ -101,7 +116,7 @@ def test_what_was_committed_but_not_saved_is_saved(world: World, cut: Any, monke
         raise Cut
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.checkpoint, "save", gone)
+        patched.setattr(Saver, "finish", gone)
         with pytest.raises(Cut):
             train(world.config(train=STEPS))
     assert f"resumed from step 5 in {home(world)}" in go_on(world)
@@ -146,6 +161,7 @@ def flip(path: Path, first: float, last: float = 1.0) -> None:
             file.write(bytes([byte ^ 16]))
 
 
+@pytest.mark.usefixtures("saved_at_once")
 def test_a_damaged_home_falls_back_to_the_checkpoint(world: World, cut: Any) -> None:
     cut(Kind.STEP, 5, train={"save_every": 2})
     (world.root / "run/checkpoints").rename(world.root / "aside")
@@ -162,10 +178,11 @@ def test_a_damaged_home_falls_back_to_the_checkpoint(world: World, cut: Any) -> 
 
 
 def test_a_flipped_bit_in_a_run_stops_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = engine.run_op
+    handle, flipped = engine.run_op, threading.Event()
 
     def watched(table: Any, op: Any, context: Any) -> None:
-        if op.kind is Kind.FORWARD and context.number == 2:
+        if op.kind is Kind.FORWARD and context.number == 2 and not flipped.is_set():
+            flipped.set()  # a second time would undo the first
             flip(home(world), 0.1)
         handle(table, op, context)
 
