@@ -209,7 +209,9 @@ def make_directories(path: Path) -> None:
     """Make a directory and its parents; one that is there already is well."""
     if path.is_dir():
         return
-    if path.parent != path and not path.parent.exists():  # what is there but no directory is for mkdir to tell
+    if (
+        path.parent != path and not path.parent.exists()
+    ):  # what is there but no directory is for mkdir to tell
         make_directories(path.parent)
     try:
         _system.mkdir(path)
