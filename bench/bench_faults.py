@@ -116,7 +116,11 @@ def main() -> None:
         share, num_workers, first = map(int, place.split(","))
         work(name, share, num_workers, first, sample, arguments.late)
         return
-    results = {name: run(name, arguments.workers, sample, arguments.late) for name in arguments.scenarios}
+    results = {}
+    for name in arguments.scenarios:
+        results[name] = run(name, arguments.workers, sample, arguments.late)
+        for line in results[name]["bad"]:
+            print(json.dumps(line), flush=True)
     outcomes = ("equal", "refused", "missed", "hung", "broken")
     rows = [
         (
@@ -130,9 +134,6 @@ def main() -> None:
         for name, r in results.items()
     ]
     common.print_table(("run", "operations", "points", *outcomes, "bad", "s"), rows, title="Faults")
-    for result in results.values():
-        for line in result["bad"]:
-            print(json.dumps(line))
     common.finish(
         {
             "bench": "faults",

@@ -176,6 +176,7 @@ GOOD_STATE = {
     "model": "somewhere",
     "seed": 3,
     "dtype": "fp32",
+    "data": {"seq_len": 16, "pack": True, "tokens_per_step": 64},
 }
 
 
@@ -198,7 +199,6 @@ GOOD_FILES = {
     "format": 1,
     "run": "0" * 32,
     "files": {"model.safetensors": {"num_bytes": 8, "crc32": 1}},
-    "data": {"seq_len": 16, "pack": True, "tokens_per_step": 64},
 }
 
 

@@ -14,6 +14,7 @@ GOOD: dict[str, Any] = {
     "model": "m",
     "seed": 3,
     "dtype": "fp32",
+    "data": {"seq_len": 16, "pack": True, "tokens_per_step": 64},
 }
 
 
