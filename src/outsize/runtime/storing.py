@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
+from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.spec import planes_for
 from outsize.planner.ops import Op
 from outsize.runtime.stepping import OptimizerOps
@@ -54,7 +54,8 @@ class StoreOps:
         spec: the model.
         home: where its units rest.
         optimizer: knows how often each parameter has been stepped.
-        buffer: for pieces of a disk home's planes, at least 12 KiB; None for a host home.
+        buffer: for pieces of a disk home's planes: takes a granule of two of them, or the largest unit; None for a host
+            home.
     """
 
     def __init__(
@@ -91,7 +92,10 @@ class StoreOps:
         assert self._buffer is not None
         dtypes = {plane: self._layout.extent(unit.index, plane).dtype for plane in planes}
         element_bytes = sum(dtype.itemsize for dtype in dtypes.values())
-        size = self._buffer.nbytes // element_bytes // PLANE_ELEMENTS * PLANE_ELEMENTS
+        size = min(self._buffer.nbytes // element_bytes, unit.numel)
+        if size < unit.numel:
+            assert isinstance(self._home, DiskHome)
+            size -= size % self._home.granule_elements
         parts, end = {}, 0
         for plane, dtype in dtypes.items():
             start, end = end, end + size * dtype.itemsize

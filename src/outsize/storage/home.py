@@ -21,7 +21,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from outsize.model.spec import ModelSpec
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile, Span
 from outsize.storage.layout import Layout
@@ -179,10 +179,15 @@ class DiskHome:
         ledger: where the file's bytes are reserved, in tier ``disk``.
         existing: open the file of an earlier home, with what it holds.
 
+    Attributes:
+        granule_elements: what is read and written begins and ends at multiples of it, or with the plane.
+
     Raises:
         StorageError: see `DirectFile`.
         BudgetExceededError: the ledger has too little left.
     """
+
+    granule_elements: int = PLANE_ELEMENTS
 
     def __init__(
         self,
