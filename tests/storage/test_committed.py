@@ -152,6 +152,24 @@ def test_the_file_is_as_large_as_the_plan_says(place: Place):
         assert place.path.stat().st_size == planned
 
 
+def test_a_record_has_room_for_the_names_of_a_deep_model(place: Place):
+    """Long names of many parameters, each with the count of its updates; and a step of a run that has gone on long."""
+    names = [f"model.layers.{i}.self_attn.\u00e9_proj_{j}.weight" for i in range(90) for j in range(10)]
+    model = ModelSpec(
+        dtype="bf16",
+        units=tuple(
+            pack_unit(i, f"u{i}", "block", [(name, (8,), True, True) for name in names[10 * i : 10 * i + 10]])
+            for i in range(90)
+        ),
+    )
+    state = {"step": 10**9, "updates": dict.fromkeys(names, 10**9), "text": "x" * 12_000}
+    with place.make(GRANULE_ELEMENTS, model) as home:
+        home.commit(state)
+    record, _ = find_record(place.path, model)
+    assert record is not None
+    assert record.state == state
+
+
 def test_granules_follow_tiles():
     assert granule_elements_for(0) == GRANULE_ELEMENTS
     assert granule_elements_for(2**20) == GRANULE_ELEMENTS

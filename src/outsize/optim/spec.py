@@ -8,6 +8,8 @@ A home that commits every step keeps what a step changes twice, so that the stat
 next one is; gradients are made anew in every step and lie there once.
 """
 
+import json
+
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
 from outsize.units import align_up
 
@@ -58,9 +60,9 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
     return tuple(plane for plane in planes_for(dtype) if plane != GRADIENT)
 
 
-# A commit record holds a text that says where the run stood, with a number for each parameter, and a side and a
+# A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
 # checksum for each granule. Direct I/O moves whole sectors.
-_TEXT_BYTES, _PARAMETER_BYTES, _GRANULE_BYTES, _SECTOR_BYTES = 16_384, 16, 9, 4096
+_TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES, _SECTOR_BYTES = 16_384, 16, 9, 4096
 
 
 def committed_bytes(unit: UnitSpec, dtype: str) -> int:
@@ -77,6 +79,8 @@ def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS
     granules = sum(
         -(-unit.numel // granule_elements) * (num_planes if unit.trainable else 1) for unit in model.units
     )
-    parameters = sum(len(unit.tensors) for unit in model.units)
-    size = _TEXT_BYTES + parameters * _PARAMETER_BYTES + granules * _GRANULE_BYTES
+    parameters = sum(
+        len(json.dumps(tensor.name)) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
+    )
+    size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
     return align_up(size, _SECTOR_BYTES)
