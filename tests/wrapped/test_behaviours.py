@@ -335,6 +335,20 @@ def test_a_forward_without_a_backward_frees_its_activations(offload: bool):
         streamed_backward(model, BATCH)
 
 
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("offload", [False, True])
+def test_batches_may_grow_from_step_to_step(offload: bool, home: str):
+    """What was made for the smaller ones, room for saved activations as well, is made anew."""
+    batches = [zoo.batch("llama", num_sequences=rows) for rows in (1, 2, 4, 1)]
+    plain = zoo.build("llama")
+    want = [resident_backward(plain, one, 1) for one in batches]
+    with wrapped(zoo.build("llama"), slots=2, offload=offload, home=home) as model:
+        got = [streamed_backward(model, one) for one in batches]
+        assert got == want
+        if home == "host":
+            assert_equal(gradients(model), gradients(plain))
+
+
 def test_several_forwards_before_their_backwards():
     """As in a preference loss; the first backward is not of the last forward."""
     other = zoo.batch("llama", seed=4, num_sequences=2)

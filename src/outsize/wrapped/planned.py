@@ -30,7 +30,7 @@ from outsize.runtime.engine import Engine, EngineSettings
 from outsize.storage.home import HostHome
 from outsize.wrapped import planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.tiers import Tiers
+from outsize.wrapped.tiers import Tiers, extent_bytes
 
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
@@ -67,6 +67,7 @@ class Planned:
         self._updates: dict[str, int] = {}
         self._engine: Engine | None = None
         self._plan: Plan | None = None
+        self._extent_bytes = 0
         self._measured: Measured | None = None
         self._known: list[planning.Shape] = []
         self._programs: dict[int, _Programs] = {}
@@ -186,10 +187,12 @@ class Planned:
         plan = planning.make_plan(
             self.split, self.tiers.machine, self._memory, self._measured, self.microbatches
         )
-        if self._engine is not None and self._plan is not None and plan.layout == self._plan.layout:
+        extent = extent_bytes(plan, self._measured)
+        same = self._plan is not None and (plan.layout, extent) == (self._plan.layout, self._extent_bytes)
+        if self._engine is not None and same:
             return
         self._close_engine()
-        self._plan = plan
+        self._plan, self._extent_bytes = plan, extent
         with contextlib.ExitStack() as stack:
             settings = EngineSettings(
                 optimizer=self.optimizer or AdamW(),

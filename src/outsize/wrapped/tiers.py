@@ -114,7 +114,7 @@ class Tiers:
         if not plan.layout.offload:
             return None
         extents = len(plan.layout.offload) * plan.layout.num_microbatches
-        size = max(measured.boundary_bytes[unit] for unit in plan.layout.offload)
+        size = extent_bytes(plan, measured)
         scratch: Scratch
         if self.machine.below == "disk":
             path = self._store_dir / f"activations-{id(self):x}.bin"
@@ -122,3 +122,8 @@ class Tiers:
         else:
             scratch = HostScratch(extents, size, buffers)
         return stack.enter_context(contextlib.closing(scratch))
+
+
+def extent_bytes(plan: Plan, measured: Measured) -> int:
+    """Return the bytes of the largest activation that ``plan`` saves; 0 where it saves none."""
+    return max((measured.boundary_bytes[unit] for unit in plan.layout.offload), default=0)
