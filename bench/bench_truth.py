@@ -203,6 +203,7 @@ def main() -> None:
             seconds = measured_s(prepared, directory, args.steps)
             measured = statistics.median(seconds)
             error = prediction / measured - 1
+            print(f"{case.name}: {prediction:.3f} s, measured {measured:.3f} s", file=sys.stderr)
             rows.append((case.name, f"{prediction:.3f}", f"{measured:.3f}", f"{error:+.1%}"))
             results.append(
                 {

@@ -6,7 +6,7 @@ import pytest
 
 from doctor import records
 from doctor.records import cpu_machine, device, gpu, gpu_machine, run, step
-from hardware.fake_machine import link
+from hardware.fake_machine import link, measured
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.rules import RULES
@@ -32,6 +32,12 @@ def disk_place(found, **changes):
 def buffered(found):
     (disk,) = found.disks
     return found.model_copy(update={"disks": (disk.model_copy(update={"direct": records.fact(False)}),)})
+
+
+def reading(found, bytes_per_s):
+    (disk,) = found.disks
+    depths = [depth.model_copy(update={"read_bytes_per_s": measured(bytes_per_s)}) for depth in disk.depths]
+    return found.model_copy(update={"disks": (disk.model_copy(update={"depths": tuple(depths)}),)})
 
 
 def variables(**told):
@@ -150,6 +156,11 @@ SHOWN = {
         "up 20.00 GB/s while busy",
         lambda d: run(d, stall_s={"up:w0": 0.6}),
     ),
+    "worker-bound": (
+        "warning",
+        "busy: compute:w0 1.4 s, compute:w1 1.9 s",
+        lambda d: run(d, stall_s={"compute:w1": 0.6}, busy_s={"compute:w1": 1.9}),
+    ),
     "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
     "attention-eager": (
         "warning",
@@ -212,6 +223,8 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
     [
         # Pages that went to swap long ago, with memory to spare, cost nothing.
         ("swap-active", lambda d: cpu_machine(d, memory__swap_free_bytes=0)),
+        # Virtual drives say that they turn.
+        ("disk-unsuitable", lambda d: disk_place(cpu_machine(d), rotational=True)),
         # A quota with as many threads is no trouble.
         ("cpu-quota", lambda d: cpu_machine(d, cpu__quota_cores=2, **variables(OMP_NUM_THREADS="2"))),
         # powersave of these drivers raises the clock with the load.
@@ -240,8 +253,8 @@ def test_what_looks_like_it_and_is_not(rule, record, tmp_path):
 
 def test_other_ways_to_the_same_finding(tmp_path):
     assert "direct I/O" in found(buffered(cpu_machine(tmp_path)))["disk-unsuitable"].evidence
-    turning = disk_place(cpu_machine(tmp_path), rotational=True)
-    assert "turns" in found(turning)["disk-unsuitable"].evidence
+    turning = reading(disk_place(cpu_machine(tmp_path), rotational=True), 2e8)
+    assert "reads 200.00 MB/s and says that it turns" in found(turning)["disk-unsuitable"].evidence
     assert found(cpu_machine(tmp_path, memory__cgroup_limit_bytes=GIB))["cgroup-memory"].severity == "info"
     small = cpu_machine(tmp_path, memory__cgroup_limit_bytes=4 * GIB)
     report = found((small, run(tmp_path / "run")))

@@ -26,6 +26,14 @@ def test_a_lane_that_waited_itself_hands_the_wait_on(tmp_path):
     assert late.waits() == pytest.approx({"host": 0.2, "link": 0.05, "python": 0.0075})
 
 
+def test_a_wait_for_another_worker_is_no_lanes_fault(tmp_path):
+    late = run(tmp_path, stall_s={"compute:w1": 0.6, "up:w0": 0.1}, busy_s={"compute:w1": 1.9})
+    assert late.waits() == pytest.approx({"workers": 0.3, "link": 0.05, "python": 0.0075})
+    # The same, booked on a load that itself waited.
+    late = run(tmp_path, stall_s={"up:w0": 0.7}, busy_s={"compute:w1": 1.9, "up:w0": 0.1})
+    assert late.waits() == pytest.approx({"workers": 0.3, "link": 0.05, "python": 0.0075})
+
+
 def test_what_no_lane_accounts_for_is_pythons(tmp_path):
     idle = dict.fromkeys(("up:w0", "down:w0", "host", "read", "write"), 0.0)
     late = run(tmp_path, stall_s={"dispatch": 0.2, "up:w0": 0.4}, busy_s=idle)

@@ -32,7 +32,7 @@ from outsize.storage.committed import CommittedHome, find_record, layout_digest
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, Record, _digest
 from outsize.testing.tiny import SIZES, tiny_run
-from outsize.train import checkpoint
+from outsize.train import checkpoint, checkpoint_dir, checkpoint_state
 from outsize.train.data.cache import CachedTokens
 from outsize.train.data.detected import Detected
 from outsize.train.standing import checked
@@ -185,12 +185,39 @@ def read_state(data: bytes) -> None:
     config = tiny_run(home("run"))
 
     def read() -> None:
-        position = checkpoint.position_of(directory)
+        position = checkpoint_state.position_of(directory)
         assert position.step >= 0
         assert position.skipped >= 0
-        checkpoint.check_same_run(directory, config, "fp32")
+        checkpoint_state.check_same_run(directory, config, "fp32")
 
     survives(ROOT, read)
+
+
+GOOD_FILES = {
+    **GOOD_STATE,
+    "format": 1,
+    "run": "0" * 32,
+    "files": {"model.safetensors": {"num_bytes": 8, "crc32": 1}},
+    "data": {"seq_len": 16, "pack": True, "tokens_per_step": 64},
+}
+
+
+def sealed(state: Any) -> bytes:
+    """The text of a state with the checksum that it needs."""
+    return json.dumps(
+        {**state, "crc32": checkpoint_state._crc32(state)} if isinstance(state, dict) else state
+    ).encode()
+
+
+def read_sealed_state(data: bytes) -> None:
+    run = home("sealed")
+    directory = run / "checkpoints/step-00000002"
+    directory.mkdir(parents=True, exist_ok=True)
+    written(run / "checkpoints/latest", "step-00000002")
+    written(directory / "trainer_state.json", data)
+    survives(ROOT, lambda: checkpoint.check_files(directory))
+    survives(ROOT, lambda: checkpoint_state.known_files(run, "0" * 32))
+    read_state(data)
 
 
 def read_latest(data: bytes) -> None:
@@ -201,7 +228,7 @@ def read_latest(data: bytes) -> None:
     written(run / "checkpoints/latest", data)
 
     def read() -> None:
-        found = checkpoint.latest(run)
+        found = checkpoint_dir.latest(run)
         assert found == run / "checkpoints/step-00000002"
 
     survives(run, read)
@@ -374,6 +401,7 @@ TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], .
     "index": (read_index, (as_json(GOOD_INDEX),)),
     "model config": (read_model_config, (as_json(GOOD_MODEL),)),
     "trainer state": (read_state, (as_json(GOOD_STATE),)),
+    "sealed state": (read_sealed_state, (documents(GOOD_FILES).map(sealed),)),
     "latest": (
         read_latest,
         (

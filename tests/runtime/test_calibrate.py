@@ -133,3 +133,17 @@ class Jumping(Sparse):
 def test_a_model_that_skips_a_unit_is_refused():
     with pytest.raises(ModelError, match="does not call unit embed in its turn"):
         measure(Jumping())
+
+
+@pytest.mark.parametrize(
+    ("name", "users"), [("llama", {4}), ("llama_tied", {0, 4}), ("gpt2", {0, 1, 4}), ("bloom", {0, 1, 4})]
+)
+def test_units_that_add_to_the_gradient_of_the_rest_are_known(name: str, users: set[int]):
+    """The final norm runs before the head, position tables before the first block; tied tables are both ends'."""
+    assert measure(skeleton(name)).rest_users == users
+
+
+def test_units_that_draw_random_numbers_are_noticed():
+    assert not measure(zoo.build("gpt2", dropout=0.0)).draws_random
+    assert measure(zoo.build("gpt2", dropout=0.1)).draws_random
+    assert measure(zoo.build("llama", dropout=0.1)).draws_random

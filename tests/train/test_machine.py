@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outsize.config.schema import MemoryConfig
+from outsize.errors import ConfigError
 from outsize.train import machine as module
 from outsize.train.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine
 
@@ -34,6 +35,14 @@ def eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_devices_are_resolved(name: str, expected: str):
     assert choose_device(name) == expected
+
+
+def test_all_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert choose_device("cuda:all") == "cuda:0,1,2"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        choose_device("cuda:all")
 
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch):

@@ -28,7 +28,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ),
     ("--seq-len", "data.seq_len", int, "Tokens per sequence."),
     ("--microbatches", "train.microbatches", int, "Slices of a step that pass through a unit in turn."),
-    ("--device", "memory.device", str, "cpu, cuda, cuda:N, emulated:N or auto."),
+    ("--device", "memory.device", str, "cpu, cuda, cuda:N, cuda:0,1, cuda:all, emulated:N or auto."),
     ("--device-memory", "memory.device_memory", str, "Budget on the device, e.g. 64MiB or 20GiB."),
     ("--home", "memory.home", str, "Where the training state rests: host, disk or auto."),
     ("--seed", "train.seed", int, "Seed of data order, dropout and fresh weights."),

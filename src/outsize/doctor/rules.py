@@ -247,6 +247,17 @@ RULES: Final[tuple[Rule, ...]] = (
         verify=_SHARE,
     ),
     Rule(
+        id="worker-bound",
+        part="run",
+        look=run_rules.worker_bound,
+        causes=(
+            "few microbatches for the number of workers: the pipeline fills and drains in every step",
+            "units that cannot be dealt out evenly",
+        ),
+        fix="train.microbatches larger, with train.tokens_per_step; fewer workers where units are few",
+        verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
+    ),
+    Rule(
         id="compute-bound",
         part="run",
         look=run_rules.compute_bound,

@@ -28,7 +28,7 @@ _SCHEMAS = (2, 3)
 # Steps longer than this many medians were interrupted by something else, a checkpoint for example.
 _TYPICAL = 2.0
 _COMPUTE = "compute:w0"
-_KINDS = {"up": "link", "down": "link", "host": "host", "read": "disk", "write": "disk"}
+_KINDS = {"up": "link", "down": "link", "host": "host", "read": "disk", "write": "disk", "compute": "workers"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,10 @@ class RunRecord:
         return "disk" if kind == "link" and self.plan.get("below") == "disk" else kind
 
     def waits(self) -> dict[str, float]:
-        """Return shares of a step, 0 to 1, in which the compute lane waited, by cause, the longest first.
+        """Return shares of a step, 0 to 1, that compute of the first worker waited, by cause, the longest first.
 
-        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``data`` and ``python``.
+        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``workers`` (compute of the others), ``data`` and
+        ``python``.
         """
         busy_s, stall_s, seconds = self.lane_s("busy_s"), self.lane_s("stall_s"), self.mean("seconds")
         outside_s = max(0.0, seconds - busy_s.get(_COMPUTE, 0.0) - sum(stall_s.values()))
@@ -90,9 +91,7 @@ class RunRecord:
         for lane, stalled_s in believed_s.items():
             causes[self.kind_of(lane)] += stalled_s
         left_s = sum(stall_s.get(lane, 0.0) - stalled_s for lane, stalled_s in believed_s.items())
-        unused_s = {
-            lane: busy_s[lane] - believed_s[lane] for lane in busy_s if self.kind_of(lane) != "python"
-        }
+        unused_s = {lane: busy_s[lane] - believed_s[lane] for lane in busy_s if lane != _COMPUTE}
         for lane in sorted(unused_s, key=lambda name: -unused_s[name]):
             taken_s = min(left_s, unused_s[lane])
             causes[self.kind_of(lane)] += taken_s

@@ -42,7 +42,7 @@ def host_bound(facts: Facts) -> Seen | None:
     if share < _WORTH:
         return None
     ops = len(facts.run.plan.get("program", ()))
-    many = f"; {ops} ops, {format_seconds(facts.run.mean('seconds') / ops)} each" if ops else ""
+    many = f"; {ops} ops, {facts.run.mean('seconds') / ops * 1e3:.2g} ms each" if ops else ""
     return Seen(
         severity="warning",
         evidence=f"{_of_a_step(share, facts)} compute waits while no op is under way{many}",
@@ -103,6 +103,23 @@ def link_bound(facts: Facts) -> Seen | None:
         severity="warning",
         evidence=f"{_of_a_step(share, facts)} compute waits for the link: {', '.join(told)}",
         expected="more compute for each byte that crosses",
+        gain_share=_by_more_tokens(share),
+    )
+
+
+def worker_bound(facts: Facts) -> Seen | None:
+    """The first worker waits for the others: its stages are shorter than theirs, or the pipeline fills and drains."""
+    share = facts.run.waits().get("workers", 0.0)
+    if share < _WORTH:
+        return None
+    busy_s = facts.run.lane_s("busy_s")
+    told = [
+        f"{lane} {format_seconds(busy_s[lane])}" for lane in sorted(busy_s) if lane.startswith("compute:")
+    ]
+    return Seen(
+        severity="warning",
+        evidence=f"{_of_a_step(share, facts)} compute waits for other workers; busy: {', '.join(told)}",
+        expected="workers that are busy for as long as one another, and all the time",
         gain_share=_by_more_tokens(share),
     )
 

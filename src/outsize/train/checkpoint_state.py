@@ -133,4 +133,15 @@ def _crc32(state: dict[str, Any]) -> int:
 def _files_in(state: dict[str, Any]) -> bool:
     """Whether a state lists files and the run that made them."""
     listed = state.get("files")
-    return isinstance(listed, dict) and bool(listed) and isinstance(state.get("run"), str)
+    if not isinstance(listed, dict) or not listed or not isinstance(state.get("run"), str):
+        return False
+    return all(_is_below(name) and _is_sum(known) for name, known in listed.items())
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name stays within its directory."""
+    return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in Path(name).parts
+
+
+def _is_sum(known: Any) -> bool:
+    return isinstance(known, dict) and all(type(known.get(key)) is int for key in ("num_bytes", "crc32"))

@@ -1,4 +1,4 @@
-"""What stands behind a wrapped model: its home, its engine, and the passes that the caller's loop asks for.
+"""What stands behind a wrapped model: the passes that the caller's loop asks for.
 
 The story of a step in the caller's loop:
 
@@ -12,11 +12,8 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 """
 
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,83 +21,32 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config.schema import MemoryConfig
-from outsize.errors import ConfigError, ModelError
-from outsize.model.split import split
-from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
-from outsize.planner.cut import Passes, cut_step, step_units, summing
-from outsize.planner.plan import Plan
+from outsize.errors import ConfigError
+from outsize.planner.cut import step_units, summing
 from outsize.planner.program import Program
-from outsize.runtime.binding import TORCH_DTYPE
-from outsize.runtime.calibrate import Measured
-from outsize.runtime.context import Microbatch, StepContext, slots_used
-from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.context import Microbatch, StepContext
+from outsize.runtime.engine import Engine
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, planning
 from outsize.wrapped.outputs import Joined, Roots
-from outsize.wrapped.parameters import Fill, HomeParameters
+from outsize.wrapped.parameters import Fill
 from outsize.wrapped.passage import Passage
-from outsize.wrapped.tiers import Tiers
-
-DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+from outsize.wrapped.planned import Planned
 
 
-@dataclass(frozen=True, slots=True)
-class _Programs:
-    """The passes for a number of microbatches, and where each op finds its units."""
+class Runner(Planned):
+    """Streams one model; arguments as of `Planned`.
 
-    passes: Passes
-    warm_slots: Mapping[Any, Mapping[int, int]]
-    cold_slots: Mapping[Any, Mapping[int, int]]
-    inference_slots: Mapping[Any, Mapping[int, int]]
-
-
-class Runner:
-    """Streams one model.
-
-    Args:
-        model: the model; on return its parameters are those of the home.
-        memory: device, budgets and home.
-        microbatches: most parts that a batch is cut into.
-        store_dir: directory of the disk home.
-        fill: copies weights into the home.
+    Attributes:
+        coefficient: what the gradients at home are to be multiplied by, for a clipping that no step has used yet.
     """
 
     def __init__(
         self, model: nn.Module, memory: MemoryConfig, microbatches: int, store_dir: Path, fill: Fill
     ) -> None:
-        self._model = weakref.ref(model)
-        self._memory = memory
-        self.microbatches = microbatches
-        self.optimizer: AdamW | None = None
+        super().__init__(model, memory, microbatches, store_dir, fill)
         self.coefficient: Tensor | None = None
-        self._decays: frozenset[str] | None = None
-        self._updates: dict[str, int] = {}
-        self._engine: Engine | None = None
-        self._plan: Plan | None = None
-        self._measured: Measured | None = None
-        self._known: list[planning.Shape] = []
-        self._programs: dict[int, _Programs] = {}
-        self._abandoned: list[int] = []
-        self._closed = False
         self._num_steps = 0
-        self._engine_stack = contextlib.ExitStack()
-        self._flags = tuple(p.requires_grad for p in model.parameters())
-        self.split = split(model, dtype_of(model))
-        with contextlib.ExitStack() as stack:
-            self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))
-            self.boundaries = stack.enter_context(Boundaries(self.split.modules))
-            self.parameters = HomeParameters(self.split, self.tiers.home, fill)
-            stack.enter_context(self.tiers.buffers_of(model))
-            stack.callback(self._close_engine)
-            self._stack = stack.pop_all()
-        self._device = torch.device(self.tiers.machine.device if self.tiers.on_cuda else "cpu")
-        self._ids = tuple(id(p) for p in model.parameters())
-        at_exit = getattr(threading, "_register_atexit", None)
-        if at_exit is not None:  # a script that ends without `unwrap` would wait for the lanes for ever
-            at_exit(_close_if_alive, weakref.ref(self))
-
-    # --- passes ---------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the model forward; the output carries a history where a backward may follow.
@@ -213,151 +159,10 @@ class Runner:
         self._engine.submit(step_units(self._plan.layout, due), context)
         return without
 
-    def settle(self) -> None:
-        """Return when no step is under way, so that weights and state at home are those after the last one."""
-        if self._engine is not None:
-            try:
-                self._engine.settle()
-            except BaseException:
-                self._engine.recover()
-                raise
-
-    # --- what the optimizer and clipping ask --------------------------------------------------------------------
-
-    def use(self, settings: AdamW, decays: frozenset[str]) -> None:
-        """Step with these settings from now on; weight decay applies to the parameters ``decays``."""
-        if (settings, decays) != (self.optimizer, self._decays):
-            self.optimizer, self._decays = settings, decays
-            self._close_engine()
-
-    @property
-    def updates(self) -> dict[str, int]:
-        """How often each trainable parameter has been stepped."""
-        self._remember_updates()
-        return dict(self._updates)
-
-    def set_updates(self, updates: Mapping[str, int]) -> None:
-        """Go on counting from ``updates``."""
-        self._updates.update(updates)
-        if self._engine is not None:
-            self._engine.optimizer.updates.update(updates)
-
     def held(self) -> dict[int, frozenset[int]]:
         """Positions of the tensors that have a gradient at home, by unit that trains."""
         self.settle()
         return self._held()
-
-    def stop(self) -> None:
-        """End the lanes and take slots out of the modules; the next forward begins anew."""
-        self._close_engine()
-
-    def close(self) -> None:
-        """End the lanes and give the memory back; the model is left without weights. Idempotent."""
-        self._closed = True
-        self._stack.close()
-
-    # --- how it is made ready -------------------------------------------------------------------------------------
-
-    def _check(self) -> nn.Module:
-        model = self._model()
-        if model is None or self._closed:
-            raise ConfigError("this model has been unwrapped; wrap it again to stream it")
-        ids = tuple(id(p) for p in model.parameters())
-        if ids != self._ids:
-            raise ModelError(
-                "parameters of this model were replaced or added after outsize.wrap; change the model first "
-                "(adapters, resized embeddings, tied weights), then wrap it"
-            )
-        return model
-
-    def _ready(self, inputs: Mapping[str, Any], rows: int, shape: planning.Shape) -> tuple[Engine, Plan]:
-        """Return an engine and a plan that are made for microbatches of ``shape`` and for what trains now."""
-        model = self._model()
-        assert model is not None
-        flags = tuple(p.requires_grad for p in model.parameters())
-        if flags != self._flags:
-            self._close_engine()
-            self._known, self._measured = [], None
-        if self._engine is None:
-            self._split_anew(model, flags)
-        if not any(known.covers(shape) for known in self._known):
-            self.settle()
-            forwards = self.boundaries.forwards
-            self._measured = planning.measure(self.split, forwards, inputs, rows, shape, self._measured)
-            self._known.append(shape)
-            self._plan_anew()
-        elif self._engine is None:
-            self._plan_anew()
-        for number in self._abandoned:
-            assert self._engine is not None
-            self._engine.forget_saved(number)
-        self._abandoned.clear()
-        assert self._engine is not None
-        assert self._plan is not None
-        return self._engine, self._plan
-
-    def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
-        decays = self._decays
-        parts = split(
-            model, self.split.spec.dtype, decays=(lambda _: True) if decays is None else decays.__contains__
-        )
-        if isinstance(self.tiers.home, HostHome):
-            self.tiers.extend(parts.spec)
-        elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
-            raise ConfigError(
-                'requires_grad_(True) after wrap needs room for optimizer state, which a home="disk" lays out when it '
-                'is made; set it before wrap, or use home="host"'
-            )
-        self.split, self._flags = parts, flags
-
-    def _plan_anew(self) -> None:
-        assert self._measured is not None
-        plan = planning.make_plan(
-            self.split, self.tiers.machine, self._memory, self._measured, self.microbatches
-        )
-        if self._engine is not None and self._plan is not None and plan.layout == self._plan.layout:
-            return
-        self._close_engine()
-        self._plan = plan
-        with contextlib.ExitStack() as stack:
-            settings = EngineSettings(
-                optimizer=self.optimizer or AdamW(),
-                max_grad_norm=float("inf"),
-                graph_in_forward=self._measured.graph_matters,
-                num_threads=torch.get_num_threads(),
-            )
-            self._engine = self.tiers.open_engine(
-                stack, self.split, self.boundaries, plan, self._measured, settings
-            )
-            self._engine.optimizer.updates.update(
-                {name: n for name, n in self._updates.items() if name in self._engine.optimizer.updates}
-            )
-            self._engine_stack = stack.pop_all()
-
-    def _close_engine(self) -> None:
-        self._programs.clear()
-        if self._engine is None:
-            return
-        with contextlib.suppress(Exception):
-            self.settle()
-        self._remember_updates()
-        self._engine = None
-        self._engine_stack.close()
-
-    def _remember_updates(self) -> None:
-        if self._engine is not None:
-            self._updates.update(self._engine.optimizer.updates)
-
-    def _programs_for(self, plan: Plan, count: int) -> _Programs:
-        if count not in self._programs:
-            passes = cut_step(replace(plan.layout, num_microbatches=count))
-            self._programs[count] = _Programs(
-                passes,
-                slots_used(Program(passes.forward.ops + passes.backward.ops)),
-                slots_used(passes.cold_backward),
-                slots_used(passes.inference),
-            )
-        return self._programs[count]
 
     def _walk(self, program: Program, context: StepContext) -> None:
         """Have the engine walk ``program``; the caller's random state, and its modules' parameters, are as before."""
@@ -428,21 +233,6 @@ class Runner:
                 self.tiers.home.view(index, "gradient").mul_(coefficient)
 
 
-def dtype_of(model: nn.Module) -> str:
-    """Return the one dtype of the parameters: ``fp32``, ``bf16`` or ``fp16``.
-
-    Raises:
-        ModelError: there are several, or another one.
-    """
-    found = {parameter.dtype for parameter in model.parameters()}
-    if len(found) != 1 or not found <= DTYPE_NAME.keys():
-        raise ModelError(
-            f"the parameters of the model are {', '.join(sorted(map(str, found)))}; outsize.wrap needs one of fp32, "
-            "bf16 and fp16 for all of them: convert it first, e.g. with model.to(torch.bfloat16)"
-        )
-    return DTYPE_NAME[found.pop()]
-
-
 def _ambient(kinds: set[str]) -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes the caller's autocast, which belongs to its thread, for another thread."""
     active = [
@@ -459,9 +249,3 @@ def _ambient(kinds: set[str]) -> Callable[[], AbstractContextManager[Any]]:
         return stack
 
     return enter if active else contextlib.nullcontext
-
-
-def _close_if_alive(runner: "weakref.ref[Runner]") -> None:
-    found = runner()
-    if found is not None:
-        found.close()

@@ -1,0 +1,27 @@
+import time
+from pathlib import Path
+
+from outsize.doctor.examine import examine
+from outsize.doctor.facts import Facts
+from outsize.doctor.run_record import read_run
+from outsize.testing.tiny import tiny_run
+from outsize.train.data.packed import PackedDataset
+from outsize.train.run import train
+
+
+def test_a_run_with_a_slow_loader_is_told_as_such(tmp_path, monkeypatch):
+    """Its heartbeat books the wait on a lane that had nothing to do."""
+    made = PackedDataset.batch
+
+    def slowly(self, *arguments):
+        time.sleep(0.3)
+        return made(self, *arguments)
+
+    monkeypatch.setattr(PackedDataset, "batch", slowly)
+    # Two batches are made ahead, so the first steps hardly wait.
+    settings = {"steps": 7, "tokens_per_step": 64, "microbatches": 2, "run_dir": str(tmp_path / "run")}
+    result = train(tiny_run(tmp_path, train=settings, memory={"home": "disk"}))
+    recorded = read_run(Path(result.run_dir))
+    report = examine(Facts(recorded=recorded))
+    assert report.findings[0].id == "loader-bound"
+    assert sum(recorded.waits().values()) <= 1.0 + 1e-6

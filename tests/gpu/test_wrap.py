@@ -1,0 +1,47 @@
+"""A loop over a wrapped model on a GPU: the backward runs inside the caller's own, and they do not block each other.
+
+``OUTSIZE_TEST_DEVICE=emulated:1 pytest tests/gpu/test_wrap.py`` tries the test itself where there is no GPU.
+"""
+
+import os
+
+import pytest
+import torch
+
+import outsize
+import zoo
+from wrapped.loops import assert_equal, gradients, resident_backward, wrapped
+
+DEVICE = os.environ.get("OUTSIZE_TEST_DEVICE", "cuda:0")
+ON_CUDA = DEVICE.startswith("cuda")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_losses_and_gradients_on_a_gpu(count: int, home: str):
+    where = torch.device(DEVICE if ON_CUDA else "cpu")
+    plain = zoo.build("llama").to(where)
+    batch = {name: value.to(where) for name, value in zoo.batch("llama", num_sequences=4).items()}
+    with wrapped(zoo.build("llama"), device=DEVICE, home=home, microbatches=count) as model:
+        optimizer = outsize.AdamW(model, lr=1e-3)
+        for _ in range(3):
+            out = model(**batch)
+            assert out.logits.device == where
+            out.loss.backward()
+            want = resident_backward(plain, batch, count)
+            assert torch.allclose(out.loss, want, rtol=1e-5)
+            if home == "host":
+                got = {name: gradient.to(where) for name, gradient in gradients(model).items()}
+                assert_equal(got, gradients(plain), 1e-5)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.settle()
+            with torch.no_grad():
+                for name, value in dict(model.state_dict()).items():
+                    plain.get_parameter(name).copy_(value)
+            plain.zero_grad()
