@@ -22,7 +22,7 @@ import bench_speed
 import common
 
 TARGET = 0.03
-DISTANCES = (1, 10, 100)
+DISTANCES = (1, 10, 100, 400)
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pretrain-steps", type=int, default=200)
+    parser.add_argument("--pretrain-steps", type=int, default=250)
     parser.add_argument("--cases", nargs="*", default=["host:fp32", "host:bf16", "disk:fp32"])
     parser.add_argument("--dir", type=Path, help="where everything lies; the current directory by default")
     parser.add_argument("--output", type=Path)

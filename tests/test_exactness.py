@@ -351,17 +351,34 @@ def test_frozen_parameters_stay_and_the_others_train_exactly(
         assert torch.equal(weight, before[name]) == (name not in trained), name
 
 
+@pytest.mark.parametrize("freeze", [FROZEN["parts of units"], FROZEN["all but one"]])
+def test_frozen_parameters_stay_in_bf16_on_disk(freeze: tuple[str, ...], tmp_path: Path):
+    """There a tile's weights are made from masters, those that do not step included."""
+    got = compare("llama", tmp_path, model={"dtype": "bf16", "freeze": freeze}, memory={"home": "disk"})
+    before = dict(zoo.build("llama").named_parameters())
+    frozen = before.keys() - got.gradients[0].keys()
+    assert frozen
+    assert all(torch.equal(got.weights[name], before[name].bfloat16()) for name in frozen)
+
+
 def test_a_frozen_tied_embedding(tmp_path: Path):
     compare("llama_tied", tmp_path, model={"freeze": ("model.embed_tokens.*",)}, train={"microbatches": 2})
 
 
-def test_a_parameter_without_a_gradient_neither_decays_nor_moves(tmp_path: Path):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_parameter_without_a_gradient_neither_decays_nor_moves(dtype: str, tmp_path: Path):
     """In this model routing never reaches the experts of some layers."""
     before = dict(zoo.build("longcat_flash").named_parameters())
-    got = compare("longcat_flash", tmp_path, optimizer={"weight_decay": 0.5}, memory={"home": "disk"})
+    got = compare(
+        "longcat_flash",
+        tmp_path,
+        model={"dtype": dtype},
+        optimizer={"weight_decay": 0.5},
+        memory={"home": "disk"},
+    )
     idle = before.keys() - got.gradients[0].keys()
     assert idle
-    assert all(torch.equal(got.weights[name], before[name]) for name in idle)
+    assert all(torch.equal(got.weights[name], before[name].to(got.weights[name].dtype)) for name in idle)
 
 
 # --- batches ------------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ OTHER_MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "other tiles": ({"home": "disk", "tile_elements": 2048}, {"home": "disk", "tile_elements": 6144}),
     "activations leave": ({"offload": False}, {"offload": True}),
     "another device": ({}, {"device": "emulated:1", "home": "disk"}),
+    "more workers": ({}, {"device": "emulated:2"}),
+    "fewer workers, another home": ({"device": "emulated:3"}, {"home": "disk"}),
 }
 
 
