@@ -1,21 +1,17 @@
 """The rules every program obeys, as a machine that follows the program and refuses the op that breaks one.
 
-1. Every unit runs every microbatch forward once, and backward once if anything up to it trains (or the rest
-does);
+1. Every unit runs every microbatch forward once, and backward once if anything up to it trains (or the rest does);
    microbatches in the order 0, 1, …, since that is the order in which gradients are summed.
-2. An op finds its inputs: the activation of the unit before it, the gradient of the unit after it, and its
-own
-   input on the device, not saved away.
-3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at
-a
-   time, and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
+2. An op finds its inputs: the activation of the unit before it, the gradient of the unit after it, and its own input
+   on the device, not saved away.
+3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at a time,
+   and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
 4. The gradient of a unit leaves once all its backwards have run; where gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
 6. A buffer is filled, used and drained in this order, for one unit or tile at a time.
 7. A step is committed, where it is, once, behind everything it writes.
-8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has
-stepped.
-8. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
+8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has stepped.
+9. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
 
 A step that is cut into stages obeys the same rules, on the worker that runs the op: its gradients leave once the
 backwards of a round have run, and the next round sums on. Where inputs and their gradients lie then is checked
