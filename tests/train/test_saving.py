@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
-from outsize.model import checkpoint_format
+from outsize.model import checkpoint_format, checkpoint_shards
 from outsize.planner.ops import Kind
 from outsize.runtime import engine
 from outsize.runtime.storing import UnitAtRest
@@ -268,6 +268,25 @@ def test_one_that_cannot_be_written_is_given_up_and_the_next_one_is_written(
         check_files(newest)
     names = {path.name for path in newest.parent.iterdir()}
     assert names == {"latest", "step-00000002", "step-00000003"}
+
+
+def test_one_that_cannot_be_read_back_is_given_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(tmp_path)
+
+    def unreadable(*_: Any) -> None:
+        raise CheckpointError("planted")
+
+    with trainer_of(config, tmp_path) as trainer:
+        saver = saver_of(trainer, tmp_path / "run", config)
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint_shards, "CheckpointReader", unreadable)
+            with pytest.raises(StorageError, match="step-00000001: planted"):
+                saver.finish(Position(1, 1, 0, 1.0))
+        saver.finish(Position(2, 1, 0, 1.0))
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {"latest", "step-00000002"}
 
 
 def test_a_home_that_cannot_be_read_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

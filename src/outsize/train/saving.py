@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from outsize import files
-from outsize.errors import StorageError
+from outsize.errors import CheckpointError, StorageError
 from outsize.model.checkpoint_format import FileSum, write_file
 from outsize.model.checkpoint_planes import Chunk, write_plane
 from outsize.model.checkpoint_shards import CheckpointWriter
@@ -118,6 +118,8 @@ class Saving:
             whole = True
         except OSError as error:
             self.error = explain(error, f"write the checkpoint {self._final}")
+        except CheckpointError as error:  # it was written, and does not read as a checkpoint
+            self.error = StorageError(f"cannot write the checkpoint {self._final}: {error}")
         except _CancelledError:
             pass
         finally:
