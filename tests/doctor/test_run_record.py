@@ -34,6 +34,12 @@ def test_a_wait_for_another_worker_is_no_lanes_fault(tmp_path):
     assert late.waits() == pytest.approx({"workers": 0.3, "link": 0.05, "python": 0.0075})
 
 
+@pytest.mark.parametrize("lane", ["read", "write", "write:units", "store", "commit"])
+def test_checkpoints_and_commits_are_the_disks(tmp_path, lane):
+    late = run(tmp_path, stall_s={lane: 0.6}, busy_s={lane: 1.2})
+    assert late.waits() == pytest.approx({"disk": 0.3, "python": 0.0075})
+
+
 def test_what_no_lane_accounts_for_is_pythons(tmp_path):
     idle = dict.fromkeys(("up:w0", "down:w0", "host", "read", "write"), 0.0)
     late = run(tmp_path, stall_s={"dispatch": 0.2, "up:w0": 0.4}, busy_s=idle)

@@ -28,7 +28,16 @@ _SCHEMAS = (2, 3)
 # Steps longer than this many medians were interrupted by something else, a checkpoint for example.
 _TYPICAL = 2.0
 _COMPUTE = "compute:w0"
-_KINDS = {"up": "link", "down": "link", "host": "host", "read": "disk", "write": "disk", "compute": "workers"}
+_KINDS = {
+    "up": "link",
+    "down": "link",
+    "host": "host",
+    "read": "disk",
+    "write": "disk",
+    "store": "disk",
+    "commit": "disk",
+    "compute": "workers",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
