@@ -286,8 +286,10 @@ def test_a_forward_put_in_from_outside_cannot_be_replicated():
     model = make()
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *args: inner(*args)
+    before = dict(model.named_parameters())
     with pytest.raises(ModelError, match="put in from outside"), crew_over(model, 2):
         pass
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
 def test_bytes_over_the_link_are_those_of_the_plan():

@@ -1,5 +1,6 @@
 """The workers of an engine, each with slots, accumulators and ops of its own: one, or those of a plan with stages."""
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -158,12 +159,15 @@ def make_crew(
     def rest_plane(worker: int) -> Tensor:
         return memories[worker].weights.plane(layout.num_streamed, layout.resident_slot)
 
-    glue = Glue(split, device, rest_plane, sums, settings.num_threads)
+    with contextlib.ExitStack() as stack:
+        glue = Glue(split, device, rest_plane, sums, settings.num_threads)
+        stack.callback(glue.close)  # a model that is refused is its own again
+        replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
+        stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     fetches = count_fetches(plan.program)
     workers, binders = [], []
-    for index, (each, memory) in enumerate(zip(device.devices, memories, strict=True)):
-        replica = replicate(split, boundaries, each.torch_device)
+    for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
         compute = StagedComputeOps(
             split,
