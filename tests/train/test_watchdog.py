@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from outsize import files
 from outsize.config import Config, dump_config
 from outsize.errors import StalledError
 from outsize.testing.faults import LANE, Fault, Key, Layer, layered
@@ -78,6 +79,37 @@ def test_to_abort_is_to_give_the_step_up_and_where_that_ends_nothing_the_process
     assert isinstance(error, StalledError)
     assert kennel.statuses == [watchdog.STALLED_STATUS]
     assert "outsize: StalledError: step 1: nothing has ended" in capsys.readouterr().err
+
+
+class Hung(files.System):
+    """A disk that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+        self.let_go.wait()
+        return super().open(path, flags, mode)
+
+
+def test_a_report_that_cannot_be_written_keeps_no_run_from_being_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watchdog, "REPORT_S", 0.05)
+    kennel, disk = Kennel(tmp_path, "abort"), Hung()
+    with files.replaced(disk):
+        looking = threading.Thread(target=kennel.look, args=(20,), daemon=True)
+        looking.start()
+        looking.join(20)
+        stuck = looking.is_alive()
+        disk.let_go.set()
+        looking.join()
+        for thread in threading.enumerate():
+            if thread.name == "outsize-report":
+                thread.join()
+    assert not stuck
+    assert len(kennel.engine.given_up) == 1
+    assert kennel.statuses == [watchdog.STALLED_STATUS]
 
 
 def test_a_step_is_reported_once(tmp_path: Path):

@@ -9,7 +9,8 @@ process is stopped, or the machine sleeps, the run is not stalled.
 
 What happens when it is, in this order:
 
-1. A report is written and announced: what each lane waits for, where the program stands, the stacks of all threads.
+1. A report is written and announced: what each lane waits for, where the program stands, the stacks of all threads. It
+   has `REPORT_S` for that; a disk that does not answer does not answer the watchdog either.
 2. To abort, the executor is told the error. Ops that have not begun are skipped, so as soon as the op under way comes
    back, the run ends as after any other error: threads are joined, memory and files given back.
 3. If the run has not ended after `GRACE_S`, the op does not come back. A thread in the kernel cannot be ended, and
@@ -35,6 +36,7 @@ from outsize.units import format_seconds
 
 TICK_S = 1.0
 GRACE_S = 30.0
+REPORT_S = 10.0
 STALLED_STATUS = 3
 _REMEMBERED_STEPS = 20
 
@@ -159,12 +161,12 @@ class Watchdog:
         lanes = "; ".join(f"{lane}: {what}" for lane, what in waiting.items()) or "no op is under way"
         summary = f"step {step}: nothing has ended for {format_seconds(quiet_s)}; {lanes}"
         path = self._run_dir / f"stall-{step:08d}.txt"
-        report = "\n\n".join([summary, engine.position(), _stacks()]) + "\n"
-        # Where nothing can be written any more, the report is what stderr shows of it.
-        with contextlib.suppress(OSError):
-            files.write_text(path, report)
-        with contextlib.suppress(Exception):  # the caller's own; a thread that watches does not end of it
-            self._announce(f"stalled: {summary}; more in {path}")
+        # On a thread of its own: the disk that does not answer may be the one that reports go to.
+        reporter = threading.Thread(
+            target=self._report, args=(path, summary, engine.position()), name="outsize-report", daemon=True
+        )
+        reporter.start()
+        reporter.join(REPORT_S)
         if self._action == "abort":
             error = StalledError(
                 f"{summary}. Look at the disk and at the kernel log (dmesg); {path} says where every thread stands. "
@@ -175,6 +177,13 @@ class Watchdog:
                 sys.stderr.write(f"outsize: StalledError: {error}\n")
                 sys.stderr.flush()
                 self._end_process(STALLED_STATUS)
+
+    def _report(self, path: Path, summary: str, position: str) -> None:
+        # Where nothing can be written any more, the report is what stderr shows of it.
+        with contextlib.suppress(OSError):
+            files.write_text(path, "\n\n".join([summary, position, _stacks()]) + "\n")
+        with contextlib.suppress(Exception):  # the caller's own; a thread that watches does not end of it
+            self._announce(f"stalled: {summary}; more in {path}")
 
 
 def _stacks() -> str:
