@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +51,14 @@ def test_no_op_that_others_need_can_come_last(layout, data):
     if not layout_ends_there:
         with pytest.raises(ProgramError):
             validate(Program((*ops[:n], *ops[n + 1 :], ops[n])), layout)
+
+
+@pytest.mark.parametrize("late", ["COMMIT", "CLIP", "FB 2.0@w0", "LOAD 0@w0.0"])
+def test_nothing_comes_behind_a_commit(late):
+    layout = replace(LAYOUT, commits=True)
+    ops = build_step(layout).ops
+    with pytest.raises(ProgramError, match="committed once, and last"):
+        validate(Program((*ops, parse_op(late))), layout)
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@
 4. The gradient of a unit leaves once all its backwards have run; where gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
 6. A buffer is filled, used and drained in this order, for one unit or tile at a time.
-7. A step is committed, where it is, once, behind everything it writes.
+7. A step is committed, where it is, once, behind everything else.
 8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has stepped.
 9. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
 
@@ -71,6 +71,7 @@ class Rules:
         """
         layout = self._layout
         require(is_well_formed(op), "an op of this kind has other fields")
+        require(not self._home.committed, "a step is committed once, and last")
         require(op.kind is not Kind.STORE, "units are stored between steps, in a program of their own")
         unit = -1 if op.unit is None else op.unit
         require(unit < layout.num_units, f"there are {layout.num_units} units")

@@ -68,6 +68,11 @@ class HomeRules:
         require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
         self._normed.add(unit)
 
+    @property
+    def committed(self) -> bool:
+        """Whether the step has been committed."""
+        return self._committed
+
     def has_gradient(self, unit: int) -> bool:
         """Whether a gradient of ``unit`` has come home, of all rounds or of those so far."""
         return unit in self._gradients or unit in self._partial
@@ -95,7 +100,6 @@ class HomeRules:
 
     def _commit(self) -> None:
         require(self._layout.commits, "the home of this layout does not commit")
-        require(not self._committed, "a step is committed once")
         self._check_done()
         self._committed = True
 
