@@ -164,7 +164,9 @@ def test_the_run_before_the_exception_can_be_continued(world: World, monkeypatch
         break_forward(Trap(patched, Kind.FORWARD, step=2), patched)
         with pytest.raises(ModelError):
             train(config)
-    assert (world.root / "run/checkpoints/latest").read_text() == "step-00000002\n"
+    # That of step 2 was being written beside step 3, and may have been given up with it.
+    newest = (world.root / "run/checkpoints/latest").read_text()
+    assert newest in ("step-00000001\n", "step-00000002\n")
     result = run_well(world, train={"resume": "auto"})
     assert result.steps == 3
     run_well(world, "through")
@@ -203,8 +205,8 @@ def remember_runs(patched: pytest.MonkeyPatch, alive: list[weakref.ref[Any]]) ->
     """Note every passage of a microbatch and its coroutine."""
     begin = MicrobatchRun.__init__
 
-    def noted(self: MicrobatchRun, *args: Any) -> None:
-        begin(self, *args)
+    def noted(self: MicrobatchRun, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
         alive.extend((weakref.ref(self), weakref.ref(self._walk), weakref.ref(self._walk._coroutine)))
 
     patched.setattr(MicrobatchRun, "__init__", noted)
