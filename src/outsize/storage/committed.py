@@ -137,7 +137,7 @@ class CommittedHome(DiskHome):
             granule_elements=self.granule_elements,
             layout=layout_digest(self._model),
             sides=np.concatenate([granules.newest for granules in kept]),
-            checksums=np.concatenate([granules.committed_checksums for granules in kept]),
+            checksums=np.concatenate([granules.newest_checksums for granules in kept]),
         )
         size = align_up(pack(record, self._buffer.numpy().data), SECTOR_BYTES)
         view = self._buffer.numpy().data[:size]

@@ -54,7 +54,7 @@ class Granules:
         self.checksums[:, -1] = xxhash.xxh3_64_intdigest(bytes(last))
 
     @property
-    def committed_checksums(self) -> Checksums:
+    def newest_checksums(self) -> Checksums:
         """Checksums of the sides that were written last."""
         found: Checksums = self.checksums[self.newest, np.arange(len(self.newest))]
         return found
