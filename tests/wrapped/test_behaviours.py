@@ -338,6 +338,17 @@ def test_a_forward_without_a_backward_frees_its_activations(offload: bool):
         streamed_backward(model, BATCH)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_saved_off_the_device_has_room_for_one_forward(training: bool):
+    with wrapped(zoo.build("llama"), microbatches=2, offload=True) as model:
+        model.train(training)
+        first = model(**BATCH)
+        with pytest.raises(ConfigError, match="room for one forward at a time: run the backward"):
+            model(**BATCH)
+        first.loss.backward()
+        streamed_backward(model, BATCH)
+
+
 def test_several_forwards_before_their_backwards():
     """As in a preference loss; the first backward is not of the last forward."""
     other = zoo.batch("llama", seed=4, num_sequences=2)

@@ -31,6 +31,11 @@ class Passage:
         self._backward: Backward | None = backward
         self._abandon = abandon
 
+    @property
+    def pending(self) -> bool:
+        """Whether a backward may still follow."""
+        return self._backward is not None
+
     def output(self) -> Any:
         """Return the output with its history."""
         positions = self._joined.differentiable

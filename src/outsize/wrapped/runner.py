@@ -12,6 +12,7 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,6 +48,7 @@ class Runner(Planned):
         super().__init__(model, memory, microbatches, store_dir, fill)
         self.coefficient: Tensor | None = None
         self._num_steps = 0
+        self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the model forward; the output carries a history where a backward may follow.
@@ -68,6 +70,13 @@ class Runner(Planned):
         sizes = batching.sizes_of(rows, count)
         engine, plan = self._ready(inputs, rows, planning.shape_of(main, sizes[0]))
         assert self._measured is not None
+        saves = keeps and bool(plan.layout.offload)
+        before = self._saving() if saves and self._saving is not None else None
+        if before is not None and before.pending:
+            raise ConfigError(
+                "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
+                "before, or give outsize.wrap more device_memory, or offload=False"
+            )
         parts = batching.cut(inputs, rows, sizes)
         weights = batching.divisors(parts, sizes, self._measured.shifted)
         programs = self._programs_for(plan, len(sizes))
@@ -82,6 +91,8 @@ class Runner(Planned):
         self._walk(programs.passes.forward if keeps else programs.passes.inference, context)
         joined = self._join([context.outputs.pop(m) for m in range(len(sizes))], sizes, weights)
         if not keeps or not joined.differentiable:
+            if saves:
+                self._abandoned.append(context.number)
             return joined.build({})
         mark, weights_then = engine.num_submitted, self._weights_now()
 
@@ -93,8 +104,11 @@ class Runner(Planned):
             self._backward(engine, context, roots, warm=engine.num_submitted == mark)
 
         number = context.number
-        abandoned = self._abandoned if plan.layout.offload else []
-        return Passage(joined, backward, lambda: abandoned.append(number)).output()
+        abandoned = self._abandoned if saves else []
+        passage = Passage(joined, backward, lambda: abandoned.append(number))
+        if saves:
+            self._saving = weakref.ref(passage)
+        return passage.output()
 
     def _backward(self, engine: Engine, context: StepContext, roots: Roots, warm: bool) -> None:
         model = self._check()
