@@ -45,15 +45,18 @@ def build_staged(layout: StepLayout) -> Program:
     """Return the program of a step that is cut into stages, before steps and tiles are inserted."""
     turns = _turns(layout)
     ops: list[Op] = []
-    seen: set[int] = set()
     last_of_worker = {turn.visit.worker: turn for turn in turns}
+    begun: set[int] = set()
+    without_rest = list(last_of_worker) if layout.rest_has_weights else []
     following = _following(turns)
     for turn in turns:
         worker = turn.visit.worker
-        if worker not in seen:
-            seen.add(worker)
-            if layout.rest_has_weights:
-                ops.append(Op(kind=Kind.LOAD, unit=layout.rest, worker=worker, slot=layout.resident_slot))
+        # Once its gradient is whole the rest may step: workers that begin later have taken its weights by then.
+        for taker in [w for w in without_rest if turn.ends_rest or w == worker]:
+            ops.append(Op(kind=Kind.LOAD, unit=layout.rest, worker=taker, slot=layout.resident_slot))
+            without_rest.remove(taker)
+        if worker not in begun:
+            begun.add(worker)
             ops += _arrivals(turn, range(*turn.visit.units))
         after = following.get(id(turn))
         shared = set(range(*turn.visit.units)) & set(range(*after.visit.units)) if after else set()
