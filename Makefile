@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment test lint format docs demo clean
+.PHONY: help environment test explore lint format docs demo clean
 help: ## say what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest
+
+explore: $(STAMP) ## run the tests of properties on examples that have not been tried, over and over until one fails
+	while $(BIN)/python -m pytest -q --hypothesis-profile=explore -m hypothesis; do :; done
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples every time, so that a change is judged by itself; `make explore` looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 # A loaded machine must not fail a test that ends its threads; a leaked thread never ends.
 JOIN_TIMEOUT_S = 5.0

@@ -119,7 +119,7 @@ def test_parameters_without_a_gradient_are_left_alone_and_count_their_own_steps(
     tiles=st.integers(1, 4),
     max_norm=st.sampled_from([1e-3, 1.0, 1e9]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_sizes_and_tiles_are_bit_equal(sizes, tiles, max_norm):
     unit = pack_unit(0, "u", "block", [(f"p{i}", (n,), True, i % 3 > 0) for i, n in enumerate(sizes)])
     resident, planes, start = run_both(unit, 3, tiles * 2048, max_norm=max_norm, skip_at={})

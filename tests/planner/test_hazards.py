@@ -201,7 +201,7 @@ class Oracle:
         return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts())
 def test_conflicting_ops_are_ordered_whatever_the_layout_over_three_steps(layout):
     program = build_step(layout)

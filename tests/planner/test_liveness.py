@@ -130,7 +130,7 @@ class LanesAtRandom:
             self.device -= self.bytes[op.unit] + (self.bytes[op.unit + 1] if op.kind is Kind.BACKWARD else 0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(layouts(), st.randoms(use_true_random=False))
 def test_however_far_lanes_run_apart_no_more_is_live_than_was_counted(layout, random):
     boundary_bytes = tuple(random.randrange(1, 9) for _ in range(layout.num_streamed))

@@ -76,7 +76,7 @@ def test_the_program_of_a_plan_validates_within_the_memory_of_the_plan(options, 
 
 
 @ALL
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_budget_gives_a_plan_within_it_or_says_by_how_much_it_is_short(options, data):
     device = data.draw(st.integers(1, 64 * MiB))

@@ -53,7 +53,7 @@ def plan(spec: ModelSpec, num_workers: int = 2, users: tuple[int, ...] = (5,), b
     return plan_stages(spec, demand(spec), budgets, options, wanted(spec, num_workers, *users))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_blocks=st.integers(1, 6),
     num_workers=st.integers(1, 4),

@@ -28,7 +28,7 @@ def test_a_tied_table_is_counted_twice_and_says_so():
     assert TIED not in several_workers(ask("2x4090"), 8).assumptions
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     gpus=st.integers(2, 5),
     microbatches=st.sampled_from([1, 2, 5, 16]),

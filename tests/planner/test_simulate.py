@@ -51,7 +51,7 @@ def costs(draw):
     return CostModel(cost_of=lambda op: table[op.kind], capacity={"x": 1.5, "y": 1.0})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts(), costs(), st.integers(1, 3))
 def test_critical_path_order_and_memory_hold_for_any_program_and_any_speed(layout, costs, num_steps):
     program = build_step(layout)
@@ -64,7 +64,7 @@ def test_critical_path_order_and_memory_hold_for_any_program_and_any_speed(layou
     assert simulate([program] * num_steps, layout, costs, boundary_bytes=sizes) == done
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts(), costs())
 def test_what_is_held_never_exceeds_what_the_plan_sets_aside(layout, costs):
     from outsize.planner.liveness import peak_activations

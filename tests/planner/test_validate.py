@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
@@ -23,7 +23,6 @@ def test_every_step_that_is_built_obeys_the_rules(layout):
     validate(build_step(layout), layout)
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_no_op_can_be_left_out(layout, data):
     ops = build_step(layout).ops
@@ -32,7 +31,6 @@ def test_no_op_can_be_left_out(layout, data):
         validate(Program(ops[:n] + ops[n + 1 :]), layout)
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_no_op_can_run_twice(layout, data):
     ops = build_step(layout).ops
@@ -41,7 +39,6 @@ def test_no_op_can_run_twice(layout, data):
         validate(Program(ops[: n + 1] + ops[n:]), layout)
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_no_op_that_others_need_can_come_last(layout, data):
     ops = build_step(layout).ops
@@ -61,7 +58,6 @@ def test_nothing_comes_behind_a_commit(late):
         validate(Program((*ops, parse_op(late))), layout)
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_no_op_that_needs_others_can_come_first(layout, data):
     ops = build_step(layout).ops

@@ -45,7 +45,7 @@ def test_what_is_no_change_is_named(text, words):
         parse_change(text)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     name=st.sampled_from(["vram=+4GB", "ram=+4GB", "link=x{}", "bandwidth=x{}", "disk=x{}", "compute=x{}"]),
     factor=st.sampled_from([1, 2, 4]),

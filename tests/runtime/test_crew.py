@@ -135,7 +135,7 @@ def test_a_user_of_the_rest_that_nobody_knew_of_is_an_error():
         train_crew(make(Tied), batches(2), 2, users=(0, 3))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_nothing_deadlocks_whatever_the_lanes_wait_for(data: st.DataObject):
     """Ops take random times, in any cut, and the bits are the same."""

@@ -132,7 +132,7 @@ class Scrambler:
                 self.condition.notify_all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(layout=layouts(), seed=st.integers(0, 1000))
 def test_in_whatever_order_ops_end_no_op_starts_before_what_it_needs(layout: StepLayout, seed: int):
     """Two steps; ops are unique by position, so names carry it."""

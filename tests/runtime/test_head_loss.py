@@ -36,7 +36,7 @@ def test_shifted_labels_mean_what_transformers_means():
     assert torch.equal(ours, ForCausalLMLoss(logits, labels, VOCAB))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 3),
     length=st.integers(1, 7),
