@@ -5,10 +5,8 @@ the former's loss and gradient norm are known, as the engine does. What differs 
 the durations come from: `CostModel` instead of a clock. The result is the executor's own `Timeline`.
 """
 
-import contextlib
-import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outsize.planner.discrete import Cost, Run, Work, run_work
@@ -69,19 +67,6 @@ class Simulation:
         return (ends[-1] - ends[first]) / (len(ends) - 1 - first) if len(ends) > 1 else self.makespan_s
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no garbage: what is made here has no cycles, and looking takes a third of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@_uncollected()
 def simulate(
     programs: Sequence[Program],
     layout: StepLayout,
