@@ -52,9 +52,10 @@ class Crew:
     endings: tuple[Callable[[], None], ...]
 
     def close(self) -> None:
-        """Unwind what is under way and take the parameters out of the model; idempotent."""
-        for end in self.endings:
-            end()
+        """Unwind what is under way and take the parameters out of the model, all of it if some fails; idempotent."""
+        with contextlib.ExitStack() as stack:
+            for end in reversed(self.endings):
+                stack.callback(end)
 
 
 class _Memory:

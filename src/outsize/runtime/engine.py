@@ -121,6 +121,9 @@ class Engine:
         layout = plan.layout
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
+        store_buffer = (
+            host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
+        )
         spec = split.spec
         crew = make_crew if layout.stages is not None else make_single
         self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings)
@@ -129,9 +132,6 @@ class Engine:
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
         self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
-        store_buffer = (
-            host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
-        )
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
