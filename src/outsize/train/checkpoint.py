@@ -28,8 +28,9 @@ from outsize.train.checkpoint_state import (
     read_state,
     state_planes,
 )
+from outsize.train.fill import FILL_ELEMENTS
 from outsize.train.standing import Position
-from outsize.train.stream import FILL_ELEMENTS, StreamedTrainer
+from outsize.train.stream import StreamedTrainer
 
 Stored = Mapping[str, StoredTensor]
 

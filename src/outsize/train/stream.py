@@ -14,12 +14,11 @@ from torch import Tensor
 
 from outsize import files
 from outsize.config import Config
-from outsize.model.spec import PLANE_ELEMENTS, UnitSpec, granule_elements_for
+from outsize.model.spec import UnitSpec, granule_elements_for
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
-from outsize.optim.spec import MASTER, WEIGHTS, planes_for
-from outsize.planner.plan_stages import num_handed_over
+from outsize.optim.spec import WEIGHTS, planes_for
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
@@ -27,6 +26,7 @@ from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
 from outsize.runtime.gradients import GradientObserver
+from outsize.runtime.scratches import open_scratch
 from outsize.runtime.workers import open_workers, tier_of
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.committed import CommittedHome
@@ -35,13 +35,13 @@ from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import Record
-from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
+from outsize.storage.scratch import DiskScratch
 from outsize.train.data.batch import Batch
+from outsize.train.fill import FILL_ELEMENTS, fill
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.standing import Position, Standing, position_in
 
-FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 # The file of a disk home whose name goes at once.
 TEMPORARY = "temporary.bin"
 
@@ -143,7 +143,16 @@ class StreamedTrainer:
             self.pool = stack.enter_context(IOPool())
             self.home = self._open_home(store_dir, buffers, record)
             stack.callback(self._close_home)
-            self.scratch = self._open_scratch(stack, store_dir, buffers)
+            self.scratch = open_scratch(
+                plan,
+                prepared.measured.boundary_bytes,
+                store_dir / "activations.bin",
+                self.pool,
+                buffers,
+                self.ledger,
+            )
+            if self.scratch is not None:
+                stack.enter_context(contextlib.closing(self.scratch))
             device = stack.enter_context(contextlib.closing(self._open_device()))
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
             for tier, name in itertools.product(tiers, ("activations", "workspace", "shared")):
@@ -176,27 +185,8 @@ class StreamedTrainer:
         self._last: StepHandle | None = None
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Copy the weights of the model's checkpoint into the home, tensor by tensor, in bounded memory.
-
-        Args:
-            progress: called with ``(elements done, elements in all)``.
-
-        Raises:
-            CheckpointError: a tensor cannot be read.
-        """
-        total = sum(unit.numel for unit in self.spec.units)
-        done = 0
-        with Arena() as arena:
-            size = min(FILL_ELEMENTS, max(unit.numel for unit in self.spec.units))
-            values = arena.take(size * 4, "fill").view(torch.float32)
-            rounded = arena.take(size * 2, "fill, rounded") if self.spec.dtype != "fp32" else None
-            for unit in self.spec.units:
-                for start in range(0, unit.numel, size):
-                    stop = min(start + size, unit.numel)
-                    self._fill_range(unit, start, values[: stop - start], rounded)
-                    done += stop - start
-                    if progress is not None:
-                        progress(done, total)
+        """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
+        fill(self.home, self.spec, self.prepared.source, progress)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -366,41 +356,6 @@ class StreamedTrainer:
         self.loss_scale.restore(record.state["loss_scale"])
         self.position = position_in(record.state)
         return self.position
-
-    def _open_scratch(self, stack: contextlib.ExitStack, store_dir: Path, buffers: Arena) -> Scratch | None:
-        plan = self.prepared.plan
-        if plan.layout.stages is not None:
-            largest = max(1, *self.prepared.measured.boundary_bytes)
-            handover = HostScratch(max(1, num_handed_over(plan.program)), largest, buffers)
-            return stack.enter_context(contextlib.closing(handover))
-        if not plan.layout.offload:
-            return None
-        extents = len(plan.layout.offload) * plan.layout.num_microbatches
-        size = max(self.prepared.measured.boundary_bytes[unit] for unit in plan.layout.offload)
-        scratch: Scratch
-        if self.prepared.machine.below == "disk":
-            path = store_dir / "activations.bin"
-            scratch = DiskScratch(extents, size, path, self.pool, buffers, ledger=self.ledger)
-        else:
-            scratch = HostScratch(extents, size, buffers)
-        return stack.enter_context(contextlib.closing(scratch))
-
-    def _fill_range(self, unit: UnitSpec, start: int, values: Tensor, rounded: Tensor | None) -> None:
-        values.zero_()
-        stop = start + values.numel()
-        for tensor in unit.tensors:
-            low, high = max(tensor.offset, start), min(tensor.offset + tensor.numel, stop)
-            if low < high:
-                into = values[low - start : high - start]
-                self.prepared.source.read(tensor.name, low - tensor.offset, high - tensor.offset, into)
-        if rounded is None:
-            self.home.write(unit.index, WEIGHTS, start, values)
-            return
-        weights = rounded[: 2 * values.numel()].view(TORCH_DTYPE[self.spec.dtype])
-        weights.copy_(values)
-        self.home.write(unit.index, WEIGHTS, start, weights)
-        if unit.trainable:
-            self.home.write(unit.index, MASTER, start, values)
 
     def _borrow(self, num_bytes: int) -> Tensor:
         """Memory of a slot, an accumulator or a host buffer that lies in RAM; else fresh memory.

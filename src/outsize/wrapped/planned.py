@@ -27,10 +27,11 @@ from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.calibrate import Measured
 from outsize.runtime.context import slots_used
 from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.scratches import extent_bytes
 from outsize.storage.home import HostHome
 from outsize.wrapped import planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.tiers import Tiers, extent_bytes
+from outsize.wrapped.tiers import Tiers
 
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
@@ -187,7 +188,7 @@ class Planned:
         plan = planning.make_plan(
             self.split, self.tiers.machine, self._memory, self._measured, self.microbatches
         )
-        extent = extent_bytes(plan, self._measured)
+        extent = extent_bytes(plan, self._measured.boundary_bytes)
         same = self._plan is not None and (plan.layout, extent) == (self._plan.layout, self._extent_bytes)
         if self._engine is not None and same:
             return

@@ -18,12 +18,12 @@ from outsize.runtime.binding import buffers_on
 from outsize.runtime.calibrate import Measured
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.scratches import open_scratch
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
-from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 from outsize.train.machine import describe_machine
 
 
@@ -80,7 +80,10 @@ class Tiers:
         """
         tier = "device" if self.machine.below == "disk" else "host"
         buffers = stack.enter_context(contextlib.closing(self._arena(tier)))
-        scratch = self._open_scratch(stack, plan, measured, buffers)
+        path = self._store_dir / f"activations-{id(self):x}.bin"
+        scratch = open_scratch(plan, measured.boundary_bytes, path, self._pool, buffers, self.ledger)
+        if scratch is not None:
+            stack.enter_context(contextlib.closing(scratch))
         rate = self._memory.link_gb_per_s
         device = open_device(self.machine.device, self.ledger, rate * 1e9 if rate else None)
         stack.enter_context(contextlib.closing(device))
@@ -107,23 +110,3 @@ class Tiers:
             return HostHome(spec, planes, self._host)
         path = self._store_dir / f"home-{id(self):x}.bin"  # nameless as soon as it is open
         return DiskHome(spec, planes, path, self._pool, ledger=self.ledger, temporary=True)
-
-    def _open_scratch(
-        self, stack: contextlib.ExitStack, plan: Plan, measured: Measured, buffers: Arena
-    ) -> Scratch | None:
-        if not plan.layout.offload:
-            return None
-        extents = len(plan.layout.offload) * plan.layout.num_microbatches
-        size = extent_bytes(plan, measured)
-        scratch: Scratch
-        if self.machine.below == "disk":
-            path = self._store_dir / f"activations-{id(self):x}.bin"
-            scratch = DiskScratch(extents, size, path, self._pool, buffers, ledger=self.ledger)
-        else:
-            scratch = HostScratch(extents, size, buffers)
-        return stack.enter_context(contextlib.closing(scratch))
-
-
-def extent_bytes(plan: Plan, measured: Measured) -> int:
-    """Return the bytes of the largest activation that ``plan`` saves; 0 where it saves none."""
-    return max((measured.boundary_bytes[unit] for unit in plan.layout.offload), default=0)

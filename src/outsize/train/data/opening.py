@@ -1,14 +1,13 @@
 """Opening a data set: find, detect, tokenise or reuse, lay out."""
 
-import ctypes
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outsize.errors import ConfigError, DataError
+from outsize.runtime.allocator import trim
 from outsize.train.data.cache import CachedTokens, fingerprint, new_entry, write_index
 from outsize.train.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.train.data.documents import DocumentReader
@@ -161,7 +160,7 @@ def _open_cached(
                 progress(reader.bytes_read, reader.sources.num_bytes)
         writer.sync()
         write_index(directory, _detect(reader, writer, encoder, tokenizer, forced=requested != "auto"))
-    _release_free_memory()
+    trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
     return CachedTokens(entry)
 
 
@@ -223,16 +222,6 @@ def _detect_tokens(
         max_token_id=tokens.max_token_id,
         example=example,
     )
-
-
-def _release_free_memory() -> None:
-    """Hand what tokenising freed back to the system, so that it does not count against the memory of the run.
-
-    glibc keeps freed memory in one arena per thread, and the tokenizer has a thread per core: 10 to 20 MiB.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _pad_id(tokenizer: "PreTrainedTokenizerBase | None") -> int:
