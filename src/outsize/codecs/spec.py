@@ -1,0 +1,83 @@
+"""What a codec promises, in numbers: bytes, error, rates. No torch, so that a planner can price it.
+
+A rate here is an assumption for machines that nobody has measured, in bytes of what is encoded (logical bytes) per
+second and core. They were measured by ``bench/bench_codec.py`` on one core of an AMD EPYC (Zen 4) and rounded down.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+CountBytes = Callable[[int, str], int]
+"""Elements and their dtype to bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecSpec:
+    """One codec.
+
+    Attributes:
+        name: as in the configuration.
+        dtypes: of what it encodes, names of `ITEMSIZE`.
+        lossless: whether decoding gives back every bit.
+        fixed_rate: whether the count of elements alone decides the bytes.
+        max_bytes: the most that an encoding takes, to set aside beforehand; exact where the rate is fixed.
+        expected_bytes: what weights of a network take; the same where the rate is fixed.
+        error: most that a finite element is off, as a fraction of its group's spread: of the largest magnitude for
+            symmetric codecs, of largest minus smallest for asymmetric ones. 0 where lossless.
+        group: elements that share a scale; 0 where there are no scales.
+        encode_bytes_per_s: assumed rate of encoding on one core.
+        decode_bytes_per_s: assumed rate of decoding on one core.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    lossless: bool
+    fixed_rate: bool
+    max_bytes: CountBytes
+    expected_bytes: CountBytes
+    error: float = 0.0
+    group: int = 0
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.lossless and self.error:
+            raise ValueError(f"codec {self.name} is lossless and has an error of {self.error}")
+        if not self.dtypes or not set(self.dtypes) <= ITEMSIZE.keys():
+            raise ValueError(f"codec {self.name} needs dtypes of {', '.join(ITEMSIZE)}, not {self.dtypes}")
+
+    def expected_ratio(self, dtype: str, numel: int = 2**20) -> float:
+        """Encoded bytes by raw bytes, for ``numel`` elements of ``dtype``."""
+        return self.expected_bytes(numel, dtype) / (numel * ITEMSIZE[dtype])
+
+
+def raw_bytes(numel: int, dtype: str) -> int:
+    """Bytes as they lie in memory."""
+    return numel * ITEMSIZE[dtype]
+
+
+RAW = CodecSpec(
+    name="raw",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=True,
+    fixed_rate=True,
+    max_bytes=raw_bytes,
+    expected_bytes=raw_bytes,
+    encode_bytes_per_s=8e9,
+    decode_bytes_per_s=8e9,
+)
+
+SPECS: dict[str, CodecSpec] = {spec.name: spec for spec in (RAW,)}
+
+
+def codec_spec(name: str) -> CodecSpec:
+    """Return the codec called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in SPECS:
+        raise ValueError(f"unknown codec {name!r}; there is {', '.join(SPECS)}")
+    return SPECS[name]
