@@ -1,11 +1,17 @@
 """Codecs by name."""
 
 from collections.abc import Callable
+from functools import partial
 
 from outsize.codecs.codec import Codec, RawCodec
 from outsize.codecs.spec import CodecSpec, codec_spec
+from outsize.codecs.window import WindowCodec
 
-_MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {"raw": RawCodec}
+_MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
+    "raw": RawCodec,
+    "lossless4": partial(WindowCodec, code_bits=4),
+    "lossless3": partial(WindowCodec, code_bits=3),
+}
 
 
 def open_codec(name: str) -> Codec:
