@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from outsize.codecs.codec import Codec, RawCodec
+from outsize.codecs.delta import DeltaCodec
+from outsize.codecs.planes import PlanesCodec
 from outsize.codecs.spec import CodecSpec, codec_spec
 from outsize.codecs.window import WindowCodec
 
@@ -11,6 +13,8 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
     "raw": RawCodec,
     "lossless4": partial(WindowCodec, code_bits=4),
     "lossless3": partial(WindowCodec, code_bits=3),
+    "entropy": PlanesCodec,
+    "delta": DeltaCodec,
 }
 
 
