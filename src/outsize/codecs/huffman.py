@@ -1,8 +1,8 @@
 """Huffman coding of bytes, by the entropy stage of zstd alone.
 
 What weights have to give is an uneven distribution of exponents, not repetition. A zstd that looks for matches spends
-two thirds of its time to find false ones, which make the result longer: on the exponents of normal bf16 weights, level 1
-comes to 0.680 of the words' bytes at 0.6 GB/s, this to 0.663 at 1.6, and the bound is 0.659.
+two thirds of its time to find false ones, which make the result longer: on the exponents of normal bf16 weights,
+level 1 comes to 0.680 of the words' bytes at 0.6 GB/s, this to 0.663 at 1.6, and the bound is 0.659.
 """
 
 from collections.abc import Sequence

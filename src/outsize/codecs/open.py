@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from outsize.codecs.blockwise import BlockwiseCodec
 from outsize.codecs.codec import Codec, RawCodec
 from outsize.codecs.delta import DeltaCodec
 from outsize.codecs.planes import PlanesCodec
@@ -15,6 +16,12 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
     "lossless3": partial(WindowCodec, code_bits=3),
     "entropy": PlanesCodec,
     "delta": DeltaCodec,
+    "int8": partial(BlockwiseCodec, bits=8),
+    "int8-asymmetric": partial(BlockwiseCodec, bits=8, symmetric=False),
+    "int8-stochastic": partial(BlockwiseCodec, bits=8, stochastic=True),
+    "int4": partial(BlockwiseCodec, bits=4),
+    "int4-asymmetric": partial(BlockwiseCodec, bits=4, symmetric=False),
+    "int4-stochastic": partial(BlockwiseCodec, bits=4, stochastic=True),
 }
 
 

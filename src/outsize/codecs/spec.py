@@ -25,8 +25,8 @@ class CodecSpec:
         fixed_rate: whether the count of elements alone decides the bytes.
         max_bytes: the most that an encoding takes, to set aside beforehand; exact where the rate is fixed.
         expected_bytes: what weights of a network take; the same where the rate is fixed.
-        error: most that a finite element is off, as a fraction of its group's spread: of the largest magnitude for
-            symmetric codecs, of largest minus smallest for asymmetric ones. 0 where lossless.
+        error: most that an element of a finite group is off, before rounding to the dtype, as a fraction of the largest
+            magnitude in the group; 0 where lossless.
         group: elements that share a scale; 0 where there are no scales.
         encode_bytes_per_s: assumed rate of encoding on one core.
         decode_bytes_per_s: assumed rate of decoding on one core.
@@ -139,7 +139,51 @@ DELTA = CodecSpec(
     decode_bytes_per_s=0.4e9,
 )
 
-SPECS: dict[str, CodecSpec] = {spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, ENTROPY, DELTA)}
+# Groups are chosen by bench/bench_codec.py: where half as many elements to a scale no longer gain what they cost.
+INT8_GROUP, INT4_GROUP = 128, 64
+# A scale or a zero point in bf16 is off by one in 2^7 at most, and fp32 arithmetic by far less.
+_BF16_SLACK = 1 + 2**-7 + 2**-16
+
+
+def _blockwise_bytes(group: int, bits: int, scale_bytes: int) -> CountBytes:
+    """Whole groups of integers, each with ``scale_bytes`` of scale and zero point."""
+
+    def count(numel: int, dtype: str) -> int:
+        return -(-numel // group) * (group * bits // 8 + scale_bytes)
+
+    return count
+
+
+def _blockwise(name: str, group: int, bits: int, steps: int, scale_bytes: int = 2) -> CodecSpec:
+    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most."""
+    count = _blockwise_bytes(group, bits, scale_bytes)
+    return CodecSpec(
+        name=name,
+        dtypes=("fp32", "bf16", "fp16"),
+        lossless=False,
+        fixed_rate=True,
+        max_bytes=count,
+        expected_bytes=count,
+        error=_BF16_SLACK / steps,
+        group=group,
+        encode_bytes_per_s=2.5e9,
+        decode_bytes_per_s=4e9,
+    )
+
+
+# To the nearest is off by half a step, by chance by a whole one. An asymmetric grid has its steps over the range, which
+# may be twice the largest magnitude, and its zero point widens the range by one in 2^8 of it.
+INT8 = _blockwise("int8", INT8_GROUP, 8, steps=2 * 127)
+INT8_ASYMMETRIC = _blockwise("int8-asymmetric", INT8_GROUP, 8, steps=253, scale_bytes=4)
+INT8_STOCHASTIC = _blockwise("int8-stochastic", INT8_GROUP, 8, steps=127)
+INT4 = _blockwise("int4", INT4_GROUP, 4, steps=2 * 7)
+INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, steps=14, scale_bytes=4)
+INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, steps=7)
+BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC)
+
+SPECS: dict[str, CodecSpec] = {
+    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, ENTROPY, DELTA, *BLOCKWISE)
+}
 
 
 def codec_spec(name: str) -> CodecSpec:
