@@ -40,6 +40,7 @@ format: $(STAMP) ## rewrite the files in the style that `make lint` asks for
 
 docs: $(STAMP) ## write the generated pages again
 	$(BIN)/python scripts/configuration_page.py
+	$(BIN)/python scripts/heartbeat_schema.py
 
 demo: $(STAMP) ## train a 40M-parameter model in a fifth of its memory, and prove it exact
 	$(BIN)/python examples/demo.py
