@@ -4,7 +4,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outsize.config import Config, dump_config
@@ -19,7 +19,7 @@ from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
+from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
@@ -87,10 +87,11 @@ def train(
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.split.spec.dtype)
+            prepared = _with_tokenizer(prepared, config)
+            checkpoint.check_same_run(resumed, config, prepared)
         record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
         if resumed is not None:
-            done = position_of(resumed)
+            done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
@@ -255,6 +256,16 @@ def _saver(
         announce=announce,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
+
+
+def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+        return prepared
+    return replace(prepared, directory=Path(config.model.path))
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:
