@@ -176,6 +176,16 @@ def sgd(entry: dict[str, Any]) -> None:
     del entry["exp_avg_sq"]
 
 
+def flip(directory: Path) -> None:
+    """One bit of a moment."""
+    path = directory / "optimizer.pt"
+    data = bytearray(path.read_bytes())
+    moment = next(iter(torch.load(path, weights_only=True)["state"].values()))["exp_avg"]
+    at = data.index(moment.numpy().tobytes())
+    data[at + 7] ^= 16
+    path.write_bytes(data)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no optimizer": (lambda d: (d / "optimizer.pt").unlink(), r"optimizer\.pt is missing, .*model\.path="),
     "no scheduler": (lambda d: (d / "scheduler.pt").unlink(), r"scheduler\.pt is missing"),
@@ -185,6 +195,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "it is damaged or not torch's",
     ),
     "truncated": (lambda d: os.truncate(d / "optimizer.pt", 3000), "it is damaged or not torch's"),
+    "flipped": (flip, r"optimizer\.pt is damaged: .* is not as it was written"),
     "no state": (changed_state(lambda s: {"x": 1}), "does not hold the state of an optimizer"),
     "SGD": (changed_state(lambda s: each(s, sgd)), "is not AdamW's: it keeps step, momentum_buffer for"),
     "Adam": (

@@ -96,12 +96,13 @@ def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
 
 
 def check_files(directory: Path) -> None:
-    """Read every file of a checkpoint and hold it against its checksum; a ``Trainer``'s has none.
+    """Read every file of a checkpoint and hold it against its checksum; of a ``Trainer``'s those that have one.
 
     Raises:
         CheckpointError: one is missing or not as it was written; names the file and the unit.
     """
     if trainer_checkpoint.is_trainers(directory):
+        trainer_checkpoint.check_files(directory)
         return
     for name, known in read_state(directory)["files"].items():
         path, size = directory / name, known["num_bytes"]

@@ -15,6 +15,8 @@ step.
 import json
 import pickle
 import re
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,32 @@ def position_of(directory: Path) -> Position:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     return Position(step, tokens, 0, loss)
+
+
+def check_files(directory: Path) -> None:
+    """Read the files of torch and hold them against the checksums that such an archive has of its members.
+
+    Raises:
+        CheckpointError: one is not as it was written.
+    """
+    for name in (OPTIMIZER, SCHEDULER):
+        path = directory / name
+        try:
+            with files.open_binary(path, "r") as file, zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
+        except (
+            OSError,
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; it is damaged") from error
+        if damaged is not None:
+            raise CheckpointError(
+                f"{path} is damaged: {damaged} is not as it was written; take another checkpoint"
+            )
 
 
 class OptimizerState:
