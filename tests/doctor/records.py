@@ -199,6 +199,7 @@ def step(number, **changes):
         "bytes_written": 0,
         "update_s": 0.8,
         "data_s": 0.0,
+        "mfu": 0.35,
         "rss_bytes": 6 * GIB,
         "device_bytes": {"cuda:0": 2 * GIB},
         "busy_s": busy_s | changes.pop("busy_s", {}),
@@ -207,7 +208,7 @@ def step(number, **changes):
     }
 
 
-def run(directory, steps=None, *, plan=None, config=None, count=12, **changes):
+def run(directory, steps=None, *, plan=None, config=None, about=None, count=12, **changes):
     """Write and read a run; ``changes`` are those of every step."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = steps or [step(number, **changes) for number in range(1, count + 1)]
@@ -225,4 +226,5 @@ def run(directory, steps=None, *, plan=None, config=None, count=12, **changes):
         "memory": {"device": "cuda"},
     } | (config or {})
     (directory / "config.yaml").write_text(json.dumps(settings))
+    (directory / "run.json").write_text(json.dumps({"tokens_per_microbatch": 2048} | (about or {})))
     return read_run(directory)

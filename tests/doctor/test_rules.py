@@ -189,6 +189,21 @@ SHOWN = {
         "busy: compute:w0 1.4 s, compute:w1 1.9 s",
         lambda d: run(d, stall_s={"compute:w1": 0.6}, busy_s={"compute:w1": 1.9}),
     ),
+    "checkpoint-bound": (
+        "warning",
+        "40% of a step of 2.0 s compute waits for a checkpoint",
+        lambda d: run(d, waits_s={"compute:w0": {"checkpoint": {"store": 0.8}, "python": {"none": 0.02}}}),
+    ),
+    "microbatch-tiny": (
+        "warning",
+        "4 tokens per microbatch; compute reaches 2.0% of the device's peak",
+        lambda d: run(d, about={"tokens_per_microbatch": 4}, mfu=0.02, stall_s={}),
+    ),
+    "compute-slow": (
+        "warning",
+        "compute reaches 2.0% of the device's peak while it works, 99% of a step, with 2048 tokens",
+        lambda d: run(d, mfu=0.02, stall_s={}),
+    ),
     "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
     "attention-eager": (
         "warning",

@@ -6,7 +6,7 @@ order of rows decides nothing: findings are ranked by gain.
 
 from typing import Final
 
-from outsize.doctor import host_rules, link_rules, nccl, peer_rules, run_rules
+from outsize.doctor import compute_rules, host_rules, link_rules, nccl, peer_rules, run_rules
 from outsize.doctor.finding import Rule
 from outsize.doctor.wait_rules import waits_for
 
@@ -345,6 +345,34 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         fix="train.microbatches larger, with train.tokens_per_step; fewer workers where units are few",
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
+    ),
+    Rule(
+        id="checkpoint-bound",
+        part="run",
+        look=compute_rules.checkpoint_bound,
+        causes=("a slow disk or network below train.run_dir", "checkpoints that are due too often"),
+        fix="train.save_every or train.save_minutes larger; train.run_dir on a faster disk",
+        verify="waits_s in heartbeat.jsonl: checkpoint",
+    ),
+    Rule(
+        id="microbatch-tiny",
+        part="run",
+        look=compute_rules.tiny_microbatch,
+        causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
+        fix="fewer microbatches (train.microbatches down), or more tokens per step with as many",
+        verify="mfu in heartbeat.jsonl",
+    ),
+    Rule(
+        id="compute-slow",
+        part="run",
+        look=compute_rules.slow_compute,
+        causes=(
+            "Python in the model's forward, which computes nothing",
+            "a very small model, whose kernels are short",
+            "kernels that were not made for this device; other work on the same processors",
+        ),
+        fix="outsize train --profile 3 shows which calls take the time",
+        verify="mfu in heartbeat.jsonl",
     ),
     Rule(
         id="compute-bound",

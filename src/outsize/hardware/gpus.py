@@ -149,7 +149,7 @@ def _gpu(nvml: Any, index: int, count: int, root: Path) -> GpuFacts:
         pci_path=ask("nvmlDeviceGetPciInfo", lambda info: _pci_path(root, _text(info.busId))),
         sm_clock_hz=ask("nvmlDeviceGetClockInfo", _hertz, _SM_CLOCK),
         sm_clock_max_hz=ask("nvmlDeviceGetMaxClockInfo", _hertz, _SM_CLOCK),
-        clock_limits=ask("nvmlDeviceGetCurrentClocksThrottleReasons", _limits),
+        clock_limits=ask("nvmlDeviceGetCurrentClocksThrottleReasons", clock_limits),
         peers={
             str(other): ask("nvmlDeviceGetP2PStatus", _peer, handle_of, _P2P_READ)
             for other, handle_of in others.items()
@@ -193,7 +193,8 @@ def _hertz(mhz: int) -> int:
     return mhz * 10**6
 
 
-def _limits(bits: int) -> str:
+def clock_limits(bits: int) -> str:
+    """Return what NVML's reasons for a lower clock say, in words; empty for none but idleness."""
     return ", ".join(name for bit, name in _CLOCK_LIMITS.items() if bits & bit)
 
 
