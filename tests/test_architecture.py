@@ -30,7 +30,7 @@ ARROWS = {
     "probe": GROUND | {"hardware", "model.spec", "optim", "storage"},
     "doctor": GROUND | {"hardware"},
     "telemetry": GROUND | {"hardware"},
-    "report": GROUND | {"planner"},
+    "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
     | {
