@@ -54,7 +54,7 @@ class CheckpointWriter:
         self._directory = directory
         self._model = model
         self._buffers = _saved_buffers(model)
-        with_weights = [unit.index for unit in units if unit.tensors]
+        with_weights = [unit.index for unit in units if unit.all_tensors]
         self._numbers = {index: number for number, index in enumerate(with_weights, 1)}
         self._num_shards = len(with_weights) + bool(self._buffers)
         self._dtypes: Counter[torch.dtype] = Counter()
@@ -168,11 +168,11 @@ def _whole_plane(unit: UnitSpec, dtype: torch.dtype, chunks: Iterable[Chunk], ra
 
 def _checked(unit: UnitSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of ``unit`` by name; what ``read`` gave has to be complete and in shape."""
-    for spec in unit.tensors:
+    for spec in unit.all_tensors:
         if spec.name not in tensors or tuple(tensors[spec.name].shape) != spec.shape:
             got = tuple(tensors[spec.name].shape) if spec.name in tensors else "nothing"
             raise ValueError(f"unit {unit.name}: {spec.name} has shape {spec.shape}, read returned {got}")
-    return {spec.name: tensors[spec.name].detach() for spec in unit.tensors}
+    return {spec.name: tensors[spec.name].detach() for spec in unit.all_tensors}
 
 
 def _in_original_layout(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
