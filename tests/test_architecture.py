@@ -30,7 +30,7 @@ ARROWS = {
     "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "train.data"},
     "doctor": GROUND | {"hardware"},
     "telemetry": GROUND | {"hardware"},
-    "report": GROUND | {"planner"},
+    "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
     | {
