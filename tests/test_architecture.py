@@ -32,7 +32,7 @@ ARROWS = {
     "report": GROUND | {"planner"},
     "train": GROUND
     | FILES
-    | {"codecs", "config", "hardware", "model", "optim", "planner", "report", "runtime", "storage"},
+    | {"codecs", "config", "hardware", "model", "optim", "planner", "probe", "report", "runtime", "storage"},
     "wrapped": GROUND
     | {"codecs", "config", "hardware", "model", "optim", "planner", "runtime", "storage", "train"},
     "cli": GROUND | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train"},

@@ -61,10 +61,12 @@ class Measured:
     draws_random: bool = True
 
 
-class _Discard:
+class Discard:
     """A gradient sink that keeps nothing."""
 
     def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """See `GradientSink.hook`."""
+
         def discard(parameter: Tensor) -> None:
             parameter.grad = None
 
@@ -111,7 +113,7 @@ def _calibrate(
     lengths = _lengths(seq_len, num_sequences)
     plane = torch.empty(max(unit.numel for unit in split.spec.units), dtype=TORCH_DTYPE[split.spec.dtype])
     plane.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
-    binder = Binder(split, _Discard())
+    binder = Binder(split, Discard())
     try:
         for unit in split.spec.units:
             binder.bind(unit, plane[: unit.numel])
@@ -225,7 +227,7 @@ class _Pass:
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
         shapes = tuple(tensor.shape for tensor in spec.tensors)
-        key = (type(self._split.modules[unit]), shapes, _signature(call))
+        key = (type(self._split.modules[unit]), shapes, signature(call))
         if key in self._known:
             forward, backward, outputs = self._known[key]
         else:
@@ -339,7 +341,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _signature(call: UnitCall) -> Any:
+def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     forms = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.planner.plan import Plan
+from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
 from outsize.train import checkpoint
@@ -19,6 +20,7 @@ from outsize.train.checkpoint_state import check_same_run, describe, position_of
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
+from outsize.train.forecast import Forecast, forecast
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
@@ -41,13 +43,24 @@ TIMELINE_STEP = 2
 
 
 def plan(config: Config) -> Plan:
-    """Return the plan of a run without starting it: nothing is written, no data is read.
+    """Return the plan of a run without starting it: nothing stays on disk, no data is read.
 
     Raises:
         OutsizeError: what would keep the run from starting.
     """
+    return foresee(config, predict=False)[0]
+
+
+def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | None]:
+    """Return the plan of a run, and what its steps are predicted to take, without starting it.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        return prepare(config, choose_run_dir(config), lambda _: None).plan
+        prepared = prepare(config, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None) if predict else None
 
 
 def train(
@@ -91,6 +104,7 @@ def train(
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+        expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -120,6 +134,7 @@ def train(
             progress,
             announce,
             trainer.position,
+            expected,
         )
         return run.go(dataset, interrupt)
 
@@ -138,6 +153,7 @@ class _Run:
     progress: Progress | None
     announce: Announce
     position: Position
+    forecast: Forecast | None = None
     tokens: int = 0
     seconds: float = 0.0
     stalled_s: float = 0.0
@@ -181,6 +197,7 @@ class _Run:
             stall_owner=owner,
             export_dir=str(latest(self.run_dir)),
             failed_saves=self.saver.num_failed,
+            **_told(self.forecast),
         )
 
     def _note(self, outcome: StepOutcome) -> None:
@@ -206,6 +223,7 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+        self._foresee(outcome.seconds, timeline)
         times = lane_times(timeline)
         stalls = times.stall_s
         for lane, seconds in stalls.items():
@@ -242,6 +260,14 @@ class _Run:
             data_s=outcome.data_s,
         )
 
+    def _foresee(self, seconds: float, timeline: Timeline) -> None:
+        """Once the first steps are known, say how far they are from what was predicted, and go by them."""
+        if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
+            assert self.forecast.comparison is not None
+            for line in self.forecast.comparison.lines():
+                self.announce(line)
+            self.forecast.write(self.run_dir)
+
     def _account_end(self) -> None:
         """Count what the optimizer of the last step moved after that step was reported."""
         disk = self.trainer.disk_bytes()
@@ -268,6 +294,15 @@ def peak_rss_bytes() -> int:
 def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
     with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
+
+
+def _told(forecast: Forecast | None) -> dict[str, float]:
+    """What a result says of predictions."""
+    if forecast is None:
+        return {}
+    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    found = forecast.comparison
+    return told if found is None else {**told, "measured_step_s": found.measured_s}
 
 
 def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
