@@ -40,6 +40,7 @@ ARROWS = {
         "model",
         "optim",
         "planner",
+        "probe",
         "report",
         "runtime",
         "storage",
