@@ -124,7 +124,7 @@ class StreamedTrainer:
         config = self._run_config = config or prepared.config
         machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
-        self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
+        self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
         self._home_file = home_file
         self._standing: list[Standing] = []  # one, as soon as there are steps
@@ -206,7 +206,7 @@ class StreamedTrainer:
                 self.loss_scale,
                 self.engine.optimizer.updates,
                 self._run_config,
-                self.spec.dtype,
+                self.prepared.dtype,
             )
         ]
         began = asked = time.perf_counter()
@@ -257,9 +257,7 @@ class StreamedTrainer:
             Arena() as arena,
             CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
         ):
-            piece = arena.take(
-                min(FILL_ELEMENTS, max(u.numel for u in self.spec.units)) * 4, "a part of a plane"
-            )
+            piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)
         return self._stand(record)
 
