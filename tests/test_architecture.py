@@ -29,10 +29,22 @@ ARROWS = {
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
     "probe": GROUND | {"hardware", "model.spec", "optim", "storage"},
     "doctor": GROUND | {"hardware"},
+    "telemetry": GROUND | {"hardware"},
     "report": GROUND | {"planner"},
     "train": GROUND
     | FILES
-    | {"codecs", "config", "hardware", "model", "optim", "planner", "report", "runtime", "storage"},
+    | {
+        "codecs",
+        "config",
+        "hardware",
+        "model",
+        "optim",
+        "planner",
+        "report",
+        "runtime",
+        "storage",
+        "telemetry",
+    },
     "wrapped": GROUND
     | {"codecs", "config", "hardware", "model", "optim", "planner", "runtime", "storage", "train"},
     "cli": GROUND | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train"},
@@ -44,6 +56,8 @@ TORCH_FREE = [
     "config",
     "hardware",
     "doctor",
+    "telemetry",
+    "report",
     "model/spec.py",
     "model/spec_from_config.py",
     "model/workload.py",

@@ -23,9 +23,10 @@ UnitKind = Literal["embedding", "block", "head", "rest"]
 ALIGN_ELEMENTS = 64
 # 2,048 elements are 4 KiB in bf16 and 8 KiB in fp32: every plane is a whole number of disk sectors.
 PLANE_ELEMENTS = 2048
-# 65,536 elements are 256 KiB in fp32: the checksum of a disk home covers so many at most. On smaller pieces the calls
-# of the hash cost more than the hashing, and larger ones would not divide the smallest tile of the optimizer.
-GRANULE_ELEMENTS = 65_536
+# 131,072 elements are 512 KiB in fp32: the checksum of a disk home covers so many at most. They are hashed while they
+# are in the cache of the core that moved them. Smaller ones cost more calls, each with its turn at the interpreter's
+# lock; of larger ones a checkpoint's buffer of 1 MiB would not take a master and its weight.
+GRANULE_ELEMENTS = 131_072
 # Direct I/O moves whole sectors.
 SECTOR_BYTES = 4096
 

@@ -252,11 +252,14 @@ class Engine:
         self._crew.close()
         self._last = None
 
-    def link_bytes(self) -> tuple[int, int]:
-        """Bytes that went up to workers and down from them so far."""
-        ups = [w.weights.bytes_up + w.activations.bytes_up + w.gradients.bytes_up for w in self._crew.workers]
-        downs = [w.gradients.bytes_down + w.activations.bytes_down for w in self._crew.workers]
-        return sum(ups), sum(downs)
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that went up to workers and down from them so far, by lane."""
+        moved: dict[str, int] = {}
+        for index, worker in enumerate(self._crew.workers):
+            weights, activations, gradients = worker.weights, worker.activations, worker.gradients
+            moved[f"up:w{index}"] = weights.bytes_up + activations.bytes_up + gradients.bytes_up
+            moved[f"down:w{index}"] = gradients.bytes_down + activations.bytes_down
+        return moved
 
     @property
     def weights(self) -> WeightOps:
