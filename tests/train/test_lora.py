@@ -43,6 +43,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "head trains whole": {"lora": {"modules_to_save": ["lm_head"]}, "train": {"loss": "model"}},
     "emulated, offloaded": {"memory": {"device": "emulated:1", "home": "disk", "offload": True}},
     "two workers": {"model": {"dtype": "bf16"}, "memory": {"device": "emulated:2"}},
+    "4 bits": {"model": {"dtype": "bf16"}, "lora": {"base_codec": "nf4"}},
+    "4 bits on disk": {
+        "model": {"dtype": "bf16"},
+        "lora": {"base_codec": "nf4-double", "table_codec": "int8", "lora_dropout": 0.1},
+        "memory": {"home": "disk"},
+    },
+    "4 bits through host buffers": {
+        "lora": {"base_codec": "nf4", "table_codec": "nf4"},
+        "memory": {"device": "emulated:1", "home": "disk"},
+    },
+    "4 bits, two workers": {"lora": {"base_codec": "nf4-double"}, "memory": {"device": "emulated:2"}},
     "last layer": {"lora": {"layers_to_transform": [2]}},
 }
 

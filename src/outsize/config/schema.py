@@ -208,9 +208,9 @@ class TrainConfig(Section):
 
 
 class LoraConfig(Section):
-    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig.
+    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
 
-    Adapters are fp32; the frozen model is held and computes in model.dtype.
+    Adapters are fp32; the frozen model computes in model.dtype, in which it is held where a codec does not say otherwise.
     """
 
     r: int = Field(default=8, ge=1, description="Rank of the adapters.")
@@ -255,6 +255,14 @@ class LoraConfig(Section):
     )
     fan_in_fan_out: bool = Field(
         default=False, description="Whether weights are stored (in, out), as in GPT-2; PEFT sets it there."
+    )
+    base_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw",
+        description="How the frozen matrices of layers are held and streamed; they are decoded on the device. nf4 is "
+        "4.5 bits per weight (QLoRA), nf4-double 4.13, int8 8.1; the error is printed and kept in quantisation.json.",
+    )
+    table_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw", description="The same for the embedding table and the head."
     )
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import CheckpointError, ConfigError
-from outsize.model.apart import Apart, frozen_part
+from outsize.model.apart import Apart, frozen_part, matrices_and_tables
 from outsize.model.checkpoint import WeightSource
 from outsize.model.checkpoint_format import read_elements, read_header
+from outsize.model.spec import PartKind
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT calls an adapter that nobody named, and what it puts into the names of the modules that it wraps.
@@ -41,10 +42,24 @@ class Adapters:
     names: Mapping[str, str]
     initial: Mapping[str, Tensor]
 
-    def apart(self, base_dtype: str) -> Apart:
-        """Return in which frozen part of its unit a parameter lies: all but what trains."""
-        part = frozen_part(base_dtype)
-        return lambda name: None if name in self.names else part
+    def apart(self, model: nn.Module, dtype: str, base_codec: str = "raw", table_codec: str = "raw") -> Apart:
+        """Return in which frozen part of its unit a parameter lies: all but what trains.
+
+        Args:
+            model: with the adapters.
+            dtype: of its own weights.
+            base_codec: how matrices of its blocks are written.
+            table_codec: how its embedding and head are.
+        """
+        matrices, tables = matrices_and_tables(model)
+        plain, base, table = (frozen_part(dtype, codec) for codec in ("raw", base_codec, table_codec))
+
+        def part(name: str) -> PartKind | None:
+            if name in self.names:
+                return None
+            return base if name in matrices else table if name in tables else plain
+
+        return part
 
 
 def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:

@@ -12,14 +12,17 @@ from outsize.optim.spec import MASTER, WEIGHTS
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.train.frozen import fill_encoded
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 
 
 def fill(
     home: Home, spec: ModelSpec, source: WeightSource, progress: Callable[[int, int], None] | None = None
-) -> None:
+) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
+
+    Frozen parts that a codec writes are encoded one at a time, in the memory of such a part.
 
     Args:
         home: of the model.
@@ -27,15 +30,20 @@ def fill(
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
 
+    Returns:
+        The error of each tensor that a codec has written, by name: root mean square by that of its weights.
+
     Raises:
         CheckpointError: a tensor cannot be read.
         StorageError: the home cannot be written.
     """
     planes = [plane for unit in spec.units for plane in _planes(unit, spec.dtype)]
-    total = sum(plane.numel for plane in planes)
+    encoded = [(unit, part) for unit in spec.units for part in unit.frozen if part.codec is not None]
+    total = sum(plane.numel for plane in planes) + sum(part.numel for _, part in encoded)
     done = 0
+    errors: dict[str, float] = {}
     with Arena() as arena:
-        size = min(FILL_ELEMENTS, max(plane.numel for plane in planes))
+        size = min(FILL_ELEMENTS, max((plane.numel for plane in planes), default=0))
         values = arena.take(size * 4, "fill").view(torch.float32)
         rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
         for plane in planes:
@@ -45,6 +53,13 @@ def fill(
                 done += stop - start
                 if progress is not None:
                     progress(done, total)
+    for unit, part in encoded:
+        with Arena() as arena:
+            errors |= fill_encoded(home, unit, part, source, arena)
+        done += part.numel
+        if progress is not None:
+            progress(done, total)
+    return errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,8 @@ class _Plane:
 def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
     yield _Plane(unit.index, WEIGHTS, dtype, unit.tensors, unit.numel, unit.trainable)
     for part in unit.frozen:
-        yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
+        if part.codec is None:
+            yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
 
 
 def _fill_range(

@@ -27,6 +27,7 @@ from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.data.batch import IGNORED, Batch
@@ -147,7 +148,8 @@ def prepare(
 
 def _lora(config: Config, model: nn.Module) -> Any:
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return peft_config(config.lora.model_dump(), config.model.path, causal)
+    settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
+    return peft_config(settings, config.model.path, causal)
 
 
 def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
@@ -177,7 +179,9 @@ def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters
     """
     decaying = decay_parameter_names(model)
     if adapters is not None:
-        return split(model, "fp32", decays=decaying.__contains__, apart=adapters.apart(dtype))
+        lora = config.lora
+        apart = adapters.apart(model, dtype, lora.base_codec, lora.table_codec)
+        return split(model, "fp32", decays=decaying.__contains__, apart=apart)
     parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
     if not parts.spec.num_trainable:
         raise ModelError("model.freeze leaves no parameter to train")
@@ -229,7 +233,7 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine),
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
     options = PlanOptions(
         home=machine.home,

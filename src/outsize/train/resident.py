@@ -23,6 +23,7 @@ from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
 from outsize.runtime.workers import device_names
 from outsize.train.data.batch import Batch
+from outsize.train.frozen import Decoded
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.stream import schedule_of
@@ -184,12 +185,13 @@ def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
     device = torch.device(name if name.startswith("cuda") else "cpu")
     spec = split.spec
     dtypes = {t.name: part.dtype for unit in spec.units for part in unit.frozen for t in part.tensors}
+    weights_of = Decoded(prepared.source, spec)
     masters: dict[str, Tensor] = {}
     former = {(id(m), a): (m, m._parameters[a]) for places in split.owners.values() for m, a in places}
     try:
         for tensor in (tensor for unit in spec.units for tensor in unit.all_tensors):
             master = torch.empty(tensor.shape, dtype=torch.float32)
-            prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
+            weights_of.read(tensor.name, 0, tensor.numel, master.view(-1))
             weights = master.to(device, TORCH_DTYPE[dtypes.get(tensor.name, spec.dtype)])
             parameters = [nn.Parameter(weights) for _ in split.owners[tensor.name]]
             for (module, attribute), parameter in zip(split.owners[tensor.name], parameters, strict=True):
