@@ -35,7 +35,7 @@ from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
-from outsize.train.standing import Position
+from outsize.train.standing import Position, check_same_method
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
@@ -97,11 +97,13 @@ def train(
         resumed = checkpoint.find(config.train.resume, run_dir)
         # Last on the way out, when no lane can write any more.
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-        started = config if resumed is None else _from_checkpoint(config, resumed)
-        prepared = prepare(started, run_dir, announce)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.split.spec.dtype)
-        record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
+            check_same_method(read_state(resumed), resumed, config)
+        started = config if resumed is None else _from_checkpoint(config, resumed)
+        prepared = prepare(started, run_dir, announce, adapters_from=resumed)
+        if resumed is not None:
+            check_same_run(resumed, config, prepared.dtype)
+        record = newest_home(config, run_dir, prepared, resumed, announce)
         if resumed is not None:
             done = position_of(resumed)
             if done.step >= config.train.steps:
@@ -280,7 +282,7 @@ def _saver(
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype = trainer.loss_scale, trainer.spec.dtype
+    scale, dtype = trainer.loss_scale, trainer.prepared.dtype
     return Saver(
         trainer,
         run_dir,
@@ -293,6 +295,8 @@ def _saver(
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:
-    """The same run, with its weights read from one of its checkpoints."""
+    """The same run, with its weights read from one of its checkpoints; one of adapters holds no others."""
+    if config.train.method == "lora":
+        return config
     model = config.model.model_copy(update={"path": str(directory)})
     return config.model_copy(update={"model": model})
