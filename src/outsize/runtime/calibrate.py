@@ -36,6 +36,8 @@ class Measured:
         boundary_bytes: per unit, what it receives and what must be kept for its backward.
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
+        saved_bytes: per unit, what its forward leaves alive for its backward besides its input and its output; 0 for
+            the last.
         output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
@@ -51,6 +53,7 @@ class Measured:
     boundary_bytes: tuple[int, ...]
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
     output_bytes: int
     held_bytes: int
     inputs_shared: bool
@@ -138,6 +141,7 @@ class _Row:
     boundary: list[int]
     forward: list[Trace]
     backward: list[Trace]
+    saved: list[int]
     held: int
     shared: bool
     plain: bool
@@ -165,8 +169,8 @@ class _Pass:
         self._forwards = forwards
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
-        self._known: dict[Any, tuple[Trace, Trace, Any]] = {}
-        self._row = _Row([], [], [], 0, False, False)
+        self._known: dict[Any, tuple[Trace, Trace, int, Any]] = {}
+        self._row = _Row([], [], [], [], 0, False, False)
         self._uses = GlueUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> _Row:
@@ -224,10 +228,10 @@ class _Pass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
-        shapes = tuple(tensor.shape for tensor in spec.tensors)
+        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.tensors)
         key = (type(self._split.modules[unit]), shapes, _signature(call))
         if key in self._known:
-            forward, backward, outputs = self._known[key]
+            forward, backward, saved, outputs = self._known[key]
         else:
             before = live.restart()
             state = torch.get_rng_state()
@@ -237,32 +241,41 @@ class _Pass:
             self._note_random(state)
             torch.set_rng_state(state)
             before = live.restart()
-            same = self._backward(unit, call, outputs)
+            same, saved = self._backward(unit, call, live, outputs)
             backward = live.since(before)
             self._row.graph_matters |= not same
             outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
-            self._known[key] = forward, backward, outputs
+            self._known[key] = forward, backward, saved, outputs
         self._row.forward.append(forward)
         self._row.backward.append(backward)
+        self._row.saved.append(saved)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
-    def _backward(self, unit: int, call: UnitCall, expected: Any = None) -> bool:
-        """Run the unit with a graph and backward; returns whether it gave what was expected, bit for bit."""
+    def _backward(self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None) -> tuple[bool, int]:
+        """Run the unit with a graph and backward.
+
+        Returns:
+            Whether it gave what was expected, bit for bit; and the bytes that it saved for its backward.
+        """
+        before = live.now
         args, kwargs = pytree.tree_map_only(
             Tensor,
             lambda t: t.detach().requires_grad_() if t.requires_grad else t,
             (call.args, call.kwargs),
         )
-        leaves = [
-            t for t in pytree.tree_leaves(self._forwards[unit](*args, **kwargs)) if is_differentiable(t)
-        ]
+        outputs = self._forwards[unit](*args, **kwargs)
+        given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+        made = {_place(t): t.untyped_storage().nbytes() for t in _tensors(outputs) if _place(t) not in given}
+        saved = max(live.now - before - sum(made.values()), 0)
+        leaves = [leaf for leaf in _tensors(outputs) if is_differentiable(leaf)]
+        del outputs
         others = [t for t in pytree.tree_leaves(expected) if is_differentiable(t)]
         same = all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        return same
+        return same, saved
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -290,7 +303,7 @@ class _Pass:
         live.restart()
         loss = 0
         if isinstance(ending, Finished):
-            self._backward(unit, call)
+            self._backward(unit, call, live)
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
             loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
@@ -339,6 +352,10 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
@@ -378,6 +395,7 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
+        saved_bytes=(*(at((row.saved[unit],) for row in rows) for unit in range(len(boundary) - 1)), 0),
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,

@@ -1,4 +1,4 @@
-"""F, FB and B: a unit runs on one microbatch, with its weights in a slot."""
+"""F, FK, FB and B: a unit runs on one microbatch, with its weights in a slot."""
 
 import hashlib
 import math
@@ -19,6 +19,7 @@ from outsize.runtime.binding import Binder
 from outsize.runtime.context import Microbatch, StepContext, slots_used
 from outsize.runtime.device import Device
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.keeping import Keeping
 from outsize.runtime.microbatch import MicrobatchRun
 from outsize.runtime.weights import WeightOps
 
@@ -98,6 +99,14 @@ class ComputeOps:
         if unit < self._first_backward or not context.keeps:
             run.drop(unit)
 
+    def forward_keep(self, op: Op, context: StepContext) -> None:
+        """FK: the same, and the unit's graph waits for its backward."""
+        unit, run = self._find(op, context)
+        planes = [(u, self._plane(u)) for u in (unit, len(self._forwards)) if u in self._bound]
+        keeping = Keeping(planes, self._plane, self._device.look)
+        with self._naming(op), self._device.computing():
+            run.forward_keep(unit, self._forwards[unit], keeping.hooks)
+
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """FB: the last unit, the loss, and the backward of both."""
         unit, run = self._find(op, context)
@@ -114,7 +123,7 @@ class ComputeOps:
             self._end(op.microbatch, context)
 
     def backward(self, op: Op, context: StepContext) -> None:
-        """B: recompute and backward; the passage ends with the lowest unit that runs one."""
+        """B: recompute unless kept, and backward; the passage ends with the lowest unit that runs one."""
         unit, run = self._find(op, context)
         assert op.microbatch is not None
         given = context.output_gradients.pop(op.microbatch, None) if unit == len(self._forwards) - 1 else None
@@ -163,6 +172,10 @@ class ComputeOps:
             if unit is not None and slot is not None and self._bound.get(unit) != slot:
                 self._binder.bind(self._split.spec.units[unit], self._weights.plane(unit, slot))
                 self._bound[unit] = slot
+
+    def _plane(self, unit: int) -> Tensor:
+        """The weights of a unit where they lie now."""
+        return self._weights.plane(unit, self._bound[unit])
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.

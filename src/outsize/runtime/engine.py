@@ -282,6 +282,7 @@ class Engine:
             (Kind.ACC, False): worker.gradients.accumulate,
             (Kind.SUM, False): worker.gradients.sum_on,
             (Kind.FORWARD, False): worker.compute.forward,
+            (Kind.FORWARD_KEEP, False): worker.compute.forward_keep,
             (Kind.FORWARD_BACKWARD, False): worker.compute.forward_backward,
             (Kind.BACKWARD, False): worker.compute.backward,
             (Kind.SAVE, False): worker.activations.save,

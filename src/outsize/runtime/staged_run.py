@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.boundary import box_of, hand_out
 from outsize.runtime.glue import Glue
-from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Visit
+from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Roots, Visit, roots_of
 
 Storage = torch.UntypedStorage
 
@@ -64,7 +64,7 @@ class StagedRun(MicrobatchRun):
         self.below: set[int] = set()
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
-        self._recomputed: dict[int, Any] = {}
+        self._recomputed: dict[int, Roots] = {}
         self._copies: dict[tuple[torch.device, int, _Form], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, _Form]]] = {}
 
@@ -79,7 +79,7 @@ class StagedRun(MicrobatchRun):
         visit.track_inputs()
         with torch.enable_grad():
             self._reseed(unit, False)
-            self._recomputed[unit] = visit.call(forward)
+            self._recomputed[unit] = roots_of(visit.call(forward))
 
     def backward(self, unit: int, forward: Forward) -> None:
         """See `MicrobatchRun.backward`; a unit that has been recomputed is not run again."""
@@ -180,12 +180,12 @@ class StagedRun(MicrobatchRun):
     def _end_walk(self) -> None:
         self._glue.run(self, self._walk.close)
 
-    def _descend(self, unit: int, outputs: Any) -> None:
+    def _descend(self, unit: int, roots: Roots) -> None:
         visit, device = self._visits[unit], self._glue.device()
         visit.box.values = [None if g is None else g.to(device) for g in visit.box.values]
         for position, source in visit.sources.items():
             _refill(source, visit.leaves[position])
-        super()._descend(unit, outputs)
+        super()._descend(unit, roots)
 
     def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
         """Put gradients where they belong, or through the code that lies between, on the worker where it ran."""
