@@ -8,7 +8,7 @@ Three short lengths are run, and `extrapolate` goes on from there.
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from outsize.runtime.glue_use import GlueUses, units_that_share
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
+from outsize.runtime.shortcut import Needed, Trial
 
 SHORT_LENGTHS = (64, 128, 256)
 
@@ -48,6 +49,7 @@ class Measured:
             whether a mask needs a gradient; then a forward must make one too, to be what a resident forward is.
         rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
         draws_random: whether units, or the code between them, draw random numbers.
+        needed: by unit, how far its recompute has to go; for those that may end early.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -62,6 +64,7 @@ class Measured:
     graph_matters: bool
     rest_users: frozenset[int] = frozenset()
     draws_random: bool = True
+    needed: Mapping[int, Needed] = field(default_factory=dict)
 
 
 class _Discard:
@@ -153,6 +156,12 @@ class _Row:
     graph_matters: bool = False
     rest_users: set[int] = field(default_factory=set)
     random: bool = False
+    needed: list[Needed | None] = field(default_factory=list)
+
+
+class _Kept(NamedTuple):
+    num_bytes: int
+    needed: Needed | None
 
 
 class _Pass:
@@ -169,7 +178,7 @@ class _Pass:
         self._forwards = forwards
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
-        self._known: dict[Any, tuple[Trace, Trace, int, Any]] = {}
+        self._known: dict[Any, tuple[Trace, Trace, _Kept, Any]] = {}
         self._row = _Row([], [], [], [], 0, False, False)
         self._uses = GlueUses(split)
 
@@ -231,7 +240,7 @@ class _Pass:
         shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.tensors)
         key = (type(self._split.modules[unit]), shapes, _signature(call))
         if key in self._known:
-            forward, backward, saved, outputs = self._known[key]
+            forward, backward, kept, outputs = self._known[key]
         else:
             before = live.restart()
             state = torch.get_rng_state()
@@ -241,22 +250,25 @@ class _Pass:
             self._note_random(state)
             torch.set_rng_state(state)
             before = live.restart()
-            same, saved = self._backward(unit, call, live, outputs)
+            same, kept = self._backward(unit, call, live, outputs)
             backward = live.since(before)
             self._row.graph_matters |= not same
             outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
-            self._known[key] = forward, backward, saved, outputs
+            self._known[key] = forward, backward, kept, outputs
         self._row.forward.append(forward)
         self._row.backward.append(backward)
-        self._row.saved.append(saved)
+        self._row.saved.append(kept.num_bytes)
+        self._row.needed.append(kept.needed)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
-    def _backward(self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None) -> tuple[bool, int]:
+    def _backward(
+        self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None
+    ) -> tuple[bool, _Kept]:
         """Run the unit with a graph and backward.
 
         Returns:
-            Whether it gave what was expected, bit for bit; and the bytes that it saved for its backward.
+            Whether it gave what was expected, bit for bit; and what it saved for its backward.
         """
         before = live.now
         args, kwargs = pytree.tree_map_only(
@@ -264,7 +276,11 @@ class _Pass:
             lambda t: t.detach().requires_grad_() if t.requires_grad else t,
             (call.args, call.kwargs),
         )
-        outputs = self._forwards[unit](*args, **kwargs)
+        trial = Trial([], [])
+        live.ops = trial.ops
+        with trial.hooks():
+            outputs = self._forwards[unit](*args, **kwargs)
+        live.ops = None
         given = {_place(tensor) for tensor in _tensors((args, kwargs))}
         made = {_place(t): t.untyped_storage().nbytes() for t in _tensors(outputs) if _place(t) not in given}
         saved = max(live.now - before - sum(made.values()), 0)
@@ -275,7 +291,7 @@ class _Pass:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        return same, saved
+        return same, _Kept(saved, trial.needed())
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -404,4 +420,15 @@ def _scale(
         graph_matters=any(row.graph_matters for row in rows),
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
         draws_random=any(row.random for row in rows),
+        needed=_same_needs(rows),
     )
+
+
+def _same_needs(rows: list[_Row]) -> dict[int, Needed]:
+    """What recomputes of units need, where that is the same at all lengths."""
+    found = [row.needed for row in rows]
+    return {
+        unit: first
+        for unit, (first, *others) in enumerate(zip(*found, strict=True))
+        if first is not None and all(other == first for other in others)
+    }

@@ -2,9 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.keeping import Keeping
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.shortcut import Needed, Shortcuts
 from outsize.runtime.weights import WeightOps
 
 
@@ -55,6 +57,7 @@ class ComputeOps:
         first_backward: the lowest unit that runs backward; below it nothing trains.
         weights: owner of the slots.
         graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
+        needed: how far recomputes have to go, see `runtime.shortcut`.
     """
 
     def __init__(
@@ -69,7 +72,9 @@ class ComputeOps:
         first_backward: int,
         weights: WeightOps,
         graph_in_forward: bool = False,
+        needed: Mapping[int, Needed] = MappingProxyType({}),
     ) -> None:
+        self._shortcuts = Shortcuts(needed, device.look) if needed else None
         self._graph_in_forward = graph_in_forward
         self._slots_used = tuple(slots_used(program) for program in programs)
         self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
@@ -200,7 +205,13 @@ class ComputeOps:
     ) -> MicrobatchRun:
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         run = MicrobatchRun(
-            self._split.model, inputs, tracked, reseed, graph=context.keeps, ambient=context.ambient
+            self._split.model,
+            inputs,
+            tracked,
+            reseed,
+            graph=context.keeps,
+            ambient=context.ambient,
+            shortcuts=self._shortcuts,
         )
         self._runs.add(run)
         return run

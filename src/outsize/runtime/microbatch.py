@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.shortcut import Shortcuts
 
 Forward = Callable[..., Any]
 Reseed = Callable[[int, bool], None]
@@ -74,6 +75,7 @@ class MicrobatchRun:
         reseed: called as ``reseed(unit, is_glue)`` before each piece of code that may draw random numbers.
         graph: whether the model's own code makes a graph for a backward.
         ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
+        shortcuts: runs units again where that may end early; None runs them in full.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class MicrobatchRun:
         reseed: Reseed,
         graph: bool = True,
         ambient: Ambient = nullcontext,
+        shortcuts: Shortcuts | None = None,
     ) -> None:
+        self._shortcuts = shortcuts
         self._graph = graph
         self._ambient = ambient
         self.inputs = inputs
@@ -198,11 +202,18 @@ class MicrobatchRun:
             return
         roots, visit.roots = visit.roots, None
         if roots is None:
-            visit.track_inputs()
-            with self._ambient(), torch.enable_grad():
-                self._reseed(unit, False)
-                roots = roots_of(visit.call(forward))
+            roots = self._recompute(unit, visit, forward)
         self._descend(unit, roots)
+
+    def _recompute(self, unit: int, visit: Visit, forward: Forward) -> Roots:
+        visit.track_inputs()
+
+        def call() -> Any:
+            self._reseed(unit, False)
+            return visit.call(forward)
+
+        with self._ambient(), torch.enable_grad():
+            return roots_of(call() if self._shortcuts is None else self._shortcuts.run(unit, call))
 
     def stored(self, unit: int) -> list[torch.UntypedStorage]:
         """Storages of the differentiable inputs of ``unit``, each once: what SAVE and FETCH move."""

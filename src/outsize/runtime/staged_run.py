@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.boundary import box_of, hand_out
 from outsize.runtime.glue import Glue
-from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Roots, Visit, roots_of
+from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Roots, Visit
+from outsize.runtime.shortcut import Shortcuts
 
 Storage = torch.UntypedStorage
 
@@ -42,6 +43,7 @@ class StagedRun(MicrobatchRun):
         tracked: for each unit, whether its outputs can carry a gradient.
         reseed: as of `MicrobatchRun`.
         glue: runs the model's own code.
+        shortcuts: as of `MicrobatchRun`.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -56,8 +58,9 @@ class StagedRun(MicrobatchRun):
         tracked: tuple[bool, ...],
         reseed: Reseed,
         glue: Glue,
+        shortcuts: Shortcuts | None = None,
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed)
+        super().__init__(model, inputs, tracked, reseed, shortcuts=shortcuts)
         self._glue = glue
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
@@ -76,10 +79,7 @@ class StagedRun(MicrobatchRun):
         """Run ``unit`` again, with a graph that the backward will use."""
         visit = self._visits[unit]
         self._localise(visit)
-        visit.track_inputs()
-        with torch.enable_grad():
-            self._reseed(unit, False)
-            self._recomputed[unit] = roots_of(visit.call(forward))
+        self._recomputed[unit] = self._recompute(unit, visit, forward)
 
     def backward(self, unit: int, forward: Forward) -> None:
         """See `MicrobatchRun.backward`; a unit that has been recomputed is not run again."""
