@@ -17,12 +17,12 @@ from torch import Tensor
 from outsize.config import Config
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
-from outsize.model.checkpoint_planes import find_plane, pieces_of, read_plane
+from outsize.model.checkpoint_planes import find_plane, pieces, read_plane
 from outsize.model.spec import UnitSpec
 from outsize.optim.halves import PIECE_ELEMENTS, join_low
 from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS
 from outsize.storage.arena import Arena
-from outsize.train import checkpoint_state, trainer_checkpoint
+from outsize.train import checkpoint_state, standing, trainer_checkpoint
 from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import (
     MASTER_EXCEPTED,
@@ -79,6 +79,18 @@ def position_of(directory: Path) -> Position:
     return checkpoint_state.position_of(directory)
 
 
+def check_same_method(directory: Path, config: Config) -> None:
+    """Check that ``config`` trains what the run trained that wrote a checkpoint: the model, or adapters.
+
+    Raises:
+        CheckpointError: the checkpoint's state cannot be read.
+        ConfigError: it trains something else.
+    """
+    foreign = trainer_checkpoint.is_trainers(directory)
+    # A Trainer's that holds adapters has no model beside them, and is refused for that.
+    standing.check_same_method({} if foreign else read_state(directory), directory, config)
+
+
 def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
     """Check that ``config`` goes on with the run that wrote a checkpoint, before anything is done for it.
 
@@ -88,11 +100,10 @@ def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
         CheckpointError: the checkpoint's state cannot be read.
         ConfigError: the run had another model, seed, compute dtype, or other sequences or steps.
     """
-    spec = prepared.split.spec
     if trainer_checkpoint.is_trainers(directory):
-        trainer_checkpoint.OptimizerState(directory, prepared.split.model, spec)
+        trainer_checkpoint.OptimizerState(directory, prepared.split.model, prepared.split.spec)
     else:
-        checkpoint_state.check_same_run(directory, config, spec.dtype)
+        checkpoint_state.check_same_run(directory, config, prepared.dtype)
 
 
 def check_files(directory: Path) -> None:
@@ -176,7 +187,7 @@ def _fill_plane(
     values = arena.take(4 * size, "restore").view(torch.float32)
     for start in range(0, unit.numel, size):
         chunk = values[: min(size, unit.numel - start)].zero_()
-        for name, first, piece in pieces_of(unit, start, chunk):
+        for name, first, piece in pieces(unit, start, chunk):
             if name in tensors:
                 piece.copy_(tensors[name][first : first + piece.numel()])
         trainer.home.write(unit.index, plane, start, chunk)
