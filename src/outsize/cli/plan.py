@@ -126,7 +126,7 @@ def _answer(
     from outsize.cli import plan_table
     from outsize.errors import InfeasiblePlanError
     from outsize.planner.search import fastest
-    from outsize.planner.what_if import outcome, parse_change, usual_changes
+    from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 
     for change in changes:
         parse_change(change)
@@ -139,7 +139,9 @@ def _answer(
             raise
         usual = usual_changes(asked.question, prediction) if advice else ()
         outcomes = [outcome(asked.question, prediction, change) for change in changes]
-        helps = [outcome(asked.question, prediction, change) for change in usual if change not in changes]
+        # A step of several GPUs takes a second to simulate; what would help is told from estimates then.
+        judge = estimated_outcome if prediction.num_gpus > 1 else outcome
+        helps = [judge(asked.question, prediction, change) for change in usual if change not in changes]
     return prediction, outcomes, helps
 
 

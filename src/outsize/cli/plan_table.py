@@ -62,7 +62,9 @@ def render(
     if outcomes:
         console.print(_outcome_table("what if", outcomes))
     if helps:
-        console.print(_outcome_table("what would help", helps))
+        about = any(outcome.estimated for outcome in helps)
+        title = "what would help, estimated (--what-if simulates)" if about else "what would help"
+        console.print(_outcome_table(title, helps))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
     for assumption in (*ALWAYS, *prediction.assumptions):
@@ -167,6 +169,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
     return {
         "change": outcome.change,
         "fits": prediction is not None,
+        "estimated": outcome.estimated,
         "gain": outcome.gain,
         "error": outcome.error or None,
         "tokens_per_s": None if prediction is None else prediction.tokens_per_s,

@@ -1,9 +1,10 @@
 """The plan of a run on several workers: stages cut for their memory, dealt out in turn.
 
-Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used, or once where
-memory is too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches; workspace for all units of a backward stage, which are recomputed
-before the first of them is differentiated. Where several units add to the gradient of a rest that trains, each is in
-a stage of its own and a round takes all microbatches: sums are then taken use by use, as everywhere.
+Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used, or once
+where memory is too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches;
+workspace for all units of a backward stage, which are recomputed before the first of them is differentiated. Where
+several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
+microbatches: sums are then taken use by use, as everywhere.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,8 @@
 """The candidate of several GPUs: stages cut for the machine's memory, dealt out in turn, priced on the machine.
 
 Memory is counted as a run of stages would set it aside: slots and accumulators twice, so that one half fills while
-the other is used, or once where memory is too tight for that (`stages.HALVES`); activations of two microbatches; workspace for all units of the largest backward stage, which are
-recomputed before the first of them is differentiated.
+the other is used, or once where memory is too tight for that (`stages.HALVES`); activations of two microbatches;
+workspace for all units of the largest backward stage, which are recomputed before the first of them is differentiated.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from outsize.units import format_bytes
 NUM_STEPS = 2
 # Visits that the partitioner times: enough for an answer in a second or two.
 MAX_VISITS, MANY_UNITS = 200_000, 48
+# The same for an estimate.
+BRIEF_VISITS = 50_000
 _ID_BYTES = 16
 
 ASSUMPTIONS = (
@@ -50,14 +52,12 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     if question.home == "disk":
         raise ConfigError("several GPUs need the home in host memory so far; try --home host, or one GPU")
     model = without_rest(question.model)
-    most = 2 * len(model.units) - 1
-    if num_workers > most:
-        raise ConfigError(
-            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
-        )
+    _check_count(num_workers, model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     times = unit_times(machine, model.dtype, work)
-    layout, memory = _fit(question, model, work, microbatches, times.forward_s, times.backward_s)
+    layout, memory = _fit(
+        question, model, work, microbatches, times.forward_s, times.backward_s, _effort(model)
+    )
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -72,6 +72,32 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     )
 
 
+def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> float:
+    """Return what the partitioner makes of a step: compute, hand-over and copies, each link by itself.
+
+    No simulation: what shares host memory, and the optimizer at the end of a step, is not in it.
+
+    Args:
+        question: of several GPUs.
+        microbatches: of the step.
+        stages: of the step; None has them searched, for a moment.
+
+    Raises:
+        ConfigError: more GPUs than there can be stages.
+        InfeasiblePlanError: nothing fits.
+    """
+    model = without_rest(question.model)
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    times = unit_times(question.machine, model.dtype, work)
+    _check_count(len(question.machine.gpus), model)
+    asked = replace(question, stages=stages)
+    layout, _ = _fit(asked, model, work, microbatches, times.forward_s, times.backward_s, BRIEF_VISITS)
+    assert layout.stages is not None
+    halves = (layout.stages.slot_halves, layout.stages.accumulator_halves)
+    pipeline = _pipeline(question, model, work, microbatches, times.forward_s, times.backward_s, halves)
+    return pipeline.step_s(layout.stages)
+
+
 def without_rest(model: ModelSpec) -> ModelSpec:
     """Return ``model`` with its rest dealt out to the head, and to the embedding where the two are tied."""
     units = list(model.units[: model.num_streamed])
@@ -81,6 +107,14 @@ def without_rest(model: ModelSpec) -> ModelSpec:
         if not units[0].tensors:
             units[0] = _joined(units[0], replace(extra, tensors=extra.tensors[:1]))
     return ModelSpec(units=tuple(units), dtype=model.dtype)
+
+
+def _check_count(num_workers: int, model: ModelSpec) -> None:
+    most = 2 * len(model.units) - 1
+    if num_workers > most:
+        raise ConfigError(
+            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
+        )
 
 
 def _is_tied(model: ModelSpec) -> bool:
@@ -99,11 +133,13 @@ def _fit(
     microbatches: int,
     forward_s: tuple[float, ...],
     backward_s: tuple[float, ...],
+    max_visits: int,
 ) -> tuple[StepLayout, Table]:
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
-    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes)
+    home = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
     for halves in HALVES:
         stages = _single_units(model.num_streamed, halves)
         if sum(table(stages)["device"].values()) <= budgets.device:
@@ -116,7 +152,7 @@ def _fit(
     if question.stages is None:
         pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s, halves)
         with contextlib.suppress(ValueError):
-            stages = partition(replace(pipeline, holds=holds), max_visits=_effort(model))
+            stages = partition(replace(pipeline, holds=holds), max_visits=max_visits)
     elif holds(question.stages):
         stages = question.stages
     return _layout(model, stages, microbatches, len(machine.gpus)), table(stages)
@@ -198,7 +234,7 @@ def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: in
 
 
 def _memory(
-    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, stages: Stages
+    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, home: int, stages: Stages
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each GPU."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
@@ -218,7 +254,7 @@ def _memory(
         },
         "host": {
             "saved activations": microbatches * saved,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+            "home": home,
         },
         "disk": {},
     }
