@@ -73,7 +73,8 @@ class Backend:
             differing=[] if self.equal else ["model.norm.weight"],
         )
 
-    def export(self, run_dir, out_dir):
+    def export(self, run_dir, out_dir, *, merge=False):
+        assert not merge
         self.calls.append((run_dir, out_dir))
         return out_dir
 
@@ -133,6 +134,7 @@ def test_every_flag_sets_its_key(backend):
         "--device-memory": "64MiB",
         "--home": "disk",
         "--dtype": "bf16",
+        "--method": "lora",
         "--resume": "auto",
         "--seq-len": "4",
     }

@@ -18,10 +18,11 @@ from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
 from outsize.planner.costs import UnitTimes
-from outsize.runtime.binding import TORCH_DTYPE, Binder, buffers_on
+from outsize.runtime.binding import Binder, buffers_on
 from outsize.runtime.boundary import hand_out, is_differentiable
 from outsize.runtime.calibrate import Discard, signature
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.trial_weights import bind_trial_weights
 
 # A first call that takes this long is its own warm-up; shorter work is repeated for as long.
 SLOW_S = 0.5
@@ -62,17 +63,11 @@ def _time_units(
     chunk_tokens: int | None,
     device: torch.device,
 ) -> UnitTimes:
-    numel = max(unit.numel for unit in split.spec.units)
-    plane = torch.empty(numel, dtype=TORCH_DTYPE[split.spec.dtype]).normal_(
-        0.0, 0.02, generator=torch.Generator().manual_seed(0)
-    )
-    plane = plane.to(device)
     binder = Binder(split, Discard())
     state = torch.get_rng_state()
     try:
         with buffers_on(split.model, device):
-            for unit in split.spec.units:
-                binder.bind(unit, plane[: unit.numel])
+            bind_trial_weights(binder, split.spec, device)
             on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
             return _Clock(split, forwards, on_device, chunk_tokens, device).run()
     except (RuntimeError, TypeError, ValueError) as error:
