@@ -188,6 +188,7 @@ class StreamedTrainer:
                 chunk_tokens=prepared.chunk_tokens,
                 seed=config.train.seed,
                 graph_in_forward=prepared.measured.graph_matters,
+                needed=prepared.measured.needed,
                 num_threads=torch.get_num_threads(),
                 draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
