@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.model.spec import ModelSpec, UnitSpec, Workload, pack_unit
+from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_part, pack_unit
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.costs import cost_model
 from outsize.planner.hazards import SAVE_WINDOW
@@ -19,7 +19,7 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.program import Program
-from outsize.planner.question import Question
+from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
@@ -54,7 +54,7 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     model = without_rest(question.model)
     _check_count(num_workers, model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    times = unit_times(machine, model.dtype, work)
+    times = unit_times(machine, model.compute_dtype, work)
     layout, memory = _fit(
         question, model, work, microbatches, times.forward_s, times.backward_s, _effort(model)
     )
@@ -67,8 +67,12 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
         memory=memory,
         layout=layout,
         programs=programs,
-        costs=cost_model(machine, model, layout, times, work.boundary_bytes),
-        assumptions=(*ASSUMPTIONS, *((TIED,) if _is_tied(question.model) else ())),
+        costs=cost_model(machine, model, layout, times, work.boundary_bytes, **exchange_of(question)),
+        assumptions=(
+            *ASSUMPTIONS,
+            *node_assumptions(question),
+            *((TIED,) if _is_tied(question.model) else ()),
+        ),
     )
 
 
@@ -88,7 +92,7 @@ def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> 
     """
     model = without_rest(question.model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    times = unit_times(question.machine, model.dtype, work)
+    times = unit_times(question.machine, model.compute_dtype, work)
     _check_count(len(question.machine.gpus), model)
     asked = replace(question, stages=stages)
     layout, _ = _fit(asked, model, work, microbatches, times.forward_s, times.backward_s, BRIEF_VISITS)
@@ -104,13 +108,13 @@ def without_rest(model: ModelSpec) -> ModelSpec:
     rest = model.units[model.num_streamed :]
     for extra in rest:
         units[-1] = _joined(units[-1], extra)
-        if not units[0].tensors:
-            units[0] = _joined(units[0], replace(extra, tensors=extra.tensors[:1]))
+        if _is_tied(model):
+            units[0] = _joined(units[0], _table_of(extra))
     return ModelSpec(units=tuple(units), dtype=model.dtype)
 
 
 def _check_count(num_workers: int, model: ModelSpec) -> None:
-    most = 2 * len(model.units) - 1
+    most = 2 * len(model.units) - 1 - _bottom(model)
     if num_workers > most:
         raise ConfigError(
             f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
@@ -118,12 +122,23 @@ def _check_count(num_workers: int, model: ModelSpec) -> None:
 
 
 def _is_tied(model: ModelSpec) -> bool:
-    return not model.units[0].tensors
+    return not model.units[0].all_tensors
+
+
+def _table_of(rest: UnitSpec) -> UnitSpec:
+    """Return the rest with its first tensor only, which is the table of tied embeddings."""
+    if rest.tensors:
+        return replace(rest, tensors=rest.tensors[:1], frozen=())
+    part = rest.frozen[0]
+    return replace(rest, frozen=(replace(part, tensors=part.tensors[:1]),))
 
 
 def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
     rows = [(t.name, t.shape, t.trainable, t.decay) for t in (*unit.tensors, *extra.tensors)]
-    return pack_unit(unit.index, unit.name, unit.kind, rows)
+    parts = [part for member in (unit, extra) for part in member.frozen]
+    tensors = [(t.name, t.shape) for part in parts for t in part.tensors]
+    kind = [PartKind(plane=part.plane, dtype=part.dtype) for part in parts[:1]]
+    return pack_unit(unit.index, unit.name, unit.kind, rows, tuple(pack_part(one, tensors) for one in kind))
 
 
 def _fit(
@@ -141,7 +156,7 @@ def _fit(
     home = sum(home_bytes(unit, model.dtype) for unit in model.units)
     table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
     for halves in HALVES:
-        stages = _single_units(model.num_streamed, halves)
+        stages = _single_units(model, halves)
         if sum(table(stages)["device"].values()) <= budgets.device:
             break
     _check(table(stages), budgets.device, budgets.host)
@@ -163,11 +178,17 @@ def _effort(model: ModelSpec) -> int:
     return MAX_VISITS if len(model.units) <= MANY_UNITS else MAX_VISITS // 2
 
 
-def _single_units(count: int, halves: tuple[int, int]) -> Stages:
+def _bottom(model: ModelSpec) -> int:
+    """Return the lowest unit that runs backward."""
+    return next((unit.index for unit in model.units if unit.trainable), len(model.units) - 1)
+
+
+def _single_units(model: ModelSpec, halves: tuple[int, int]) -> Stages:
     """Return stages of one unit each, which need the least memory."""
+    count = model.num_streamed
     return Stages(
         forward=tuple((u, u + 1) for u in range(count - 1)),
-        backward=tuple((u, u + 1) for u in reversed(range(count))),
+        backward=tuple((u, u + 1) for u in reversed(range(_bottom(model), count))),
         round_size=1,
         slot_halves=halves[0],
         accumulator_halves=halves[1],
@@ -185,7 +206,7 @@ def _pipeline(
 ) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
-    gradients = [unit.gradient_bytes for unit in model.units]
+    gradients = [unit.gradient_bytes * unit.trainable for unit in model.units]
     workspace = [_workspace(work, unit.kind) for unit in model.units]
 
     def fits(span: Span, backward: bool) -> bool:
@@ -212,12 +233,13 @@ def _pipeline(
         gradients_s=tuple(size / down for size in gradients),
         fits=fits,
         halves=halves,
+        bottom=_bottom(model),
     )
 
 
 def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: int) -> StepLayout:
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
-    gradients = tuple(unit.gradient_bytes for unit in model.units)
+    gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
     return StepLayout(
         num_streamed=len(model.units),
         rest=None,
@@ -238,7 +260,7 @@ def _memory(
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each GPU."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
-    gradients = [unit.gradient_bytes for unit in model.units]
+    gradients = [unit.gradient_bytes * unit.trainable for unit in model.units]
     deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
     workspace = max(
         sum(_workspace(work, model.units[u].kind) for u in range(*span)) for span in stages.backward

@@ -14,6 +14,7 @@ from outsize.planner.several_workers import estimate_s
 from outsize.units import parse_bytes
 
 _MORE = ("vram", "ram", "gpus")
+_NETWORK = ("net", "nodes")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
 Change = Callable[[Question], Question]
@@ -51,6 +52,8 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
+    if name in _NETWORK:
+        return outcome(question, base, text)
     same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
     try:
         before_s = estimate_s(question, microbatches, base.stages)
@@ -74,7 +77,7 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
 
 def _shares(before: Question, after: Question) -> dict[str, float]:
     """Return what of its time each resource takes on the changed machine, by its name in `Prediction.usage`."""
-    old, new, dtype = before.machine, after.machine, before.model.dtype
+    old, new, dtype = before.machine, after.machine, before.model.compute_dtype
     links = [
         (link.up_bytes_per_s.value, link.down_bytes_per_s.value) for link in (old.links[0], new.links[0])
     ]
@@ -122,7 +125,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     gpu = () if question.home == "disk" else ("gpus=+1",)
-    return ("vram=+8GB", ram, "link=x2", "bandwidth=x2", *disk, "compute=x2", *gpu)
+    nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
+    return ("vram=+8GB", ram, "link=x2", "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
 
 
 def parse_change(text: str) -> Change:
@@ -231,6 +235,19 @@ def _disk(question: Question, factor: float) -> Question:
     return replace(question, machine=replace(machine, disk=disk))
 
 
+def _net(question: Question, factor: float) -> Question:
+    if question.net_bytes_per_s is None:
+        raise ConfigError("what-if net: there is one node")
+    return replace(question, net_bytes_per_s=_times(question.net_bytes_per_s, factor))
+
+
+def _nodes(question: Question, count: float) -> Question:
+    """More nodes, each with as many sequences as one has now."""
+    if question.net_bytes_per_s is None:
+        raise ConfigError("what-if nodes: say how they are connected, with --nodes and --net")
+    return replace(question, nodes=question.nodes + int(count))
+
+
 def _times(figure: Figure, factor: float) -> Figure:
     return Figure(value=figure.value * factor, source=f"what if: x{factor:g} of {figure.source}")
 
@@ -249,4 +266,6 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "link": ("times", _link),
     "bandwidth": ("times", _bandwidth),
     "disk": ("times", _disk),
+    "net": ("times", _net),
+    "nodes": ("count", _nodes),
 }
