@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
+from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
@@ -31,7 +32,6 @@ from outsize.runtime.calibrate import Measured, calibrate
 from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
-from outsize.train.data.batch import IGNORED, Batch
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.units import format_bytes, format_count
 
