@@ -7,8 +7,8 @@ place, and the table says so. At depth 1 fio fills one buffer again and again, w
 64 MiB, as streaming does: there it may be a fifth slower. AdamW: the optimizer lane of a training run (a Llama of some
 40M parameters, few tokens, state in host memory, a norm that no gradient reaches, since clipping is one more pass over
 it), with the next step held back until the optimizer has ended, against the probe's rate; and without holding back,
-beside loads and compute, next to its rate beside copies. Link: how far the fitted line lies from copies of sizes that it
-has not seen. Time: whole quick probes, each in a fresh process.
+beside loads and compute, next to its rate beside copies. Link: how far the fitted line lies from copies of sizes that
+it has not seen. Time: whole quick probes, each in a fresh process.
 
     python bench/bench_probe.py --dir /path/on/the/disk               # about 4 minutes on two quiet cores
 """
