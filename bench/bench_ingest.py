@@ -20,10 +20,10 @@ from common import Spread, Usage, finish, machine, print_table
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from outsize.train.data.documents import DocumentReader
-from outsize.train.data.encode import batches
-from outsize.train.data.files import find_sources
-from outsize.train.data.opening import open_data
+from outsize.data.documents import DocumentReader
+from outsize.data.encode import batches
+from outsize.data.files import find_sources
+from outsize.data.opening import open_data
 
 CLAIM = "37.5 M tokens/s through ingest, tokenise, feed and writeback"
 COUNTED = "float32 numbers of dummy matrices, made in memory: no text was read and none tokenised"

@@ -25,12 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from outsize.data import PackedDataset, Prefetcher, open_data
 from outsize.model.spec import pack_unit
 from outsize.optim.adamw import AdamW, step_planes
 from outsize.probe.compute import measure_matmul
 from outsize.probe.effort import QUICK
 from outsize.storage.arena import Arena
-from outsize.train.data import PackedDataset, Prefetcher, open_data
 
 VOCABULARY = 128_256
 READ_BYTES, HANDED_BYTES = 4, 16
