@@ -54,6 +54,7 @@ def main() -> None:
     effort = replace(
         QUICK,
         feed_passes=1,
+        feed_s=0.0,
         feed_chunk_bytes=arguments.chunk_mib * 2**20,
         feed_num_chunks=arguments.num_chunks,
     )
