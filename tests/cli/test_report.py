@@ -32,7 +32,10 @@ def test_two_runs_make_one_page_and_json_tells_what_is_in_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["nowhere"], "name the directory of a run"), (["first", "-o", "nowhere/page.html"], "name another place")],
+    [
+        (["nowhere"], "name the directory of a run"),
+        (["first", "-o", "nowhere/page.html"], "name another place"),
+    ],
 )
 def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,8 @@
 import contextlib
 import resource
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -43,6 +45,7 @@ class Accounts:
         self._moved = self._counters()
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
+        self._saving_s = 0.0
         self.stalled_s: dict[str, float] = {}
         self.read_bytes = self.written_bytes = 0
 
@@ -95,6 +98,13 @@ class Accounts:
             fallbacks=self._fallbacks(failed_saves),
         )
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Take the time of the block for checkpoints; nothing may come between it and asking for the next batch."""
+        began = time.perf_counter()
+        yield
+        self._saving_s = time.perf_counter() - began
+
     def count(self) -> dict[str, int]:
         """Return how many bytes moved since the last call, by lane."""
         before, self._moved = self._moved, self._counters()
@@ -107,7 +117,7 @@ class Accounts:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""
         events = (*self._overhang, *timeline.events)
         self._overhang = tuple(event for event in events if event.end_s > window.ended_s)
-        return Waits(events, window)
+        return Waits(events, replace(window, saving_s=self._saving_s))
 
     def _counters(self) -> dict[str, int]:
         read, written = self._trainer.disk_bytes()

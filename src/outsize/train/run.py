@@ -160,7 +160,8 @@ class _Run:
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                self.saver.between_steps(self.position)
+                with self.accounts.saving():
+                    self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.paused():
