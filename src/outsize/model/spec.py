@@ -156,6 +156,12 @@ class ModelSpec:
         return sum(unit.kind != "rest" for unit in self.units)
 
     @property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes that weights have on the device."""
+        parts = {part.dtype for unit in self.units for part in unit.frozen}
+        return frozenset(parts | {self.dtype for unit in self.units if unit.tensors})
+
+    @property
     def num_parameters(self) -> int:
         """Parameters without padding, each counted once."""
         return sum(tensor.numel for unit in self.units for tensor in unit.all_tensors)

@@ -120,6 +120,9 @@ class StreamedTrainer:
         home_file: of a home that commits, which stays; without a name it is gone with the process.
         config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
+
+    Attributes:
+        errors: what codecs have done to frozen weights, by name, see `fill`.
     """
 
     def __init__(
@@ -136,8 +139,9 @@ class StreamedTrainer:
         config = self._run_config = config or prepared.config
         machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
-        self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
+        self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
+        self.errors: dict[str, float] = {}
         self._home_file = home_file
         self._standing: list[Standing] = []  # one, as soon as there are steps
         self._arenas: list[Arena] = []
@@ -199,7 +203,7 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
-        fill(self.home, self.spec, self.prepared.source, progress)
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -219,7 +223,7 @@ class StreamedTrainer:
                 self.loss_scale,
                 self.engine.optimizer.updates,
                 self._run_config,
-                self.spec.dtype,
+                self.prepared.dtype,
             )
         ]
         began = asked = time.perf_counter()
@@ -272,9 +276,7 @@ class StreamedTrainer:
             Arena() as arena,
             CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
         ):
-            piece = arena.take(
-                min(FILL_ELEMENTS, max(u.numel for u in self.spec.units)) * 4, "a part of a plane"
-            )
+            piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)
         return self._stand(record)
 
