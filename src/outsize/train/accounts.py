@@ -3,7 +3,7 @@
 import contextlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -50,7 +50,7 @@ class Accounts:
         self.read_bytes = self.written_bytes = 0
 
     def record(
-        self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed_saves: int
+        self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed: Mapping[str, int]
     ) -> StepRecord:
         """Return the record of a step that has just become known, from what the lanes did since the one before."""
         times = lane_times(timeline)
@@ -95,7 +95,7 @@ class Accounts:
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
-            fallbacks=self._fallbacks(failed_saves),
+            fallbacks=self._fallbacks(failed),
         )
 
     @contextlib.contextmanager
@@ -138,9 +138,9 @@ class Accounts:
             for name, tier in self._trainer.ledger.statistics().items()
         }
 
-    def _fallbacks(self, failed_saves: int) -> dict[str, int]:
+    def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""
-        found = {**self._trainer.fallbacks(), "failed_saves": failed_saves}
+        found = {**self._trainer.fallbacks(), **failed}
         return {name: count for name, count in found.items() if count}
 
 

@@ -15,6 +15,7 @@ from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
@@ -133,6 +134,10 @@ def train(
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        named = open_writers(
+            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+        )
+        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
@@ -142,6 +147,7 @@ def train(
             trainer,
             Accounts(trainer, sampler, flops, peak),
             heartbeat,
+            writers,
             watchdog,
             saver,
             progress,
@@ -163,6 +169,7 @@ class _Run:
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
+    writers: Writers
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
@@ -221,6 +228,7 @@ class _Run:
         self.seconds += outcome.seconds
         record = self._record(outcome)
         self.heartbeat.beat(record)
+        self.writers.tell(record.to_dict())
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -234,7 +242,8 @@ class _Run:
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.seconds, timeline)
-        return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        return self.accounts.record(outcome, timeline, self.position.skipped, failed)
 
     def _foresee(self, seconds: float, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""
