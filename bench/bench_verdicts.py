@@ -21,6 +21,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
+from outsize.data.packed import PackedDataset
 from outsize.planner.hazards import Hazards
 from outsize.report.collect import collect
 from outsize.runtime.device import EmulatedDevice
@@ -28,7 +29,6 @@ from outsize.runtime.stepping import OptimizerOps
 from outsize.runtime.storing import StoreOps
 from outsize.storage.disk import DirectFile
 from outsize.testing.tiny import tiny_model, tiny_run
-from outsize.train.data.packed import PackedDataset
 from outsize.train.run import train
 
 TARGET = 11

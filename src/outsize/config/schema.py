@@ -182,6 +182,11 @@ class TrainConfig(Section):
         "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
         "the newest one of that run.",
     )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps, from the third of the process on, that torch.profiler records into run_dir/profile.json.",
+    )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
         description="What a NaN or infinite loss or gradient does, before any weight of the step is saved: "

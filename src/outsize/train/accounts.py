@@ -43,6 +43,7 @@ class Accounts:
         self._lanes = [f"compute:w{worker}" for worker in range(machine.num_workers)]
         self._cuda = tuple(dict.fromkeys(n for n in device_names(machine.device) if n.startswith("cuda")))
         self._moved = self._counters()
+        self._logical = trainer.engine.logical_bytes()
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
         self._saving_s = 0.0
@@ -57,7 +58,7 @@ class Accounts:
         for lane, seconds in times.stall_s.items():
             self.stalled_s[lane] = self.stalled_s.get(lane, 0.0) + seconds
         waits = self._waits(timeline, outcome.window)
-        moved = self.count()
+        moved, logical = self.count(), self._count_logical()
         before, self._cpu_s = self._cpu_s, time.process_time()
         kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
         return StepRecord(
@@ -90,8 +91,7 @@ class Accounts:
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
             wire_bytes=moved,
-            # No codec writes anything smaller on the way: a lane carries bytes as they are used.
-            logical_bytes=moved,
+            logical_bytes={**moved, **logical},
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
@@ -112,6 +112,10 @@ class Accounts:
         self.read_bytes += moved[_READ]
         self.written_bytes += moved[_WRITTEN]
         return moved
+
+    def _count_logical(self) -> dict[str, int]:
+        before, self._logical = self._logical, self._trainer.engine.logical_bytes()
+        return {lane: size - before[lane] for lane, size in self._logical.items()}
 
     def _waits(self, timeline: Timeline, window: Window) -> Waits:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""

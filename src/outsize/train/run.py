@@ -32,6 +32,7 @@ from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
@@ -111,7 +112,7 @@ def train(
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
+        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
         expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
@@ -138,6 +139,9 @@ def train(
             config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
         )
         writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+        profiler = stack.enter_context(
+            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
+        )
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
@@ -148,6 +152,7 @@ def train(
             Accounts(trainer, sampler, flops, peak),
             heartbeat,
             writers,
+            profiler,
             watchdog,
             saver,
             progress,
@@ -170,6 +175,7 @@ class _Run:
     accounts: Accounts
     heartbeat: Heartbeat
     writers: Writers
+    profiler: StepProfiler
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
@@ -229,6 +235,8 @@ class _Run:
         record = self._record(outcome)
         self.heartbeat.beat(record)
         self.writers.tell(record.to_dict())
+        if self.profiler.step_ended():
+            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
