@@ -1,5 +1,8 @@
 """Frozen parts that a codec writes: made from a model's checkpoint, with their errors, and as they decode."""
 
+from collections.abc import Mapping
+from statistics import median
+
 import torch
 from torch import Tensor
 
@@ -42,6 +45,15 @@ def errors_of(part: FrozenPart, values: Tensor, decoded: Tensor) -> dict[str, fl
         error = float(torch.linalg.vector_norm(decoded[stretch].float().sub_(one)))
         found[tensor.name] = error / size if size else 0.0
     return found
+
+
+def summary(errors: Mapping[str, float]) -> str:
+    """Say errors by name in a few words; there is at least one."""
+    worst = max(errors, key=lambda name: errors[name])
+    return (
+        f"root mean square error {median(errors.values()):.2%} of a tensor's weights (median), {errors[worst]:.2%} at "
+        f"most ({worst})"
+    )
 
 
 class Decoded:

@@ -23,6 +23,7 @@ from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.flops import peak_of, step_flops
+from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
@@ -41,6 +42,8 @@ Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
 TIMELINE_STEP = 2
+# Errors of frozen weights that a codec has written, by name.
+QUANTISATION = "quantisation.json"
 
 
 def plan(config: Config) -> Plan:
@@ -96,7 +99,7 @@ def train(
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
+        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -114,6 +117,9 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
+        if trainer.errors:
+            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+            write_json(run_dir / QUANTISATION, trainer.errors)
         heartbeat = stack.enter_context(Heartbeat(run_dir))
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
