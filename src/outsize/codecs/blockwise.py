@@ -10,10 +10,11 @@ scales are rounded up and zero points down, so that no element is cut off. What 
   finds them.
 
 An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
-filled up with its last element. Integers of 4 bits lie in one byte with those half a group further on, in the upper
-half. All of it is torch, in pieces that stay in a cache: half a nanosecond per element on one core.
+filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. All of it is torch,
+in pieces that stay in a cache.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ from torch import Tensor
 from outsize.codecs.codec import Codec
 from outsize.codecs.spec import CodecSpec
 
-# 65,536 elements are 256 KiB of fp32; with integers and a temporary they stay in a second-level cache.
-PIECE_ELEMENTS = 2**16
+# 262,144 elements are 1 MiB of fp32: smaller pieces fit caches better and cost more in calls.
+PIECE_ELEMENTS = 2**18
 LEAST_SCALE = 2.0**-126
 # Multipliers of splitmix64, to spread seeds and pieces over the table of noise.
 _SPREAD_SEED, _SPREAD_PIECE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
@@ -53,11 +54,6 @@ class Grid:
     def most(self) -> int:
         """Largest integer."""
         return (1 << self.bits - 1) - 1 if self.symmetric else (1 << self.bits) - 1
-
-    @property
-    def offset(self) -> int:
-        """Added to an integer so that it is not negative."""
-        return 1 << self.bits - 1 if self.symmetric else 0
 
     @property
     def code_bytes(self) -> int:
@@ -94,41 +90,51 @@ class BlockwiseCodec(Codec):
         return other
 
     def _encode(self, source: Tensor, into: Tensor) -> int:
+        group = self.grid.group
         sections = _Sections(self.grid, source.numel(), into)
         values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=source.device)
-        scratch = torch.empty_like(values)
         for piece, (first, last) in enumerate(sections.pieces()):
-            elements = source[first * self.grid.group : last * self.grid.group]
-            x = values[: (last - first) * self.grid.group]
-            x[: elements.numel()] = elements
-            x[elements.numel() :] = x[elements.numel() - 1]
-            x = x.view(last - first, self.grid.group)
-            y = scratch[: x.numel()].view_as(x)
-            scales, zeros = self._scales(x, y)
+            elements = source[first * group : last * group]
+            y = values[: (last - first) * group].view(last - first, group)
+            x = self._in_fp32(elements, y)
+            scales, zeros = self._scales(x)
             sections.scales[first:last] = scales
             if zeros is not None:
                 sections.zeros[first:last] = zeros
-                x -= zeros[:, None]
-            finite = scales.isfinite()
-            torch.mul(x, scales.reciprocal()[:, None], out=y)
-            if not finite.all():
-                y[~finite] = 0.0
+                x = torch.sub(x, zeros[:, None], out=y)
+            torch.mul(x, scales.float().reciprocal_()[:, None], out=y)
+            if scales.isnan().any():
+                y.nan_to_num_(0.0, 0.0, 0.0)
             sections.write_codes(first, last, self._round(y, piece))
         return sections.num_bytes
 
-    def _scales(self, x: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero point of each row of ``x``, fp32 values that a bf16 holds; NaN if not all is finite."""
+    def _in_fp32(self, elements: Tensor, y: Tensor) -> Tensor:
+        """Return elements by groups, themselves where they are fp32 and fill whole groups, in ``y`` otherwise."""
+        if elements.dtype is torch.float32 and elements.numel() == y.numel():
+            return elements.view_as(y)
+        flat = y.view(-1)
+        flat[: elements.numel()] = elements
+        if elements.numel() < flat.numel():
+            flat[elements.numel() :] = flat[elements.numel() - 1]
+        return y
+
+    def _scales(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scale and zero point of each row of ``x``, bf16; where not all of a row is finite, NaN and 0.
+
+        Rounding to the nearest moves a number by one part in 2^9 at most: what was moved by one in 2^8 before has been
+        rounded up, or down.
+        """
+        largest, smallest = x.amax(1), x.amin(1)
+        zeros = None
         if self.grid.symmetric:
-            spread, zeros = torch.abs(x, out=scratch).amax(1), None
+            spread = torch.maximum(largest, smallest.neg_())
         else:
-            smallest = x.amin(1)
-            zeros = _round_to_bf16(smallest, up=False)
-            spread = x.amax(1) - zeros
-        scales = _round_to_bf16((spread / (self.grid.most)).clamp_min(LEAST_SCALE), up=True)
-        bad = ~spread.isfinite()
-        if zeros is not None:
-            bad |= ~zeros.isfinite()
-        if bad.any():
+            zeros = smallest.sub_(smallest.abs() * 2**-8).to(torch.bfloat16)
+            spread = largest.sub_(zeros)
+        finite = math.isfinite(spread.max().item())  # amax hands NaN on
+        scales = spread.mul_((1 + 2**-8) / (self.grid.most)).clamp_min_(LEAST_SCALE).to(torch.bfloat16)
+        if not finite:
+            bad = ~scales.isfinite()
             scales[bad] = torch.nan
             if zeros is not None:
                 zeros[bad] = 0.0
@@ -138,9 +144,8 @@ class BlockwiseCodec(Codec):
         """Round ``y`` in place to integers of the grid."""
         if self._stochastic:
             y.view(-1).add_(self._chances(piece, y.numel(), y.device)).floor_()
-        else:
-            y.round_()
-        return y.clamp_(self.grid.least, self.grid.most)
+            return y.clamp_(self.grid.least, self.grid.most)
+        return y.round_()  # scales are rounded up: nothing lies beyond the grid
 
     def _chances(self, piece: int, numel: int, device: torch.device) -> Tensor:
         """Return ``numel`` numbers in [0, 1): a table, read from a place that follows from the seed and the piece."""
@@ -190,15 +195,12 @@ class _Sections:
         if self._grid.bits == 8 and self._grid.symmetric:
             codes.view(torch.int8).copy_(y)
             return
-        y += self._grid.offset
         if self._grid.bits == 8:
             codes.copy_(y)
             return
-        half = self._grid.group // 2
-        upper = y[:, half:].to(torch.uint8)
-        upper <<= 4
-        codes.copy_(y[:, :half])
-        codes |= upper
+        pairs = y.to(torch.int8).view(-1).view(torch.int16)  # eight times as fast as to uint8
+        pairs &= 0x0F0F
+        codes.view(-1).copy_(pairs | pairs >> 4)  # of an int16, a byte takes the lower half
 
     def read_codes(self, first: int, last: int, y: Tensor) -> None:
         """Fill ``y``, fp32 [groups, group], with integers."""
@@ -209,16 +211,10 @@ class _Sections:
         if self._grid.bits == 8:
             y.copy_(codes)
         else:
-            half = self._grid.group // 2
-            y[:, :half] = codes & 15
-            y[:, half:] = codes >> 4
-        y -= self._grid.offset
-
-
-def _round_to_bf16(x: Tensor, *, up: bool) -> Tensor:
-    """Return the nearest bf16 not below ``x``, or not above it, as fp32; whatever is not finite stays so."""
-    bits = x.view(torch.int32)
-    # Truncation goes towards zero: down where positive, up where negative.
-    away = (bits >= 0) if up else (bits < 0)
-    rounded = torch.where(away, bits + 0xFFFF, bits) & -0x10000
-    return torch.where(x.isfinite(), rounded, bits).view(torch.float32)
+            pairs = codes.view(-1).to(torch.int16)
+            pairs |= pairs << 4
+            integers = pairs.bitwise_and_(0x0F0F).view(torch.int8)
+            if self._grid.symmetric:  # a negative one has lost its sign
+                integers ^= 8
+                integers -= 8
+            y.view(-1).copy_(integers)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,17 @@ def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
     return inputs
 
 
+def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
+    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask."""
+    vocabulary = hf_config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids}
+    if not config.data.pack:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    return inputs
+
+
 def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> tuple[Plan, bool]:
     """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
 
@@ -310,21 +322,12 @@ def _measure(
     config: Config, hf_config: Any, parts: Split, boundaries: Boundaries, announce: Announce
 ) -> tuple[Measured, int | None]:
     sequences = -(-config.sequences_per_step // config.train.microbatches)
-    vocabulary = hf_config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-
-    def make_inputs(num_sequences: int, seq_len: int) -> Mapping[str, Tensor]:
-        ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
-        inputs = {"input_ids": ids, "labels": ids}
-        if not config.data.pack:
-            inputs["attention_mask"] = torch.ones_like(ids)
-        return inputs
 
     wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
     measured = calibrate(
         parts,
         boundaries.forwards,
-        make_inputs,
+        partial(made_up_inputs, config, hf_config),
         num_sequences=sequences,
         seq_len=config.data.seq_len,
         chunk_tokens=wanted,

@@ -11,18 +11,21 @@ from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
+from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
+from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
 from outsize.train.flops import peak_of, step_flops
+from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
@@ -47,13 +50,24 @@ QUANTISATION = "quantisation.json"
 
 
 def plan(config: Config) -> Plan:
-    """Return the plan of a run without starting it: nothing is written, no data is read.
+    """Return the plan of a run without starting it: nothing stays on disk, no data is read.
 
     Raises:
         OutsizeError: what would keep the run from starting.
     """
+    return foresee(config, predict=False)[0]
+
+
+def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | None]:
+    """Return the plan of a run, and what its steps are predicted to take, without starting it.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        return prepare(config, choose_run_dir(config), lambda _: None).plan
+        prepared = prepare(config, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None) if predict else None
 
 
 def train(
@@ -100,6 +114,7 @@ def train(
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+        expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -110,8 +125,11 @@ def train(
                 action=config.train.on_stall,
                 factor=config.train.stall_factor,
                 floor_s=config.train.stall_floor_s,
+                predicted_step_s=expected.step_s if expected is not None else None,
             )
         )
+        # Entered before what it speaks of, so that it speaks when every lane has ended.
+        aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
         trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
@@ -135,7 +153,9 @@ def train(
             progress,
             announce,
             trainer.position,
+            expected,
         )
+        aftermath.begun = True
         return run.go(dataset, interrupt)
 
 
@@ -154,6 +174,7 @@ class _Run:
     progress: Progress | None
     announce: Announce
     position: Position
+    forecast: Forecast | None = None
     tokens: int = 0
     seconds: float = 0.0
 
@@ -171,7 +192,7 @@ class _Run:
                 self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
-            with self.watchdog.paused():
+            with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
             saved = latest(self.run_dir)
             if saved is not None and self.position.step >= config.train.steps:
@@ -191,6 +212,7 @@ class _Run:
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=str(latest(self.run_dir)),
             failed_saves=self.saver.num_failed,
+            **_told(self.forecast),
         )
 
     def _note(self, outcome: StepOutcome) -> None:
@@ -216,13 +238,31 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+        self._foresee(outcome.seconds, timeline)
         return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
+
+    def _foresee(self, seconds: float, timeline: Timeline) -> None:
+        """Once the first steps are known, say how far they are from what was predicted, and go by them."""
+        if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
+            assert self.forecast.comparison is not None
+            for line in self.forecast.comparison.lines():
+                self.announce(line)
+            self.forecast.write(self.run_dir)
 
 
 @contextlib.contextmanager
 def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
     with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
+
+
+def _told(forecast: Forecast | None) -> dict[str, float]:
+    """What a result says of predictions."""
+    if forecast is None:
+        return {}
+    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    found = forecast.comparison
+    return told if found is None else {**told, "measured_step_s": found.measured_s}
 
 
 def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
