@@ -72,7 +72,7 @@ class Wrapped(nn.Module):
         """See `torch.nn.Module.state_dict`; over a disk home a mapping that reads tensors as they are asked for."""
         runner = runner_of(self)
         runner.settle()
-        if isinstance(runner.tiers.home, HostHome) or kwargs.get("keep_vars"):
+        if runner.parameters.in_memory or kwargs.get("keep_vars"):
             return super().state_dict(*args, **kwargs)
         return StateAtRest(runner, self, kwargs.get("prefix", ""))
 
@@ -90,7 +90,7 @@ class Wrapped(nn.Module):
             )
         runner = runner_of(self)
         runner.settle()
-        if isinstance(runner.tiers.home, HostHome):
+        if runner.parameters.in_memory:
             return super().load_state_dict(state_dict, strict=strict)
         return _load_at_rest(runner, self, state_dict, strict)
 
@@ -257,7 +257,7 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
     def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         runner = runner_of(self)
         runner.settle()
-        if isinstance(runner.tiers.home, HostHome):
+        if runner.parameters.in_memory:
             return own(self, save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return None

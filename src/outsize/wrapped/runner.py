@@ -43,9 +43,15 @@ class Runner(Planned):
     """
 
     def __init__(
-        self, model: nn.Module, memory: MemoryConfig, microbatches: int, store_dir: Path, fill: Fill
+        self,
+        model: nn.Module,
+        memory: MemoryConfig,
+        microbatches: int,
+        store_dir: Path,
+        fill: Fill,
+        codecs: tuple[str, str] = ("raw", "raw"),
     ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill)
+        super().__init__(model, memory, microbatches, store_dir, fill, codecs)
         self.coefficient: Tensor | None = None
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
