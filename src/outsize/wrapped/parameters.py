@@ -36,6 +36,7 @@ class HomeParameters:
     Attributes:
         named: the parameters by name.
         factors: what gradients on disk are multiplied by in the next step, by name.
+        num_writes: how often `write` has replaced weights.
     """
 
     def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
@@ -45,6 +46,7 @@ class HomeParameters:
         self._versions: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
         self.factors: dict[str, Tensor] = {}
+        self.num_writes = 0
         for unit in split.spec.units:
             if unit.tensors:
                 self._adopt(unit, split, fill)
@@ -97,6 +99,7 @@ class HomeParameters:
 
     def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
         """Replace some tensors of a plane of ``unit``; of the weights, their masters as well."""
+        self.num_writes += 1
         planes = (WEIGHTS, MASTER) if plane == WEIGHTS and self._half and unit.trainable else (plane,)
         for name in planes:
             if isinstance(self._home, HostHome):
