@@ -136,7 +136,8 @@ class Loader:
                 self._state.wait_for(lambda: unit in self._there or self._error is not None)
                 if unit not in self._there:
                     self._raise()
-                self._ahead.popleft()
+                if self._ahead and self._ahead[0] == unit:  # else a kept one that came late
+                    self._ahead.popleft()
             place = self._there[unit]
         self.stall_s += time.perf_counter() - started
         self._caller.wait(place.loaded)
@@ -224,7 +225,7 @@ class Loader:
         streamed = self._scan.streamed
         count = len(self._unit_bytes)
         for unit in (number % count for number in range(start, start + count)):
-            coming = unit in self._ahead or unit in self._there
+            coming = unit in self._ahead or unit in self._there or unit == self._loading
             if unit in streamed or (unit in self._kept and not coming):
                 return unit
         return None
