@@ -27,12 +27,25 @@ ARROWS = {
     "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "optim.spec"},
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
-    "probe": GROUND | {"hardware", "model.spec", "optim", "storage"},
+    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "train.data"},
     "doctor": GROUND | {"hardware"},
-    "report": GROUND | {"planner"},
+    "telemetry": GROUND | {"hardware"},
+    "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
-    | {"codecs", "config", "hardware", "model", "optim", "planner", "report", "runtime", "storage"},
+    | {
+        "codecs",
+        "config",
+        "hardware",
+        "model",
+        "optim",
+        "planner",
+        "probe",
+        "report",
+        "runtime",
+        "storage",
+        "telemetry",
+    },
     "inference": GROUND | {"codecs", "hardware", "model", "planner", "runtime", "storage"},
     "wrapped": GROUND
     | {
@@ -57,6 +70,8 @@ TORCH_FREE = [
     "config",
     "hardware",
     "doctor",
+    "telemetry",
+    "report",
     "model/spec.py",
     "model/spec_from_config.py",
     "model/workload.py",

@@ -24,8 +24,8 @@ class Weights:
         self.changed = threading.Condition()
         self.failing: set[int] = set()
 
-    def plane(self, unit: int, memory: torch.Tensor) -> torch.Tensor:
-        return memory[:UNIT_BYTES]
+    def planes(self, unit: int, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (memory[:UNIT_BYTES],)
 
     def load(self, unit: int, memory: torch.Tensor) -> None:
         if unit in self.failing:
@@ -54,7 +54,7 @@ def loading(scan: Scan) -> Iterator[tuple[Loader, Weights]]:
 
 
 def use(loader: Loader, unit: int) -> None:
-    weights = loader.take(unit)
+    (weights,) = loader.take(unit)
     assert weights.tolist() == [unit] * UNIT_BYTES
     loader.give_back(unit)
 

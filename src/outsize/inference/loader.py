@@ -122,8 +122,8 @@ class Loader:
         """Whether ``unit`` is here to stay, and loaded."""
         return unit in self._kept and unit in self._there
 
-    def take(self, unit: int) -> Tensor:
-        """Return the weights of ``unit``, [numel], to compute with until it is given back.
+    def take(self, unit: int) -> tuple[Tensor, ...]:
+        """Return the planes of ``unit``, to compute with until it is given back.
 
         Raises:
             OutsizeError: the loader could not load; as it came.
@@ -142,7 +142,7 @@ class Loader:
         self.stall_s += time.perf_counter() - started
         self._caller.wait(place.loaded)
         place.loaded = None
-        return self._source.plane(unit, place.memory)
+        return self._source.planes(unit, place.memory)
 
     def give_back(self, unit: int) -> None:
         """What was enqueued so far is the last that uses ``unit`` in this pass."""

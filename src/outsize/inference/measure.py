@@ -1,6 +1,7 @@
 """What a forward takes of the device beside weights: measured in the pass that sets a new record, not in a trial."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,5 +102,12 @@ def extent_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Extent:
 
 def no_grad_parameter(tensor: Tensor) -> torch.nn.Parameter:
     """A parameter for a forward alone, an ordinary tensor even where the caller is in inference mode."""
-    with torch.inference_mode(False):
+    with ordinary():
         return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """What is made in here outlives the caller's inference mode, whose own tensors may not be written outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -15,7 +15,7 @@ def is_table(module: nn.Module, unit: UnitSpec) -> bool:
     """Whether ``module`` does nothing but look rows of its one tensor up."""
     return (
         unit.kind == "embedding"
-        and len(unit.tensors) == 1
+        and len(unit.all_tensors) == len(unit.tensors) == 1
         and type(module).forward is nn.Embedding.forward
         and module.max_norm is None
     )

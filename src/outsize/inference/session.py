@@ -24,7 +24,7 @@ from torch import Tensor
 from outsize.inference.cache import cache_bytes, find_cache
 from outsize.inference.caller import Caller
 from outsize.inference.loader import Loader
-from outsize.inference.measure import Workspace, extent_of
+from outsize.inference.measure import Workspace, extent_of, ordinary
 from outsize.inference.rows import Table, is_table
 from outsize.inference.source import Source
 from outsize.model.split import Split
@@ -120,7 +120,7 @@ class Session:
         self._cache_bytes = self._num_passes = self._depth = 0
         self._bound: dict[int, int] = {}
         self._at = self._last
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, ordinary():
             stack.callback(device.close)
             stack.callback(source.close)
             self._loader = Loader(device, self._caller, source, self._unit_bytes, open_room)
@@ -186,7 +186,7 @@ class Session:
             weights = self._loader.take(unit)
             try:
                 self._bind(unit, weights)
-                output = self._workspace.run(real, args, kwargs, weights, unit == self._last)
+                output = self._workspace.run(real, args, kwargs, weights[0], unit == self._last)
             finally:
                 self._loader.give_back(unit)
         if unit == self._last:
@@ -213,13 +213,16 @@ class Session:
             self._bound.clear()
             self._bind_rest()
             self._scan = scan
-            self._loader.follow(scan)
+            with ordinary():
+                self._loader.follow(scan)
 
-    def _bind(self, unit: int, weights: Tensor) -> None:
-        if self._bound.get(unit) != weights.data_ptr():
-            self._binder.bind(self._split.spec.units[unit], weights)
-            self._bound[unit] = weights.data_ptr()
+    def _bind(self, unit: int, weights: tuple[Tensor, ...]) -> None:
+        place = weights[0].untyped_storage().data_ptr()
+        if self._bound.get(unit) != place:
+            with ordinary():
+                self._binder.bind(self._split.spec.units[unit], *weights)
+            self._bound[unit] = place
 
     def _bind_rest(self) -> None:
         if self._rest is not None:
-            self._binder.bind(self._rest, self._source.plane(self._rest.index, self._rest_memory))
+            self._binder.bind(self._rest, *self._source.planes(self._rest.index, self._rest_memory))

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec
+from outsize.planner.ops import Kind, Op
+from outsize.runtime.binding import TORCH_DTYPE, weight_planes
+from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
-from outsize.runtime.weights import typed_plane
+from outsize.runtime.weights import WeightOps
 from outsize.storage.arena import Arena, Pinner
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
@@ -27,9 +30,6 @@ class Source:
         home: where the weights rest.
         ledger: where a buffer between disk and device is reserved.
         pinner: what pins it.
-
-    Attributes:
-        bytes_moved: from home so far.
     """
 
     def __init__(
@@ -40,21 +40,29 @@ class Source:
         ledger: Ledger,
         pinner: Pinner | None = None,
     ) -> None:
-        self.bytes_moved = 0
         self._spec = spec
         self._device = device
         self._home = home
         self._arena = Arena(ledger=ledger, tier="host", pinner=pinner)
         self._buffers: list[Tensor] = []
-        self._marks: list[object] = []
         if isinstance(home, DiskHome) and device.name != "cpu":
-            most = max(unit.weight_bytes(spec.dtype) for unit in spec.units)
+            most = max(unit.link_bytes(spec.dtype) for unit in spec.units)
             self._buffers = self._arena.take_all([most, most], "weights between disk and device")
-            self._marks = [None, None]
+        self._marks: list[object] = [None, None]
+        self._turn = 0
+        self._slot = [torch.empty(0, dtype=torch.uint8)]
+        self._weights = WeightOps(spec, device, home, self._slot, self._buffers)
+        self._row_bytes = 0
+        self._nothing = StepContext(number=0, learning_rate=0.0, microbatches=())
 
-    def plane(self, unit: int, memory: Tensor) -> Tensor:
-        """The weights of ``unit`` [numel] as they lie in a piece of memory."""
-        return typed_plane(memory, self._spec.units[unit], self._spec.dtype)
+    @property
+    def bytes_moved(self) -> int:
+        """What came from home so far."""
+        return self._weights.bytes_up + self._row_bytes
+
+    def planes(self, unit: int, memory: Tensor) -> tuple[Tensor, ...]:
+        """The weights of ``unit`` as they lie in a piece of memory: its plane, and those of its frozen parts."""
+        return weight_planes(self._spec.units[unit], self._spec.dtype, memory)
 
     def load(self, unit: int, memory: Tensor) -> None:
         """Bring the weights of ``unit`` into ``memory``; on the lane ``up``.
@@ -62,21 +70,16 @@ class Source:
         Raises:
             StorageError: the disk failed.
         """
-        plane = self.plane(unit, memory)
-        self.bytes_moved += plane.nbytes
-        if isinstance(self._home, HostHome):
-            self._device.copy(plane, self._home.view(unit, "weights"))
-        elif not self._buffers:
-            self._home.read(unit, "weights", 0, plane)
-        else:  # the other buffer's copy goes on while the disk fills this one
-            buffer, mark = self._buffers.pop(0), self._marks.pop(0)
-            if mark is not None:
-                self._device.wait("", mark)
-            staged = self.plane(unit, buffer)
-            self._home.read(unit, "weights", 0, staged)
-            self._device.copy(plane, staged)
-            self._buffers.append(buffer)
-            self._marks.append(self._device.record("up"))
+        self._slot[0] = memory
+        if not self._buffers:
+            self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0), self._nothing)
+            return
+        buffer, self._turn = self._turn, 1 - self._turn  # one is copied from while the disk fills the other
+        if self._marks[buffer] is not None:
+            self._device.wait("", self._marks[buffer])
+        self._weights.read(Op(kind=Kind.READ, unit=unit, buffer=buffer), self._nothing)
+        self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0, buffer=buffer), self._nothing)
+        self._marks[buffer] = self._device.record("up")
 
     def rows(self, unit: int, tensor: TensorSpec, numbers: Tensor) -> Tensor:
         """Return rows of a tensor of ``unit``, on the device: [len(numbers), ...].
@@ -87,12 +90,12 @@ class Source:
             numbers: of the rows, ascending and each once, on the CPU.
         """
         width = tensor.numel // tensor.shape[0]
-        dtype = typed_plane(torch.empty(0, dtype=torch.uint8), self._spec.units[unit], self._spec.dtype).dtype
+        dtype = TORCH_DTYPE[self._spec.dtype]
         found = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
         if isinstance(self._home, HostHome):
             flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
             self._device.copy(found, flat.view(tensor.shape).index_select(0, numbers))
-            self.bytes_moved += found.nbytes
+            self._row_bytes += found.nbytes
             return found
         done = 0
         count = max(READ_BYTES // max(width * dtype.itemsize, 2 * 4096), 1)
@@ -117,7 +120,7 @@ class Source:
             self._home.read_ranges(
                 unit, "weights", [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
             )
-            self.bytes_moved += memory.nbytes
+            self._row_bytes += memory.nbytes
             stretch = 0
             for row, start in enumerate(starts):
                 while start >= stretches[stretch][1]:
@@ -128,7 +131,6 @@ class Source:
 
     def close(self) -> None:
         """Give buffers back; idempotent."""
-        self._buffers.clear()
         self._arena.close()
 
 

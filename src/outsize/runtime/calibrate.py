@@ -17,13 +17,14 @@ from torch.utils import _pytree as pytree
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.binding import TORCH_DTYPE, Binder
+from outsize.runtime.binding import Binder
 from outsize.runtime.boundary import hand_out, is_differentiable
 from outsize.runtime.extrapolate import Trace, extrapolate
 from outsize.runtime.glue_use import GlueUses, units_that_share
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
+from outsize.runtime.trial_weights import bind_trial_weights
 
 SHORT_LENGTHS = (64, 128, 256)
 
@@ -61,10 +62,12 @@ class Measured:
     draws_random: bool = True
 
 
-class _Discard:
+class Discard:
     """A gradient sink that keeps nothing."""
 
     def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """See `GradientSink.hook`."""
+
         def discard(parameter: Tensor) -> None:
             parameter.grad = None
 
@@ -109,15 +112,12 @@ def _calibrate(
     chunk_tokens: int | None,
 ) -> Measured:
     lengths = _lengths(seq_len, num_sequences)
-    plane = torch.empty(max(unit.numel for unit in split.spec.units), dtype=TORCH_DTYPE[split.spec.dtype])
-    plane.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
-    binder = Binder(split, _Discard())
+    binder = Binder(split, Discard())
     try:
-        for unit in split.spec.units:
-            binder.bind(unit, plane[: unit.numel])
+        memory = bind_trial_weights(binder, split.spec)
         state = torch.get_rng_state()
         rows = [
-            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(plane.untyped_storage())
+            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(memory.untyped_storage())
             for length in lengths
         ]
         torch.set_rng_state(state)
@@ -224,8 +224,8 @@ class _Pass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
-        shapes = tuple(tensor.shape for tensor in spec.tensors)
-        key = (type(self._split.modules[unit]), shapes, _signature(call))
+        shapes = tuple(tensor.shape for tensor in spec.all_tensors)
+        key = (type(self._split.modules[unit]), shapes, signature(call))
         if key in self._known:
             forward, backward, outputs = self._known[key]
         else:
@@ -339,7 +339,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _signature(call: UnitCall) -> Any:
+def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     forms = [

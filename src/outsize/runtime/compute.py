@@ -161,7 +161,7 @@ class ComputeOps:
         for unit in (op.unit, len(self._forwards)):
             slot = slots.get(unit) if unit is not None else None
             if unit is not None and slot is not None and self._bound.get(unit) != slot:
-                self._binder.bind(self._split.spec.units[unit], self._weights.plane(unit, slot))
+                self._binder.bind(self._split.spec.units[unit], *self._weights.planes(unit, slot))
                 self._bound[unit] = slot
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:

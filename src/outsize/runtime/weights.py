@@ -1,12 +1,16 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.optim.spec import WEIGHTS
 from outsize.planner.ops import Op
-from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.context import StepContext
+from outsize.runtime.decoding import Decoding
 from outsize.runtime.device import Device
 from outsize.storage.home import DiskHome, HostHome
 
@@ -40,40 +44,66 @@ class WeightOps:
         self._home = home
         self._slots = slots
         self._host_buffers = host_buffers
+        self._decoding = Decoding(spec, device)
         self.bytes_up = 0
 
-    def plane(self, unit: int, slot: int) -> Tensor:
-        """The weights of ``unit`` as they lie in ``slot``, [unit.numel]."""
-        return typed_plane(self._slots[slot], self._spec.units[unit], self._spec.dtype)
+    def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
+        """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
+        return weight_planes(self._spec.units[unit], self._spec.dtype, self._slots[slot])
 
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
         assert op.unit is not None
         assert op.slot is not None
-        plane = self.plane(op.unit, op.slot)
-        self.bytes_up += plane.nbytes
-        if self._spec.units[op.unit].kind == "rest":
+        unit, planes = self._spec.units[op.unit], self.planes(op.unit, op.slot)
+        if unit.kind == "rest":
             # Glue of a forward whose backward is still to come has saved these parameters. They are loaded again with
             # the values that they had, or that backward is refused.
-            with _unsafe_preserve_version_counter(plane):
-                self._fill(op, plane)
+            with _unsafe_preserve_version_counter(planes):
+                self._fill(op, unit, planes)
         else:
-            self._fill(op, plane)
+            self._fill(op, unit, planes)
 
-    def _fill(self, op: Op, plane: Tensor) -> None:
-        assert op.unit is not None
-        if op.buffer is not None:
-            self._device.copy(plane, self._staged(op.unit, op.buffer))
-        elif isinstance(self._home, HostHome):
-            self._device.copy(plane, self._home.view(op.unit, "weights"))
-        else:
-            self._home.read(op.unit, "weights", 0, plane)
+    def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
+        staged = self._staged(unit, op.buffer) if op.buffer is not None else None
+        parts = (None, *unit.frozen)
+        for position, (name, part, plane) in enumerate(zip(_names(unit), parts, planes, strict=True)):
+            if not plane.numel():
+                continue
+            encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
+            into = plane if encoded is None else encoded
+            self.bytes_up += into.nbytes
+            if staged is not None:
+                self._device.copy(into, staged[position])
+            elif isinstance(self._home, HostHome):
+                self._device.copy(into, self._home.view(unit.index, name))
+            else:
+                self._home.read(unit.index, name, 0, into)
+            if part is not None and encoded is not None:
+                self._decoding.decode(part, encoded, plane)
 
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a whole unit: disk → host buffer."""
         assert op.unit is not None
         assert op.buffer is not None
-        self._home.read(op.unit, "weights", 0, self._staged(op.unit, op.buffer))
+        unit = self._spec.units[op.unit]
+        for name, plane in zip(_names(unit), self._staged(unit, op.buffer), strict=True):
+            if plane.numel():
+                self._home.read(unit.index, name, 0, plane)
 
-    def _staged(self, unit: int, buffer: int) -> Tensor:
-        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._spec.dtype)
+    def _staged(self, unit: UnitSpec, buffer: int) -> tuple[Tensor, ...]:
+        """The planes of ``unit`` as they lie at home, one behind the other in a host buffer."""
+        memory = self._host_buffers[buffer]
+        end = unit.numel * ITEMSIZE[self._spec.dtype]
+        planes = [memory[:end].view(TORCH_DTYPE[self._spec.dtype])]
+        for part in unit.frozen:
+            start, end = end, end + part.home_bytes
+            plane = memory[start:end]
+            planes.append(plane if part.codec is not None else plane.view(TORCH_DTYPE[part.dtype]))
+        return tuple(planes)
+
+
+def _names(unit: UnitSpec) -> Iterator[str]:
+    """The planes of the weights of ``unit``, in the order of `weight_planes`."""
+    yield WEIGHTS
+    yield from (part.plane for part in unit.frozen)

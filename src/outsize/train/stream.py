@@ -19,6 +19,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.spec import WEIGHTS, planes_for
+from outsize.planner.idle import Window
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
@@ -58,6 +59,8 @@ class StepOutcome:
         tokens: trained tokens.
         seconds: since the step before was known.
         data_s: of them, waiting for the batch.
+        between_s: of them, before the batch was asked for.
+        ended_s: when it was known, on the clock of the timeline.
         skipped: whether no weight changes.
     """
 
@@ -68,7 +71,16 @@ class StepOutcome:
     tokens: int
     seconds: float
     data_s: float
+    between_s: float
+    ended_s: float
     skipped: bool
+
+    @property
+    def window(self) -> Window:
+        """The step on the clock of its events."""
+        began_s = self.ended_s - self.seconds
+        asked_s = began_s + self.between_s
+        return Window(began_s=began_s, asked_s=asked_s, given_s=asked_s + self.data_s, ended_s=self.ended_s)
 
 
 def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
@@ -108,6 +120,9 @@ class StreamedTrainer:
         home_file: of a home that commits, which stays; without a name it is gone with the process.
         config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
+
+    Attributes:
+        errors: what codecs have done to frozen weights, by name, see `fill`.
     """
 
     def __init__(
@@ -124,10 +139,12 @@ class StreamedTrainer:
         config = self._run_config = config or prepared.config
         machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
-        self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
+        self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
+        self.errors: dict[str, float] = {}
         self._home_file = home_file
         self._standing: list[Standing] = []  # one, as soon as there are steps
+        self._arenas: list[Arena] = []
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             tiers = [tier_of(worker, machine.num_workers) for worker in range(machine.num_workers)]
@@ -186,7 +203,7 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
-        fill(self.home, self.spec, self.prepared.source, progress)
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -206,7 +223,7 @@ class StreamedTrainer:
                 self.loss_scale,
                 self.engine.optimizer.updates,
                 self._run_config,
-                self.spec.dtype,
+                self.prepared.dtype,
             )
         ]
         began = asked = time.perf_counter()
@@ -232,6 +249,8 @@ class StreamedTrainer:
                 tokens=context.tokens,
                 seconds=ended - began,
                 data_s=data_s,
+                between_s=asked - began,
+                ended_s=ended,
                 skipped=context.skipped,
             )
             began, asked = ended, time.perf_counter()
@@ -257,9 +276,7 @@ class StreamedTrainer:
             Arena() as arena,
             CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
         ):
-            piece = arena.take(
-                min(FILL_ELEMENTS, max(u.numel for u in self.spec.units)) * 4, "a part of a plane"
-            )
+            piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)
         return self._stand(record)
 
@@ -299,6 +316,13 @@ class StreamedTrainer:
             read, written = read + moved.bytes_out, written + moved.bytes_in
         return read, written
 
+    def fallbacks(self) -> dict[str, int]:
+        """What could not be had as asked so far, and how often: pinned memory, direct I/O."""
+        found = {"pageable": sum(arena.statistics().num_pageable_fallbacks for arena in self._arenas)}
+        if isinstance(self.home, DiskHome):
+            found["buffered"] = self.home.file.statistics().num_buffered_fallbacks
+        return found
+
     def take_timeline(self) -> Timeline:
         """What the lanes did since the last call."""
         return self.engine.take_timeline()
@@ -314,7 +338,8 @@ class StreamedTrainer:
         self.close()
 
     def _arena(self, tier: str, pin: bool) -> Arena:
-        return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None)
+        self._arenas.append(Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None))
+        return self._arenas[-1]
 
     def _open_device(self) -> Device:
         machine, rate = self.prepared.machine, self.prepared.config.memory.link_gb_per_s

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from outsize.hardware.spec import CUBLAS_BYTES
+from outsize.inference.measure import ordinary
 from outsize.inference.session import InferenceStatistics, Session
 from outsize.inference.source import Source
+from outsize.runtime.decoding import decoding_bytes
 from outsize.runtime.device import open_device
 from outsize.storage.arena import CudaPinner
 from outsize.storage.home import HostHome
@@ -82,7 +84,8 @@ class Inferring(Planned):
         super()._plan_anew()
 
     def _rests_where_it_computes(self) -> bool:
-        return isinstance(self.tiers.home, HostHome) and self.tiers.machine.device == "cpu"
+        encoded = any(part.codec is not None for unit in self.split.spec.units for part in unit.frozen)
+        return isinstance(self.tiers.home, HostHome) and self.tiers.machine.device == "cpu" and not encoded
 
     def _open_session(self, model: nn.Module) -> Session:
         versions = sum(parameter._version for parameter in self.parameters.named.values())
@@ -93,12 +96,13 @@ class Inferring(Planned):
             self._close_engine()
             machine, rate = self.tiers.machine, self._memory.link_gb_per_s
             open_room = partial(open_device, machine.device, self.tiers.ledger, rate * 1e9 if rate else None)
-            device = open_room()
             pinner = CudaPinner() if self.tiers.on_cuda else None
-            source = Source(self.split.spec, device, self.tiers.home, self.tiers.ledger, pinner)
-            fixed = 0
+            with ordinary():
+                device = open_room()
+                source = Source(self.split.spec, device, self.tiers.home, self.tiers.ledger, pinner)
+            fixed = decoding_bytes(self.split.spec)
             if self.tiers.on_cuda:
-                fixed = CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
+                fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
             prefetch = self._memory.prefetch
             if prefetch is None and self._memory.slots is not None:
                 prefetch = self._memory.slots - 1
