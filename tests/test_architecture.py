@@ -27,7 +27,8 @@ ARROWS = {
     "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "optim.spec"},
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
-    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "train.data"},
+    "data": GROUND | FILES | {"runtime.allocator"},
+    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
     "doctor": GROUND | {"hardware"},
     "telemetry": GROUND | {"hardware"},
     "report": GROUND | {"doctor", "planner", "telemetry"},
@@ -36,6 +37,7 @@ ARROWS = {
     | {
         "codecs",
         "config",
+        "data",
         "hardware",
         "model",
         "optim",

@@ -29,7 +29,7 @@ def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> StepLayout:
-    """Any layout: rest or none, frozen and empty units, uneven sizes, any number of slots, tiles, staging."""
+    """Any layout: rest or none, frozen and empty units, uneven sizes, any slots, kept units, tiles, staging."""
     num_streamed = draw(st.integers(1, 6))
     has_rest = draw(st.booleans())
     num_units = num_streamed + has_rest
@@ -62,7 +62,9 @@ def layouts(draw: st.DrawFn) -> StepLayout:
         commits=on_disk and draw(st.booleans()),
     )
     offload = draw(st.sets(st.sampled_from(layout.offloadable))) if layout.offloadable else set()
-    return replace(layout, offload=frozenset(offload))
+    kept = [draw(st.integers(0, layout.num_microbatches)) for _ in layout.keepable]
+    whole = (*[0] * layout.first_backward, *kept, 0) if any(kept) else ()
+    return replace(layout, offload=frozenset(offload), kept=whole)
 
 
 @st.composite
@@ -117,6 +119,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         tiles=tiles,
         staged=False,
         offload=frozenset(),
+        kept=(),
         num_workers=num_workers,
         stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),
         rest_users=frozenset(users),

@@ -340,6 +340,11 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
+    activations: Literal["auto", "recompute", "keep"] = Field(
+        default="auto",
+        description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
+        "stays on the device; auto: it stays as far as there is room when all else has.",
+    )
     tile_elements: int | None = Field(
         default=None,
         ge=2048,

@@ -7,10 +7,14 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Literal
 
 from outsize.model.spec import ModelSpec
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
+
+# What happens to what backwards need of their forwards.
+Activations = Literal["auto", "recompute", "keep"]
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
 LEAST_TILE_ELEMENTS = 65_536
@@ -38,6 +42,8 @@ class PlanOptions:
         commits: whether a home on disk keeps what a step changes twice, and commits every step.
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
+        activations: whether what backwards need of their forwards is recomputed, or kept on the device; ``auto`` keeps
+            what has room when all else has.
     """
 
     home: Tier
@@ -50,6 +56,7 @@ class PlanOptions:
     offload: bool | None = None
     commits: bool = True
     cut: bool = False
+    activations: Activations = "auto"
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -71,6 +78,7 @@ class Knobs:
         num_kept: offloadable units, counted from the last, whose inputs stay on the device.
         tile_elements: elements per tile.
         num_host_buffers: host buffers; 0 where units are not staged.
+        kept: see `StepLayout.kept`.
     """
 
     num_slots: int
@@ -78,6 +86,7 @@ class Knobs:
     num_kept: int
     tile_elements: int
     num_host_buffers: int
+    kept: tuple[int, ...] = ()
 
 
 class Sizing:
@@ -138,6 +147,7 @@ class Sizing:
             num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
             staged=options.staged,
             commits=options.commits and options.home == "disk",
+            kept=knobs.kept,
             cut=options.cut,
         )
         if options.offload is False:

@@ -8,8 +8,8 @@ program keep every weight exact.
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
+from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.stepping import OptimizerOps
 from outsize.runtime.storing import Sink, StoreOps
@@ -62,6 +63,7 @@ class EngineSettings:
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         seed: of dropout and other randomness.
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
+        needed: how far recomputes have to go, see `Measured.needed`.
         num_threads: compute threads of each lane that computes.
         draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
         observe_gradient: sees each gradient before it leaves the device.
@@ -74,6 +76,7 @@ class EngineSettings:
     chunk_tokens: int | None = None
     seed: int = 0
     graph_in_forward: bool = False
+    needed: Mapping[int, Needed] = field(default_factory=dict)
     num_threads: int | None = None
     draws_random: bool = True
     observe_gradient: GradientObserver | None = None
@@ -313,6 +316,7 @@ class Engine:
             (Kind.ACC, False): worker.gradients.accumulate,
             (Kind.SUM, False): worker.gradients.sum_on,
             (Kind.FORWARD, False): worker.compute.forward,
+            (Kind.FORWARD_KEEP, False): worker.compute.forward_keep,
             (Kind.FORWARD_BACKWARD, False): worker.compute.forward_backward,
             (Kind.BACKWARD, False): worker.compute.backward,
             (Kind.SAVE, False): worker.activations.save,

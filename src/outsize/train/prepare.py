@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
+from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
@@ -31,7 +32,6 @@ from outsize.runtime.calibrate import Measured, calibrate
 from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
-from outsize.train.data.batch import IGNORED, Batch
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.units import format_bytes, format_count
 
@@ -244,6 +244,8 @@ def make_plan(
         boundary_bytes=measured.boundary_bytes,
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
+        saved_bytes=measured.saved_bytes,
+        forward_s=_forward_times(parts),
         shared_bytes=measured.held_bytes * config.train.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
@@ -260,6 +262,7 @@ def make_plan(
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
+        activations=memory.activations,
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.model.split import Split
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
 from outsize.runtime.workers import device_names
-from outsize.train.data.batch import Batch
 from outsize.train.frozen import Decoded
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets

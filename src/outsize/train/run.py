@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.config import Config, dump_config
+from outsize.data.batch import Batch
+from outsize.data.packed import PackedDataset
+from outsize.data.prefetch import Prefetcher
 from outsize.errors import NonFiniteError
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
@@ -21,9 +24,6 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
-from outsize.train.data.batch import Batch
-from outsize.train.data.packed import PackedDataset
-from outsize.train.data.prefetch import Prefetcher
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole

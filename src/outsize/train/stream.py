@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outsize import files
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.model.spec import UnitSpec, granule_elements_for
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
@@ -37,7 +38,6 @@ from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import Record
 from outsize.storage.scratch import DiskScratch
-from outsize.train.data.batch import Batch
 from outsize.train.fill import FILL_ELEMENTS, fill
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
@@ -188,6 +188,7 @@ class StreamedTrainer:
                 chunk_tokens=prepared.chunk_tokens,
                 seed=config.train.seed,
                 graph_in_forward=prepared.measured.graph_matters,
+                needed=prepared.measured.needed,
                 num_threads=torch.get_num_threads(),
                 draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,

@@ -107,6 +107,8 @@ def _both(one: Measured, other: Measured) -> Measured:
     """The larger of each."""
 
     def larger(a: Any, b: Any) -> Any:
+        if isinstance(a, Mapping):
+            return {unit: needed for unit, needed in a.items() if b.get(unit) == needed}
         return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
 
     return Measured(

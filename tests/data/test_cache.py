@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from outsize.data.cache import new_entry
+from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
-from outsize.train.data.cache import new_entry
-from outsize.train.data.tokens import ArrayFile, ArrayReader
 
 
 def test_an_entry_appears_whole_or_not_at_all(tmp_path):

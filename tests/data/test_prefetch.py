@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from outsize.train.data import Batch, Prefetcher
+from outsize.data import Batch, Prefetcher
 
 
 class Numbered:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from outsize.data.records import Record
 from outsize.errors import DataError
-from outsize.train.data.records import Record
 
 FormatName = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]
 FORMATS: tuple[str, ...] = ("auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens")

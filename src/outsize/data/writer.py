@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.data.detected import EXAMPLE_TOKENS
+from outsize.data.encode import Encoded
 from outsize.files import open_binary, system
-from outsize.train.data.detected import EXAMPLE_TOKENS
-from outsize.train.data.encode import Encoded
 
 
 class TokenWriter:

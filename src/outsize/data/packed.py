@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from outsize.data.batch import IGNORED, Batch
+from outsize.data.detected import Detected
+from outsize.data.permute import SeededPermutation
+from outsize.data.recycled import RecycledArrays
+from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError
-from outsize.train.data.batch import IGNORED, Batch
-from outsize.train.data.detected import Detected
-from outsize.train.data.permute import SeededPermutation
-from outsize.train.data.recycled import RecycledArrays
-from outsize.train.data.tokens import TokenStore
 
 
 class Layout(Protocol):

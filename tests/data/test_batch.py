@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.data import IGNORED, Batch
 from outsize.errors import ConfigError
-from outsize.train.data import IGNORED, Batch
 
 
 def make_batch(num_sequences: int, seq_len: int = 4, padded: bool = False) -> Batch:

@@ -1,7 +1,7 @@
 import pytest
 
+from outsize.data.formats import detect_format, to_document
 from outsize.errors import DataError
-from outsize.train.data.formats import detect_format, to_document
 
 WHERE = "data.jsonl:7"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]

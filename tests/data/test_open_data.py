@@ -11,8 +11,8 @@ import zstandard
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from outsize.data import IGNORED, Prefetcher, open_data
 from outsize.errors import ConfigError, DataError, StorageError
-from outsize.train.data import IGNORED, Prefetcher, open_data
 
 LINES = [f"the quick brown fox {i} jumps over the lazy dog é\n" for i in range(300)]
 EOS = 0

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.data import lines
+from outsize.data.lines import PIECE_CHARS, cut_pieces, decode_chunks, read_lines
 from outsize.errors import DataError
-from outsize.train.data import lines
-from outsize.train.data.lines import PIECE_CHARS, cut_pieces, decode_chunks, read_lines
 
 WHERE = Path("file.txt")
 

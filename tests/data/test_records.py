@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.data import records
+from outsize.data.records import read_records
 from outsize.errors import DataError
-from outsize.train.data import records
-from outsize.train.data.records import read_records
 
 
 def read(path, container="json"):

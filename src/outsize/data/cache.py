@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize import files
+from outsize.data.detected import Detected
+from outsize.data.files import Sources
+from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
-from outsize.train.data.detected import Detected
-from outsize.train.data.files import Sources
-from outsize.train.data.tokens import ArrayFile, ArrayReader
 
 _LAYOUT = 1  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"

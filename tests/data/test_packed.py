@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.data import IGNORED
+from outsize.data.detected import Detected
+from outsize.data.packed import OnePerDocument, Packed, PackedDataset
 from outsize.errors import ConfigError, DataError
-from outsize.train.data import IGNORED
-from outsize.train.data.detected import Detected
-from outsize.train.data.packed import OnePerDocument, Packed, PackedDataset
 
 DETECTED = Detected(
     format="text",

@@ -3,8 +3,8 @@ import gzip
 import pytest
 import zstandard
 
+from outsize.data.files import find_sources, read_chunks
 from outsize.errors import DataError
-from outsize.train.data.files import find_sources, read_chunks
 
 
 def names(sources, root):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.data.files import Sources
+from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import ConfigError, DataError
 from outsize.files import open_binary
-from outsize.train.data.files import Sources
-from outsize.train.data.tokens import ArrayFile, ArrayReader
 
 _BLOCK_TOKENS = 1 << 20
 _BIN_DTYPES = (np.dtype("<i4"), np.dtype("<u2"))

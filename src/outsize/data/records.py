@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from outsize.data.files import Container, read_chunks
+from outsize.data.lines import MAX_LINE_BYTES, decode_chunks, read_lines
 from outsize.errors import DataError
-from outsize.train.data.files import Container, read_chunks
-from outsize.train.data.lines import MAX_LINE_BYTES, decode_chunks, read_lines
 
 Record = dict[str, Any]
 

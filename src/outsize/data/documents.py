@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from outsize.data.files import SourceFile, Sources, read_chunks
+from outsize.data.formats import Document, FormatName, detect_format, to_document
+from outsize.data.lines import Piece, cut_pieces, decode_chunks
+from outsize.data.records import Record, read_records
 from outsize.errors import DataError
-from outsize.train.data.files import SourceFile, Sources, read_chunks
-from outsize.train.data.formats import Document, FormatName, detect_format, to_document
-from outsize.train.data.lines import Piece, cut_pieces, decode_chunks
-from outsize.train.data.records import Record, read_records
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@ import logging
 
 import pytest
 
+from outsize.data.encode import BATCH_CHARS, Encoder, batches
+from outsize.data.formats import Document
 from outsize.errors import DataError
-from outsize.train.data.encode import BATCH_CHARS, Encoder, batches
-from outsize.train.data.formats import Document
 
 TURNS = [
     {"role": "system", "content": "be brief"},

@@ -16,12 +16,12 @@ Nothing holds the corpus in memory: a chunk of a file, a batch of the tokenizer 
 are what is live at any time.
 """
 
-from outsize.train.data.batch import IGNORED, Batch
-from outsize.train.data.detected import Detected
-from outsize.train.data.formats import FORMATS
-from outsize.train.data.opening import Progress, open_data
-from outsize.train.data.packed import PackedDataset
-from outsize.train.data.prefetch import Prefetcher, PrefetchStatistics
+from outsize.data.batch import IGNORED, Batch
+from outsize.data.detected import Detected
+from outsize.data.formats import FORMATS
+from outsize.data.opening import Progress, open_data
+from outsize.data.packed import PackedDataset
+from outsize.data.prefetch import Prefetcher, PrefetchStatistics
 
 __all__ = [
     "FORMATS",

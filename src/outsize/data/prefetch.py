@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from outsize.train.data.batch import Batch
+from outsize.data.batch import Batch
 
 
 class BatchSource(Protocol):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.data.chat import ChatTemplate, Span
+from outsize.data.formats import Document
+from outsize.data.lines import PIECE_CHARS
 from outsize.errors import DataError
-from outsize.train.data.chat import ChatTemplate, Span
-from outsize.train.data.formats import Document
-from outsize.train.data.lines import PIECE_CHARS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,18 +6,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from outsize.data.cache import CachedTokens, fingerprint, new_entry, write_index
+from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
+from outsize.data.documents import DocumentReader
+from outsize.data.encode import Encoder, batches
+from outsize.data.files import Sources, find_sources
+from outsize.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
+from outsize.data.packed import Layout, OnePerDocument, Packed, PackedDataset
+from outsize.data.pretokenized import PretokenizedTokens
+from outsize.data.tokens import TokenStore
+from outsize.data.writer import TokenWriter
 from outsize.errors import ConfigError, DataError
 from outsize.runtime.allocator import trim
-from outsize.train.data.cache import CachedTokens, fingerprint, new_entry, write_index
-from outsize.train.data.detected import EXAMPLE_TOKENS, Detected, render_example
-from outsize.train.data.documents import DocumentReader
-from outsize.train.data.encode import Encoder, batches
-from outsize.train.data.files import Sources, find_sources
-from outsize.train.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
-from outsize.train.data.packed import Layout, OnePerDocument, Packed, PackedDataset
-from outsize.train.data.pretokenized import PretokenizedTokens
-from outsize.train.data.tokens import TokenStore
-from outsize.train.data.writer import TokenWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
