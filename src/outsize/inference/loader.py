@@ -59,6 +59,7 @@ class Loader:
 
     Attributes:
         stall_s: seconds that the caller waited in `take`.
+        load_s: seconds that the loader's thread loaded.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Loader:
         self._paused = self._closing = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self.stall_s = 0.0
+        self.stall_s = self.load_s = 0.0
 
     def follow(self, scan: Scan) -> None:
         """Load as ``scan`` says from now on; no unit may be taken. What both keep stays.
@@ -179,7 +180,9 @@ class Loader:
                         entered = True
                     if place.used is not None:
                         self._device.wait("up", place.used)
+                    started = time.perf_counter()
                     self._source.load(unit, place.memory)
+                    self.load_s += time.perf_counter() - started
                     place.loaded, place.used = self._device.record("up"), None
                 except BaseException as raised:  # for whoever asks for a unit: this thread never dies of it
                     error = raised

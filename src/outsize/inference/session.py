@@ -45,6 +45,7 @@ class InferenceStatistics:
         num_passes: forwards that came to the last unit.
         bytes_moved: weights that came from their home.
         stall_s: seconds that computing waited for them.
+        load_s: seconds that loading them took; where copies are asynchronous, that handing them over took.
         num_kept: units that stay on the device.
         num_streamed: units that come up in every pass.
         bytes_per_pass: weights that come up in every pass, rows of embeddings not counted.
@@ -55,6 +56,7 @@ class InferenceStatistics:
     num_passes: int
     bytes_moved: int
     stall_s: float
+    load_s: float
     num_kept: int
     num_streamed: int
     bytes_per_pass: int
@@ -158,6 +160,7 @@ class Session:
             num_passes=self._num_passes,
             bytes_moved=self._source.bytes_moved,
             stall_s=self._loader.stall_s + self._caller.waited_s(),
+            load_s=self._loader.load_s,
             num_kept=len(self._scan.kept),
             num_streamed=len(self._scan.streamed),
             bytes_per_pass=self._scan.bytes_per_pass,
