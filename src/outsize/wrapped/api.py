@@ -74,6 +74,7 @@ def load(
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     attention: str = "auto",
     trust_remote_code: bool = False,
+    trainable: bool = True,
     device: str = "auto",
     device_memory: str | int | None = None,
     home: Home = "auto",
@@ -90,6 +91,8 @@ def load(
         dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
         attention: ``auto`` or a name that transformers knows.
         trust_remote_code: whether code that comes with the model may run.
+        trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
+            embeddings.
         device: see `wrap`, as for the other arguments.
         device_memory: see `wrap`.
         home: see `wrap`.
@@ -109,8 +112,10 @@ def load(
     model = build_skeleton(config, wanted, attention, trust_remote_code)
     reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
     reader.load_buffers(model)
-    if (base_codec, table_codec) != ("raw", "raw"):
+    if not trainable or (base_codec, table_codec) != ("raw", "raw"):
         model.requires_grad_(False)
+    if not trainable:
+        model.eval()
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)

@@ -18,6 +18,7 @@ from outsize.model.checkpoint import persistent_buffers
 from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.walk import is_walking
 from outsize.storage.home import HostHome
+from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
 
 _RUNNER = "_outsize_runner"
@@ -157,11 +158,19 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         if is_walking():
             return kind.forward(self, *args, **kwargs)
         inputs = _named(signature, self, args, kwargs)
-        return runner_of(self).forward(inputs)
+        runner = runner_of(self)
+        if runner.infers(self):
+            with runner.inferring():
+                return kind.forward(self, **on_device(inputs, runner.device))
+        return runner.forward(inputs)
 
     members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
     if hasattr(kind, "save_pretrained"):
         members["save_pretrained"] = _save_pretrained(kind)
+    if hasattr(kind, "generate"):
+        members["generate"] = generation(kind, runner_of)
+    if isinstance(getattr(kind, "device", None), property):
+        members["device"] = property(lambda self: runner_of(self).device)
     members["__qualname__"] = kind.__qualname__
     return type(kind.__name__, (Wrapped, kind), members)
 
