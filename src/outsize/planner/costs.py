@@ -94,7 +94,8 @@ class _Pricing:
             # An R has recomputed it, or an FK kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             apart = apart or layout.is_kept(unit, op.microbatch or 0)
-            return Cost(seconds=self.times.backward_s[unit] - apart * self.times.forward_s[unit])
+            # Where both were timed, of very small units, the forward may have come out as the longer one.
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
