@@ -15,6 +15,7 @@ from outsize.cli.probe import probe
 from outsize.cli.report import report
 from outsize.cli.train import train
 from outsize.cli.verify import verify
+from outsize.cli.watch import watch
 from outsize.errors import OutsizeError
 
 
@@ -60,5 +61,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, doctor, plan, train, verify, inspect, export, report):
+for _command in (probe, doctor, plan, train, verify, inspect, export, report, watch):
     app.command()(_command)

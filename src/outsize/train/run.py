@@ -18,6 +18,7 @@ from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
@@ -31,6 +32,7 @@ from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
@@ -110,7 +112,7 @@ def train(
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
+        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
         expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
@@ -133,6 +135,13 @@ def train(
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        named = open_writers(
+            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+        )
+        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+        profiler = stack.enter_context(
+            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
+        )
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
@@ -142,6 +151,8 @@ def train(
             trainer,
             Accounts(trainer, sampler, flops, peak),
             heartbeat,
+            writers,
+            profiler,
             watchdog,
             saver,
             progress,
@@ -163,6 +174,8 @@ class _Run:
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
+    writers: Writers
+    profiler: StepProfiler
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
@@ -183,7 +196,8 @@ class _Run:
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                self.saver.between_steps(self.position)
+                with self.accounts.saving():
+                    self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
@@ -220,6 +234,9 @@ class _Run:
         self.seconds += outcome.seconds
         record = self._record(outcome)
         self.heartbeat.beat(record)
+        self.writers.tell(record.to_dict())
+        if self.profiler.step_ended():
+            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -233,7 +250,8 @@ class _Run:
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.seconds, timeline)
-        return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        return self.accounts.record(outcome, timeline, self.position.skipped, failed)
 
     def _foresee(self, seconds: float, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""
