@@ -47,8 +47,8 @@ def plan_scan(
         weight_bytes: of each unit in the order of the forward; 0 for those that need no place.
         room_bytes: of the device, for weights.
         prefetch: units loaded ahead; None is `PREFETCH`, or fewer where there is no room for so many.
-        sparing: keep only what has to be kept, as long as it is unknown what else the device must hold; of a model that
-            takes no more than half the room, all of it.
+        sparing: keep only what has to be kept and load one unit ahead, as long as it is unknown what else the device
+            must hold; of a model that takes no more than half the room, keep all of it.
 
     Raises:
         InfeasiblePlanError: not even the largest unit fits.
@@ -56,7 +56,8 @@ def plan_scan(
     units = [unit for unit, size in enumerate(weight_bytes) if size]
     if sum(weight_bytes) <= (room_bytes // 2 if sparing else room_bytes):
         return _scan(weight_bytes, frozenset(units), units, 0)
-    for num_slots in range((PREFETCH if prefetch is None else prefetch) + 1, 0, -1):
+    ahead = PREFETCH if prefetch is None else prefetch
+    for num_slots in range(min(ahead, 1 if sparing else ahead) + 1, 0, -1):
         found = [
             scan
             for size in sorted({weight_bytes[unit] for unit in units})

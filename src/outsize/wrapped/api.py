@@ -75,6 +75,7 @@ def load(
     attention: str = "auto",
     trust_remote_code: bool = False,
     trainable: bool = True,
+    head: bool = True,
     device: str = "auto",
     device_memory: str | int | None = None,
     home: Home = "auto",
@@ -93,6 +94,7 @@ def load(
         trust_remote_code: whether code that comes with the model may run.
         trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
             embeddings.
+        head: False leaves the head out: a model that ends in hidden states, for embeddings.
         device: see `wrap`, as for the other arguments.
         device_memory: see `wrap`.
         home: see `wrap`.
@@ -109,7 +111,7 @@ def load(
     settings = _memory(device, device_memory, home, memory)
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
-    model = build_skeleton(config, wanted, attention, trust_remote_code)
+    model = build_skeleton(config, wanted, attention, trust_remote_code, head)
     reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
     reader.load_buffers(model)
     if not trainable or (base_codec, table_codec) != ("raw", "raw"):
