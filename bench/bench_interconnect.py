@@ -15,6 +15,7 @@ from common import finish, machine, print_table
 from outsize.hardware.all_reduce import crossing_bytes
 from outsize.hardware.machine_file import MachineFile, read
 from outsize.hardware.pcie import LANE_BYTES_PER_S, SOUND_SHARE, theory_bytes_per_s
+from outsize.hardware.presets import GPUS
 
 GB = 1e9
 # What each seed says of a link (GB/s), and what it is per direction.
@@ -126,6 +127,38 @@ def by_size(found: MachineFile | None) -> list[list[object]]:
     return rows
 
 
+def by_the_vendor(found: MachineFile) -> list[dict[str, Any]]:
+    """Return measured products, memory and links of each GPU that a preset knows, beside the vendor's figures."""
+    told: list[dict[str, Any]] = []
+    for index, device in enumerate(found.devices):
+        key = device.name.lower().replace(" ", "")
+        preset = next((gpu for name, gpu in GPUS.items() if name in key), None)
+        if preset is None or not device.device.startswith("cuda"):
+            continue
+
+        def add(what: str, measured: float | None, vendor: float, on: str = device.device) -> None:
+            if measured is not None:
+                told.append({"what": f"{on} {what}", "measured": measured, "vendor": vendor})
+
+        for dtype, rate in device.matmul_flops_per_s.items():
+            if dtype in preset.peak_flops_per_s:
+                add(f"products {dtype}, FLOP/s", rate.median, preset.peak_flops_per_s[dtype].value)
+        add("memory, bytes/s", device.memory_triad_bytes_per_s.median, preset.memory_bytes_per_s.value)
+        gpu = found.inventory.gpus[index] if index < len(found.inventory.gpus) else None
+        lanes = gpu.pcie_lanes.number() if gpu is not None else None
+        theory = theory_bytes_per_s(preset.pcie_generation, int(lanes or 16))
+        for link in device.links:
+            if link.fit is not None and link.direction != "both":
+                add(f"link {link.path} {link.direction}, bytes/s", link.fit.bytes_per_s, theory)
+    rows = [
+        [entry["what"], entry["measured"], entry["vendor"], f"{entry['measured'] / entry['vendor']:.0%}"]
+        for entry in told
+    ]
+    if rows:
+        print_table(["measured beside the vendor's figure", "measured", "vendor", ""], rows)
+    return told
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,6 +178,7 @@ def main() -> None:
     ]
     print_table(["claim", "claimed", "true", "", "what it counted"], rows, title="claims of the seeds")
     by_size(found)
+    vendor = by_the_vendor(found) if found is not None else []
     measured = {}
     for device in found.devices if found is not None else ():
         for link in device.links:
@@ -155,7 +189,13 @@ def main() -> None:
                     "held_out_median": link.fit.held_out_median,
                 }
     finish(
-        {"benchmark": "interconnect", "machine": machine(), "claims": told, "measured": measured},
+        {
+            "benchmark": "interconnect",
+            "machine": machine(),
+            "claims": told,
+            "measured": measured,
+            "vendor": vendor,
+        },
         arguments.output,
     )
 

@@ -216,7 +216,7 @@ class TrainConfig(Section):
 class LoraConfig(Section):
     """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
 
-    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where a codec does not say otherwise.
+    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
     """
 
     r: int = Field(default=8, ge=1, description="Rank of the adapters.")

@@ -106,7 +106,7 @@ class _Pricing:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
-            size = layout.weight_bytes[unit] if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
+            size = self._link_bytes(unit) if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
             return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
@@ -144,11 +144,14 @@ class _Pricing:
     def _disk(self, op: Op) -> Cost:
         unit, read = op.unit or 0, op.kind is Kind.READ
         if op.tile is None:
-            size = self.layout.weight_bytes[unit] if read else self.layout.gradient_bytes[unit]
+            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit]
         else:
             weights = 0 if self.model.dtype == "fp32" else ITEMSIZE[self.model.dtype]
             size = self._elements(op) * (16 if read else 12 + weights)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
+
+    def _link_bytes(self, unit: int) -> int:
+        return self.model.units[unit].link_bytes(self.model.dtype)
 
     def _elements(self, op: Op) -> int:
         numel = self.model.units[op.unit or 0].numel

@@ -27,6 +27,7 @@ from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
+from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
@@ -46,6 +47,8 @@ Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
 TIMELINE_STEP = 2
+# Errors of frozen weights that a codec has written, by name.
+QUANTISATION = "quantisation.json"
 
 
 def plan(config: Config) -> Plan:
@@ -135,6 +138,9 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
+        if trainer.errors:
+            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+            write_json(run_dir / QUANTISATION, trainer.errors)
         heartbeat = stack.enter_context(Heartbeat(run_dir))
         named = open_writers(
             config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
