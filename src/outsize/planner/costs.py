@@ -100,12 +100,13 @@ class _Pricing:
             # An R has recomputed it, or an FK kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             apart = apart or layout.is_kept(unit, op.microbatch or 0)
-            return Cost(seconds=self.times.backward_s[unit] - apart * self.times.forward_s[unit])
+            # Where both were timed, of very small units, the forward may have come out as the longer one.
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
-            size = layout.weight_bytes[unit] if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
+            size = self._link_bytes(unit) if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
             return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
@@ -143,11 +144,14 @@ class _Pricing:
     def _disk(self, op: Op) -> Cost:
         unit, read = op.unit or 0, op.kind is Kind.READ
         if op.tile is None:
-            size = self.layout.weight_bytes[unit] if read else self.layout.gradient_bytes[unit]
+            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit]
         else:
             weights = 0 if self.model.dtype == "fp32" else ITEMSIZE[self.model.dtype]
             size = self._elements(op) * (16 if read else 12 + weights)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
+
+    def _link_bytes(self, unit: int) -> int:
+        return self.model.units[unit].link_bytes(self.model.dtype)
 
     def _elements(self, op: Op) -> int:
         numel = self.model.units[op.unit or 0].numel
