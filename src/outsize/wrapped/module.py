@@ -228,12 +228,6 @@ def _named(
                 raise ConfigError(f"{type(model).__name__} takes any positional arguments; pass them by name")
             named[name] = value
     config = getattr(model, "config", None)
-    wanted = named.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if wanted is None else wanted:
-        raise ConfigError(
-            "output_router_logits=True asks for what is recorded inside units, and a recompute would not give it a "
-            "gradient; outsize.wrap has no router losses yet: set config.output_router_logits=False"
-        )
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(
         config, "use_cache", False
