@@ -234,7 +234,7 @@ class _Run:
         self.seconds += outcome.seconds
         record = self._record(outcome)
         self.heartbeat.beat(record)
-        self.writers.tell(record.to_dict())
+        self.writers.tell(record)
         if self.profiler.step_ended():
             self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
