@@ -180,7 +180,7 @@ class TrainConfig(Section):
         default="none",
         description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
         "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
-        "the newest one of that run.",
+        "the newest one of that run; checkpoints of the Hugging Face Trainer are taken too.",
     )
     profile_steps: int = Field(
         default=0,
@@ -200,7 +200,8 @@ class TrainConfig(Section):
     stall_factor: float = Field(
         default=10.0,
         ge=1,
-        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before, or "
+        "the predicted step until one was measured.",
     )
     stall_floor_s: float = Field(
         default=600.0,
@@ -215,7 +216,7 @@ class TrainConfig(Section):
 class LoraConfig(Section):
     """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
 
-    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where a codec does not say otherwise.
+    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
     """
 
     r: int = Field(default=8, ge=1, description="Rank of the adapters.")

@@ -5,7 +5,7 @@ from outsize.planner.costs import cost_model
 from outsize.planner.expectation import coarser
 from outsize.planner.memory import Tier
 from outsize.planner.plan import plan_step
-from outsize.planner.question import Question, demand_of
+from outsize.planner.question import Question, demand_of, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.unit_times import unit_times
@@ -31,10 +31,11 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         machine,
         model,
         layout,
-        unit_times(machine, model.dtype, work),
+        unit_times(machine, model.compute_dtype, work),
         work.boundary_bytes,
         home=home,
         tile_elements=tile_elements,
+        **exchange_of(question),
     )
     return Candidate(
         microbatches=microbatches,
@@ -45,4 +46,5 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         layout=layout,
         programs=[build_step(layout)] * NUM_STEPS,
         costs=costs,
+        assumptions=node_assumptions(question),
     )

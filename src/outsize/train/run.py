@@ -4,7 +4,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outsize.config import Config, dump_config
@@ -24,9 +24,10 @@ from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
+from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
+from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
@@ -37,7 +38,7 @@ from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
-from outsize.train.standing import Position, check_same_method
+from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
@@ -46,6 +47,8 @@ Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
 TIMELINE_STEP = 2
+# Errors of frozen weights that a codec has written, by name.
+QUANTISATION = "quantisation.json"
 
 
 def plan(config: Config) -> Plan:
@@ -100,14 +103,15 @@ def train(
         # Last on the way out, when no lane can write any more.
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
         if resumed is not None:
-            check_same_method(read_state(resumed), resumed, config)
+            checkpoint.check_same_method(resumed, config)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce, adapters_from=resumed)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.dtype)
+            prepared = _with_tokenizer(prepared, config)
+            checkpoint.check_same_run(resumed, config, prepared)
         record = newest_home(config, run_dir, prepared, resumed, announce)
         if resumed is not None:
-            done = position_of(resumed)
+            done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
@@ -134,6 +138,9 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
+        if trainer.errors:
+            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+            write_json(run_dir / QUANTISATION, trainer.errors)
         heartbeat = stack.enter_context(Heartbeat(run_dir))
         named = open_writers(
             config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
@@ -310,6 +317,16 @@ def _saver(
         announce=announce,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
+
+
+def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+        return prepared
+    return replace(prepared, directory=Path(config.model.path))
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:
