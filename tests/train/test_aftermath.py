@@ -1,5 +1,6 @@
 """A run that fails completes the checkpoint under way where its state is there, and says where a resume goes on."""
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -125,3 +126,12 @@ def test_a_home_on_disk_says_how_far_it_is_and_a_run_without_anything_says_so(tm
     assert f"resumed from step {told[1]} in {told[2]}" in again
     said = fail(run_of(tmp_path, "host", save_every=0), Layer(tmp_path, layer))
     assert said[-1] == "the run failed before anything was saved: --resume auto starts with step 1 again"
+
+
+def test_a_step_has_its_line_before_any_other_file_can_fail(tmp_path: Path) -> None:
+    """The timeline of the third step cannot be written; the step may be committed all the same."""
+    layer = Layer(tmp_path, {Key("pwrite", "disk/timeline.json.partial", 0, 0, 0): Fault.TORN})
+    with layered(layer), pytest.raises(StorageError, match=r"timeline\.json"):
+        train(run_of(tmp_path, "disk", DISK))
+    lines = (tmp_path / "disk/heartbeat.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
