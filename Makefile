@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 explore: $(STAMP) ## run the tests of properties on examples that have not been tried, over and over until one fails
 	while $(BIN)/python -m pytest -q --hypothesis-profile=explore -m hypothesis; do :; done
@@ -40,6 +40,7 @@ format: $(STAMP) ## rewrite the files in the style that `make lint` asks for
 
 docs: $(STAMP) ## write the generated pages again
 	$(BIN)/python scripts/configuration_page.py
+	$(BIN)/python scripts/heartbeat_schema.py
 
 demo: $(STAMP) ## train a 40M-parameter model in a fifth of its memory, and prove it exact
 	$(BIN)/python examples/demo.py

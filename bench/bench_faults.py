@@ -6,7 +6,11 @@ time, each in a run of its own; see `outsize.testing.campaign` for what is check
 counted.
 
     python bench/bench_faults.py                  # a sample spread over all operations, some 4 minutes
-    python bench/bench_faults.py --all            # every point, the better part of an hour on two cores
+    python bench/bench_faults.py --all --late     # every point, the better part of an hour on two cores
+    python bench/bench_faults.py --all --late --shard 1/4 --journal faults    # a quarter; and so on to 4/4
+
+Every verdict goes to a journal as soon as it is known. With ``--journal`` the same command goes on where it was cut
+off, and the result is that of all shards whose journals lie in the directory: the last one has the whole.
 """
 
 import argparse
@@ -18,83 +22,130 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
 SCENARIOS = ("host", "disk", "resume", "home")
+OUTCOMES = ("equal", "refused", "missed", "hung", "broken")
 SAMPLE = 130
-HANG_S = 60.0
+HANG_S = 300.0
 
 
-def work(name: str, share: int, num_workers: int, first: int, sample: int | None, late: bool) -> None:
-    """Judge this worker's points and print a line for each."""
+# --- one worker -----------------------------------------------------------------------------------
+
+
+def work(args: argparse.Namespace, name: str, share: int, num_shares: int, journal: Path) -> None:
+    """Judge this worker's points that the journal does not know yet, and write a line for each."""
     import torch
 
     from outsize.testing.campaign import does_harm, is_noticed, scenario
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="outsize-faults-") as root:
+    known = {line["point"] for line in read_journal(journal) if "outcome" in line}
+    with tempfile.TemporaryDirectory(prefix="outsize-faults-") as root, journal.open("a") as out:
         with contextlib.redirect_stderr(io.StringIO()):
             campaign = scenario(name, Path(root))
-        points = campaign.points(is_noticed if late else does_harm)
-        if sample is not None:
-            points = points[:: max(1, len(points) // sample)]
-        print(json.dumps({"points": len(points), "operations": len(campaign.operations)}), flush=True)
-        for index in range(first * num_workers + share, len(points), num_workers):
+        points = {
+            f"{' '.join(map(str, key))} {fault}": (key, fault) for key, fault in campaign.points(is_noticed)
+        }
+        if not args.late:
+            harmful = {f"{' '.join(map(str, key))} {fault}" for key, fault in campaign.points(does_harm)}
+            points = {text: point for text, point in points.items() if text in harmful}
+        # By their names, not their order: threads come by in another one in every process.
+        drawn = sorted(points, key=place_of)[: args.sample or None]
+        ours = [text for text in drawn if place_of(text) % num_shares == share]
+        write(out, {"points": ours, "operations": len(campaign.operations)})
+        for text in ours:
+            if text in known:
+                continue
+            key, fault = points[text]
+            write(out, {"point": text})
             faulthandler.dump_traceback_later(HANG_S, exit=True)
-            key, fault = points[index]
             try:
                 verdict = campaign.judge(key, fault)
                 found = {"outcome": verdict.outcome, "problems": list(verdict.problems)}
             except Exception as error:
                 found = {"outcome": "broken", "problems": [f"{type(error).__name__}: {error}"]}
-            print(json.dumps({"kind": key.kind, "at": [*key], "fault": fault, **found}), flush=True)
+            write(out, {"point": text, "kind": f"{key.kind} {fault}", **found})
             faulthandler.cancel_dump_traceback_later()
 
 
-def run(name: str, num_workers: int, sample: int | None, late: bool) -> dict[str, object]:
-    """Judge all points of one scenario."""
-    began = time.perf_counter()
-    done = [0] * num_workers
-    heads: list[dict[str, int]] = []
-    lines: list[dict[str, object]] = []
+def place_of(point: str) -> int:
+    """Where a point comes among all, at random but the same everywhere."""
+    return zlib.crc32(point.encode())
 
-    def start(share: int) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        command = [sys.executable, __file__, "--worker", name, f"{share},{num_workers},{done[share]}"]
-        command += ["--sample", str(sample or 0)] + (["--late"] if late else [])
+
+def write(out: IO[str], line: dict[str, Any]) -> None:
+    out.write(json.dumps(line) + "\n")
+    out.flush()
+
+
+def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal; the last one may have been cut off."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+# --- all workers ----------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace, name: str, directory: Path) -> None:
+    """Have workers judge this shard's points of one scenario."""
+    shard, num_shards = map(int, args.shard.split("/"))
+    num_shares = num_shards * args.workers
+    shares = [(shard - 1) * args.workers + worker for worker in range(args.workers)]
+
+    def start(share: int) -> tuple[subprocess.Popen[bytes], IO[bytes], Path]:
+        journal = directory / f"{name}-{share + 1}-of-{num_shares}.jsonl"
+        command = [sys.executable, __file__, "--worker", name, str(share), str(num_shares), str(journal)]
+        command += ["--sample", str(args.sample)] + (["--late"] if args.late else [])
         out = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has ended
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT), out
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT), out, journal
 
-    workers = {share: start(share) for share in range(num_workers)}
+    workers = {share: start(share) for share in shares}
     while workers:
-        for share, (worker, out) in list(workers.items()):
+        for share, (worker, out, journal) in list(workers.items()):
             worker.wait()
             with out:
                 out.seek(0)
-                text = out.read().decode()
-            head, *rest = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-            heads.append(head)
-            lines += rest
-            done[share] += len(rest)
+                text = out.read().decode()[-3000:]
             if worker.returncode == 0:
                 del workers[share]
-            else:  # it hung, or the process died: the point after the last line
-                hung = {"kind": "?", "at": [done[share]], "fault": "?", "outcome": "hung"}
-                lines.append({**hung, "problems": [text[-3000:]]})
-                done[share] += 1
-                workers[share] = start(share)
-    bad = [line for line in lines if line["problems"]]
+                continue
+            begun = [line["point"] for line in read_journal(journal) if "point" in line]
+            if not begun:
+                raise SystemExit(f"a worker of {name} did not come to its first point:\n{text}")
+            with journal.open("a") as lines:  # it hung, or the process died
+                write(lines, {"point": begun[-1], "kind": "?", "outcome": "hung", "problems": [text]})
+            workers[share] = start(share)
+
+
+def result_of(name: str, directory: Path) -> dict[str, Any]:
+    """What all journals of a scenario say together."""
+    verdicts: dict[str, dict[str, Any]] = {}
+    points: set[str] = set()
+    operations = 0
+    for path in sorted(directory.glob(f"{name}-*-of-*.jsonl")):
+        for line in read_journal(path):
+            if "outcome" in line:
+                verdicts[line["point"]] = line
+            elif "operations" in line:
+                points |= set(line["points"])
+                operations = max(operations, line["operations"])
     return {
-        "operations": heads[0]["operations"],
-        "points": len(lines),
-        "outcomes": dict(Counter(str(line["outcome"]) for line in lines)),
-        "by_kind": dict(Counter(f"{line['kind']} {line['fault']}" for line in lines)),
-        "bad": bad,
-        "s": time.perf_counter() - began,
+        "operations": operations,
+        "points": len(verdicts),
+        "left": len(points - verdicts.keys()),
+        "outcomes": dict(Counter(line["outcome"] for line in verdicts.values())),
+        "by_kind": dict(sorted(Counter(line["kind"] for line in verdicts.values()).items())),
+        "bad": [line for line in verdicts.values() if line["problems"]],
     }
 
 
@@ -104,46 +155,55 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="every point, not a sample")
     parser.add_argument("--late", action="store_true", help="late calls and lost syncs too")
-    parser.add_argument("--sample", type=int, default=SAMPLE, help="points per scenario")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="points per scenario; 0 is all")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--shard", default="1/1", help="which part of how many, e.g. 2/4")
+    parser.add_argument("--journal", type=Path, help="directory of the journals; a temporary one by default")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    sample = None if arguments.all else arguments.sample or None
-    if arguments.worker:
-        name, place = arguments.worker
-        share, num_workers, first = map(int, place.split(","))
-        work(name, share, num_workers, first, sample, arguments.late)
+    args = parser.parse_args()
+    args.sample = 0 if args.all else args.sample
+    if args.worker:
+        name, share, num_shares, journal = args.worker
+        work(args, name, int(share), int(num_shares), Path(journal))
         return
-    results = {}
-    for name in arguments.scenarios:
-        results[name] = run(name, arguments.workers, sample, arguments.late)
-        for line in results[name]["bad"]:
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        directory = args.journal or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in args.scenarios:
+            run(args, name, directory)
+        results = {name: result_of(name, directory) for name in args.scenarios}
+    for result in results.values():
+        for line in result["bad"]:
             print(json.dumps(line), flush=True)
-    outcomes = ("equal", "refused", "missed", "hung", "broken")
     rows = [
         (
             name,
             r["operations"],
             r["points"],
-            *(r["outcomes"].get(o, 0) for o in outcomes),
+            r["left"],
+            *(r["outcomes"].get(o, 0) for o in OUTCOMES),
             len(r["bad"]),
-            r["s"],
         )
         for name, r in results.items()
     ]
-    common.print_table(("run", "operations", "points", *outcomes, "bad", "s"), rows, title="Faults")
+    common.print_table(("run", "operations", "points", "left", *OUTCOMES, "bad"), rows, title="Faults")
+    left = sum(result["left"] for result in results.values())
     common.finish(
         {
             "bench": "faults",
             "machine": common.machine(),
-            "exhaustive": sample is None,
+            "exhaustive": not args.sample and not left,
+            "late_and_lost": args.late,
             "ok": not any(result["bad"] for result in results.values()),
             "points": sum(result["points"] for result in results.values()),
+            "left": left,
             "runs": results,
+            "s": time.perf_counter() - began,
         },
-        arguments.output,
+        args.output,
     )
 
 

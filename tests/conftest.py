@@ -47,6 +47,14 @@ def live_threads() -> set[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
+def same_numbers_in_any_order() -> None:
+    """Draw random tensors that do not depend on the tests that ran before."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a Python thread running or a file open."""
     threads_before, files_before = live_threads(), open_files()

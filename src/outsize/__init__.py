@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outsize.errors import (
     BudgetExceededError,
     CheckpointError,
+    CodecError,
     ConfigError,
     DataError,
     ExecutionError,
@@ -31,6 +32,7 @@ __all__ = [
     "AdamW",
     "BudgetExceededError",
     "CheckpointError",
+    "CodecError",
     "ConfigError",
     "DataError",
     "ExecutionError",

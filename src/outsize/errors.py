@@ -10,6 +10,7 @@ The tree, and whose mistake each branch is::
     ├── InfeasiblePlanError    the machine: a budget is too small, and by how much
     ├── StorageError           the machine: disk full, not writable, short read
     │   └── BudgetExceededError   ours: a tier would hold more than was promised
+    ├── CodecError             the bytes: damaged, or not the encoding of what is asked for
     ├── StalledError           the machine: no op of a step has ended for far too long
     ├── NonFiniteError         the numbers: loss or gradient norm is NaN or infinite
     ├── ProgramError           ours: a program breaks a rule of `planner.validate`
@@ -63,6 +64,10 @@ class StorageError(OutsizeError):
 
 class BudgetExceededError(StorageError):
     """A reservation would push a tier over its budget."""
+
+
+class CodecError(OutsizeError):
+    """Encoded bytes are damaged, or are not the encoding of what is asked for."""
 
 
 class StalledError(OutsizeError):

@@ -46,7 +46,17 @@ def test_json_is_one_object(directory, capsys):
     assert (first["id"], first["severity"]) == ("optimizer-bound", "warning")
     assert first["gain_share"] == pytest.approx(0.4)
     assert first.keys() >= {"evidence", "expected", "causes", "fix", "gain", "verify"}
-    assert told["not_judged"] == []
+    # A CPU has no link to GPUs and no allocator on one; one run is no sweep.
+    assert {entry["id"] for entry in told["not_judged"]} == {"step-superlinear"}
+
+
+def test_runs_beside_it_are_a_sweep(directory, capsys):
+    run(directory / "large", seconds=4.0)
+    run(directory / "small", tokens=2048, seconds=1.0)
+    assert doctor("large", "--beside", "small", "--fail-on", "warning") == 1
+    assert capsys.readouterr().out.startswith("warning  step-superlinear\n")
+    assert doctor("--beside", "small") == 2
+    assert "name that one first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("limit", "status"), [("error", 0), ("warning", 1), ("never", 0)])

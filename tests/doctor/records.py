@@ -8,6 +8,8 @@ from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.inventory import Inventory
 from outsize.hardware.machine_file import DeviceRates, MachineFile
 from outsize.hardware.readings import Fact
+from outsize.hardware.streaming import NumaRates, Overlap, PinCost, TogetherRates
+from outsize.hardware.topology import PeerLink
 
 GIB = 2**30
 
@@ -33,11 +35,76 @@ def gpu(index=0, **changes):
         "sm_clock_max_hz": 1980 * 10**6,
         "clock_limits": "",
     } | changes
-    peers = {str(1 - index): fact(facts.pop("peer", "ok"))}
-    return GpuFacts(**{name: fact(value) for name, value in facts.items()}, peers=peers)
+    other = str(1 - index)
+    return GpuFacts(
+        **{name: fact(value) for name, value in facts.items() if name not in ("peer", "nvlink")},
+        peers={other: fact(facts.get("peer", "ok"))},
+        peer_nvlinks={other: fact(facts.get("nvlink", "not supported"))},
+        ancestors={other: fact("one host bridge")},
+        num_nvlinks=fact(0),
+    )
 
 
-def device(index=0, *, up=25e9, pageable=6e9, matmul=(4e14,) * 6, attention=2e14):
+def overlap(*, matmul=0.01, copy=0.01, both=0.011):
+    """A product and copies that hide each other."""
+    return Overlap(
+        what="by the test",
+        matmul_s=measured(matmul),
+        copy_s=measured(copy),
+        both_s=measured(both),
+        matmul_beside_s=measured(both),
+        copy_beside_s=measured(both),
+    )
+
+
+def pin_costs(*, torch_bytes=80 * 2**20):
+    asked = 80 * 2**20
+    return tuple(
+        PinCost(way=way, asked_bytes=asked, taken_bytes=fact(taken), pin_s_per_gb=measured(0.2))
+        for way, taken in (("mlock", asked), ("cudaHostRegister", asked), ("torch pin_memory", torch_bytes))
+    )
+
+
+def numa_rates(by, *, far=0.95, rate=20e9):
+    own = 0 if by in ("node 0", "cuda:0") else 1
+    return tuple(
+        NumaRates(
+            memory_node=node,
+            by=by,
+            local=node == own,
+            copy_bytes_per_s=measured(rate if node == own else far * rate),
+        )
+        for node in (0, 1)
+    )
+
+
+def together(*, share=1.0):
+    return tuple(
+        TogetherRates(
+            device=f"cuda:{index}",
+            direction=direction,
+            alone_bytes_per_s=measured(25e9),
+            together_bytes_per_s=measured(share * 25e9),
+        )
+        for direction in ("up", "down")
+        for index in (0, 1)
+    )
+
+
+def peers(*, said="PCIe peer", reached="PCIe peer", rate=20e9):
+    return tuple(
+        PeerLink(
+            source=f"cuda:{1 - index}",
+            target=f"cuda:{index}",
+            by_topology=fact(said),
+            by_rate=fact(reached),
+            copy_bytes_per_s=measured(rate),
+        )
+        for index in (0, 1)
+    )
+
+
+def device(index=0, *, up=25e9, pageable=6e9, matmul=(4e14,) * 6, attention=2e14, generation=4, hidden=None):
     return DeviceRates(
         device=f"cuda:{index}",
         name="Example GPU",
@@ -51,6 +118,10 @@ def device(index=0, *, up=25e9, pageable=6e9, matmul=(4e14,) * 6, attention=2e14
             link("down", path="pinned", bytes_per_s=25e9),
             link("up", path="pageable", bytes_per_s=pageable),
         ),
+        pcie_generation_loaded=fact(generation),
+        pcie_lanes_loaded=fact(16),
+        overlap=hidden or overlap(),
+        numa=numa_rates(f"cuda:{index}", rate=25e9),
     )
 
 
@@ -76,7 +147,12 @@ def cpu_machine(root, **changes):
     )
     cpu = found.inventory.cpu.model_copy(update={"quota_cores": fact(None)})
     inventory = {**dict(found.inventory), "cpu": cpu, "environment": environment, "memory": memory}
-    return changed(found.model_copy(update={"inventory": Inventory(**inventory)}), **changes)
+    host = found.host.model_copy(update={"numa": numa_rates("node 0") + numa_rates("node 1")})
+    disks = tuple(
+        disk.model_copy(update={"sustained_write_bytes_per_s": measured(*[2e9] * 9)}) for disk in found.disks
+    )
+    sound = {"inventory": Inventory(**inventory), "host": host, "disks": disks}
+    return changed(found.model_copy(update=sound), **changes)
 
 
 def gpu_machine(root, *, gpus=None, devices=None, **changes):
@@ -84,7 +160,15 @@ def gpu_machine(root, *, gpus=None, devices=None, **changes):
     found = cpu_machine(root, **changes)
     gpus = gpus or (gpu(0), gpu(1))
     inventory = found.inventory.model_copy(update={"gpus": gpus, "num_gpus": fact(len(gpus))})
-    return found.model_copy(update={"inventory": inventory, "devices": devices or (device(0), device(1))})
+    host = found.host.model_copy(update={"pinning": pin_costs()})
+    sound = {
+        "inventory": inventory,
+        "devices": devices or (device(0), device(1)),
+        "host": host,
+        "together": together(),
+        "peers": peers(),
+    }
+    return found.model_copy(update=sound)
 
 
 def changed(found: MachineFile, **changes):
@@ -115,14 +199,16 @@ def step(number, **changes):
         "bytes_written": 0,
         "update_s": 0.8,
         "data_s": 0.0,
+        "mfu": 0.35,
         "rss_bytes": 6 * GIB,
+        "device_bytes": {"cuda:0": 2 * GIB},
         "busy_s": busy_s | changes.pop("busy_s", {}),
         "stall_s": stall_s,
         **changes,
     }
 
 
-def run(directory, steps=None, *, plan=None, config=None, count=12, **changes):
+def run(directory, steps=None, *, plan=None, config=None, about=None, count=12, **changes):
     """Write and read a run; ``changes`` are those of every step."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = steps or [step(number, **changes) for number in range(1, count + 1)]
@@ -140,4 +226,5 @@ def run(directory, steps=None, *, plan=None, config=None, count=12, **changes):
         "memory": {"device": "cuda"},
     } | (config or {})
     (directory / "config.yaml").write_text(json.dumps(settings))
+    (directory / "run.json").write_text(json.dumps({"tokens_per_microbatch": 2048} | (about or {})))
     return read_run(directory)

@@ -5,7 +5,19 @@ from pathlib import Path
 import pytest
 
 from doctor import records
-from doctor.records import cpu_machine, device, gpu, gpu_machine, run, step
+from doctor.records import (
+    cpu_machine,
+    device,
+    gpu,
+    gpu_machine,
+    numa_rates,
+    overlap,
+    peers,
+    pin_costs,
+    run,
+    step,
+    together,
+)
 from hardware.fake_machine import link, measured
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
@@ -38,6 +50,22 @@ def reading(found, bytes_per_s):
     (disk,) = found.disks
     depths = [depth.model_copy(update={"read_bytes_per_s": measured(bytes_per_s)}) for depth in disk.depths]
     return found.model_copy(update={"disks": (disk.model_copy(update={"depths": tuple(depths)}),)})
+
+
+def writing(found, *samples):
+    (disk,) = found.disks
+    disk = disk.model_copy(update={"sustained_write_bytes_per_s": measured(*samples)})
+    return found.model_copy(update={"disks": (disk,)})
+
+
+def with_host(found, **changes):
+    return found.model_copy(update={"host": found.host.model_copy(update=changes)})
+
+
+def unlinked(found):
+    """A machine whose links nobody has tried."""
+    devices = tuple(device.model_copy(update={"links": ()}) for device in found.devices)
+    return found.model_copy(update={"devices": devices})
 
 
 def variables(**told):
@@ -161,6 +189,21 @@ SHOWN = {
         "busy: compute:w0 1.4 s, compute:w1 1.9 s",
         lambda d: run(d, stall_s={"compute:w1": 0.6}, busy_s={"compute:w1": 1.9}),
     ),
+    "checkpoint-bound": (
+        "warning",
+        "40% of a step of 2.0 s compute waits for a checkpoint",
+        lambda d: run(d, waits_s={"compute:w0": {"checkpoint": {"store": 0.8}, "python": {"none": 0.02}}}),
+    ),
+    "microbatch-tiny": (
+        "warning",
+        "4 tokens per microbatch; compute reaches 2.0% of the device's peak",
+        lambda d: run(d, about={"tokens_per_microbatch": 4}, mfu=0.02, stall_s={}),
+    ),
+    "compute-slow": (
+        "warning",
+        "compute reaches 2.0% of the device's peak while it works, 99% of a step, with 2048 tokens",
+        lambda d: run(d, mfu=0.02, stall_s={}),
+    ),
     "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
     "attention-eager": (
         "warning",
@@ -177,11 +220,72 @@ SHOWN = {
         "grew from",
         lambda d: run(d, [step(n, rss_bytes=(5 + n) * GIB) for n in range(1, 13)]),
     ),
+    "link-downtrained": (
+        "warning",
+        "cuda:1 under load: generation 3 x16",
+        lambda d: gpu_machine(d, devices=(device(), device(1, generation=3))),
+    ),
+    "pinned-rounded-up": (
+        "info",
+        "128.00 MiB for 80.00 MiB: 60% more",
+        lambda d: with_host(gpu_machine(d), pinning=pin_costs(torch_bytes=128 * 2**20)),
+    ),
+    "copies-not-hidden": (
+        "warning",
+        "product 10 ms, copies 10 ms, both at once 19.5 ms: 5% hidden",
+        lambda d: gpu_machine(d, devices=(device(hidden=overlap(both=0.0195)), device(1))),
+    ),
+    "copies-contend": (
+        "warning",
+        "cuda:0 up: 12.50 GB/s while all copy, 25.00 GB/s alone; all together 25.00 GB/s",
+        lambda d: gpu_machine(d).model_copy(update={"together": together(share=0.5)}),
+    ),
+    "numa-far-memory": (
+        "warning",
+        "node 0: 20.00 GB/s from memory of its own node, 12.00 GB/s from the other",
+        lambda d: with_host(cpu_machine(d), numa=numa_rates("node 0", far=0.6)),
+    ),
+    "peer-slow": (
+        "warning",
+        "cuda:0 from cuda:1: NVLink by the driver, 9.00 GB/s measured, as host-staged",
+        lambda d: gpu_machine(d).model_copy(
+            update={"peers": peers(said="NVLink", reached="host-staged", rate=9e9)}
+        ),
+    ),
+    "iommu-translates": (
+        "info",
+        "IOMMU: dmar0 intel_iommu=on, without iommu=pt",
+        lambda d: gpu_machine(d, environment__iommu="dmar0 intel_iommu=on"),
+    ),
+    "memlock-low": (
+        "warning",
+        "at most 64.00 KiB may be locked, the run plans for 5.00 GiB",
+        lambda d: (unlinked(gpu_machine(d)), run(d / "run")),
+    ),
+    "disk-sags": (
+        "warning",
+        "writes fell by 74%, from 2.30 GB/s to 500.00 MB/s",
+        lambda d: writing(cpu_machine(d), 2.3e9, 2.2e9, 2e9, 9e8, 8e8, 7e8, 6e8, 5.8e8, 5e8),
+    ),
+    "step-superlinear": (
+        "warning",
+        "4096 tokens per step take 977 us per token, 2048 take 488: 2 times the tokens, 4 times the step",
+        lambda d: Facts(
+            recorded=run(d / "large", seconds=4.0), others=(run(d / "small", tokens=2048, seconds=1.0),)
+        ),
+    ),
+    "allocator-fragmented": (
+        "warning",
+        "torch holds 3.00 GiB of a GPU between steps, 50% more than the 2.00 GiB",
+        lambda d: run(d, device_bytes={"cuda:0": GIB, "cuda:1": 3 * GIB}),
+    ),
 }
 
 
 def facts_of(record):
     match record:
+        case Facts():
+            return record
         case (machine, recorded):
             return Facts(probed=machine, recorded=recorded)
         case records.MachineFile():
@@ -211,7 +315,8 @@ def test_a_rule_is_shown_with_its_evidence(rule, tmp_path):
 
 def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
     machine, recorded = gpu_machine(tmp_path), run(tmp_path / "run")
-    report = examine(Facts(probed=machine, recorded=recorded))
+    smaller = run(tmp_path / "smaller", tokens=2048, seconds=1.05)
+    report = examine(Facts(probed=machine, recorded=recorded, others=(smaller,)))
     assert [finding.id for finding in report.findings] == ["compute-bound"]
     assert report.not_judged == ()
     assert report.num_passed == len(RULES) - 1
@@ -245,6 +350,45 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
         ("rate-sags", lambda d: gpu_machine(d, devices=(device(matmul=(4e14, 3e14, 4e14) * 2), device(1)))),
         ("compute-bound", lambda d: run(d, stall_s={"host": 0.6})),
         ("memory-above-plan", lambda d: run(d, config={"memory": {"device": "cpu"}})),
+        # One link of a machine that nobody asked under load says nothing of the other.
+        ("link-downtrained", lambda d: gpu_machine(d, devices=(device(generation=5), device(1)))),
+        ("pinned-rounded-up", lambda d: with_host(cpu_machine(d), pinning=pin_costs(torch_bytes=2**27))),
+        # Copies and products of a CPU are the work of the same cores.
+        ("copies-not-hidden", cpu_machine),
+        ("copies-not-hidden", lambda d: gpu_machine(d, devices=(device(hidden=overlap(both=0.014)),) * 2)),
+        ("copies-contend", lambda d: gpu_machine(d).model_copy(update={"together": together(share=0.8)})),
+        ("numa-far-memory", lambda d: with_host(cpu_machine(d), numa=numa_rates("node 0", far=0.9))),
+        # Staged by the driver's own word is no surprise; faster than it says is none either.
+        ("peer-slow", lambda d: gpu_machine(d).model_copy(update={"peers": peers(said="host-staged")})),
+        ("peer-slow", lambda d: gpu_machine(d).model_copy(update={"peers": peers(reached="NVLink")})),
+        ("iommu-translates", lambda d: gpu_machine(d, environment__iommu="dmar0 intel_iommu=on iommu=pt")),
+        # A virtual machine needs it; without a GPU it does not matter.
+        (
+            "iommu-translates",
+            lambda d: gpu_machine(d, environment__iommu="dmar0", environment__virtual_machine="KVM"),
+        ),
+        ("iommu-translates", lambda d: cpu_machine(d, environment__iommu="dmar0 intel_iommu=on")),
+        # The driver has pinned, whatever the limit says; a plan below the limit is none above it.
+        ("memlock-low", lambda d: (gpu_machine(d), run(d / "run"))),
+        (
+            "memlock-low",
+            lambda d: (
+                unlinked(gpu_machine(d, memory__memlock_limit_bytes=8 * GIB)),
+                run(d / "run"),
+            ),
+        ),
+        ("memlock-low", lambda d: (cpu_machine(d), run(d / "run", config={"memory": {"device": "cpu"}}))),
+        # One slow sample is no sag.
+        ("disk-sags", lambda d: writing(cpu_machine(d), 2e9, 2e9, 5e8, 2e9, 2e9, 2e9)),
+        (
+            "step-superlinear",
+            lambda d: Facts(recorded=run(d / "large"), others=(run(d / "small", tokens=1024, seconds=1.0),)),
+        ),
+        ("allocator-fragmented", lambda d: run(d, device_bytes={"cuda:0": int(2.2 * GIB)})),
+        (
+            "allocator-fragmented",
+            lambda d: run(d, config={"memory": {"device": "cpu"}}, device_bytes={"cuda:0": 9 * GIB}),
+        ),
     ],
 )
 def test_what_looks_like_it_and_is_not(rule, record, tmp_path):
@@ -279,6 +423,30 @@ def test_rates_of_a_run_stand_beside_those_of_the_probe(tmp_path):
         "17% of the 3.00 GB/s that the probe reached: not at"
         in found((machine, reads))["disk-bound"].evidence
     )
+
+
+def test_longer_sequences_are_named_where_they_may_be_the_cause(tmp_path):
+    long = run(tmp_path / "long", seconds=4.0, config={"data": {"seq_len": 4096}})
+    short = run(tmp_path / "short", tokens=2048, seconds=1.0)
+    told = examine(Facts(recorded=short, others=(long,))).findings
+    assert "sequences of ['2048', '4096'] tokens" in {f.id: f for f in told}["step-superlinear"].evidence
+
+
+@pytest.mark.parametrize(
+    ("rule", "lacks"),
+    [
+        (
+            "link-downtrained",
+            {"devices": (device().model_copy(update={"pcie_lanes_loaded": Fact.unread()}),)},
+        ),
+        ("copies-contend", {"together": ()}),
+        ("peer-slow", {"peers": ()}),
+        ("copies-not-hidden", {"devices": (device().model_copy(update={"overlap": None}),)}),
+    ],
+)
+def test_what_was_not_measured_is_not_judged(rule, lacks, tmp_path):
+    report = examine(Facts(probed=gpu_machine(tmp_path).model_copy(update=lacks)))
+    assert rule in {entry.id for entry in report.not_judged}
 
 
 def test_what_an_older_probe_did_not_read_is_not_judged(tmp_path):

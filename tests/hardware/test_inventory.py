@@ -5,7 +5,7 @@ import pytest
 
 from hardware.fake_machine import CGROUP_V1, CGROUP_V2, SERVER, build, no_nvml
 from outsize.hardware.disks import read_disk
-from outsize.hardware.gpus import read_gpus
+from outsize.hardware.gpus import read_gpus, read_link_under_load
 from outsize.hardware.inventory import take_inventory
 from outsize.hardware.machine_file import readings
 
@@ -184,7 +184,11 @@ def test_where_a_gpu_hangs_and_what_limits_it(tmp_path):
         nvmlDeviceGetClockInfo=lambda _, kind: {1: 345}[kind],
         nvmlDeviceGetMaxClockInfo=lambda _, kind: {1: 1980}[kind],
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda index: (0x1, 0x1 | 0x4 | 0x40)[index],
-        nvmlDeviceGetP2PStatus=lambda one, other, kind: {(0, 1): 0, (1, 0): 5}[one, other],
+        nvmlDeviceGetP2PStatus=lambda one, other, kind: {(0, 1, 0): 0, (0, 1, 2): 0}.get(
+            (one, other, kind), 5
+        ),
+        nvmlDeviceGetTopologyCommonAncestor=lambda one, other: 20,
+        nvmlDeviceGetNvLinkState=lambda index, link: int(index == 0 and link < 4),
     )
     (first, second), _ = read_gpus(lambda: nvml, tmp_path)
     assert first.pci_path.value == "pci0000:00/0000:00:01.0/0000:01:00.0"
@@ -195,6 +199,18 @@ def test_where_a_gpu_hangs_and_what_limits_it(tmp_path):
         "power cap, hardware thermal slowdown",
     )
     assert (first.peers["1"].value, second.peers["0"].value) == ("ok", "not supported")
+    assert (first.peer_nvlinks["1"].value, second.peer_nvlinks["0"].value) == ("ok", "not supported")
+    assert first.ancestors["1"].value == "several bridges"
+    assert (first.num_nvlinks.value, second.num_nvlinks.value) == (4, 0)
+
+
+def test_the_link_is_read_while_it_works():
+    nvml = fake_nvml(nvmlDeviceGetCurrPcieLinkGeneration=lambda _: 4)
+    generation, lanes = read_link_under_load(lambda: nvml, 0)
+    assert (generation.value, lanes.value) == (4, 8)
+    assert "during copies" in generation.source
+    for broken in (no_nvml, fake_nvml):  # no module; a driver that does not say
+        assert read_link_under_load(broken, 0)[0].status == "not measured"
 
 
 def test_a_library_without_a_driver_is_told():

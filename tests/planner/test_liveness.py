@@ -155,3 +155,10 @@ def test_however_far_lanes_run_apart_no_more_is_live_than_was_counted(layout, ra
     live = LanesAtRandom(layout, boundary_bytes, saved_bytes, program.ops * 2, random.randrange).run()
     assert live.device_bytes <= counted.device_bytes
     assert live.below_bytes <= counted.below_bytes
+
+
+def test_a_backward_may_run_before_the_fetch_that_stands_before_it():
+    """With one microbatch the last unit's backward waits for no FETCH, so both inputs may still be on their way out."""
+    layout = replace(make_layout(4, num_microbatches=1), offload=frozenset({1, 2}))
+    counted = peak_activations(build_step(layout), layout, (0, 2, 1, 2))
+    assert counted.device_bytes == 2 + 1 + 2 + 2

@@ -43,9 +43,9 @@ def test_a_load_puts_the_weights_into_the_slot_that_it_names(home, arena):
     expected = {unit: fill(home, unit, arena) for unit in (0, 1, 2)}
     for unit, slot in ((0, 1), (1, 0), (2, 1)):
         ops.load(parse_op(f"LOAD {unit}@w0.{slot}"), None)
-        assert same_bits(ops.plane(unit, slot), expected[unit])
-        assert ops.plane(unit, slot).data_ptr() == slots[slot].data_ptr()
-    assert same_bits(ops.plane(1, 0), expected[1])
+        assert same_bits(ops.planes(unit, slot)[0], expected[unit])
+        assert ops.planes(unit, slot)[0].data_ptr() == slots[slot].data_ptr()
+    assert same_bits(ops.planes(1, 0)[0], expected[1])
     assert ops.bytes_up == sum(model.units[unit].weight_bytes("bf16") for unit in (0, 1, 2))
 
 
@@ -59,7 +59,7 @@ def test_by_way_of_a_host_buffer(home, arena):
     ops.read(parse_op("READ 1>h1"), None)
     assert ops.bytes_up == 0
     ops.load(parse_op("LOAD 1@w0.0<h1"), None)
-    assert same_bits(ops.plane(1, 0), expected)
+    assert same_bits(ops.planes(1, 0)[0], expected)
 
 
 def test_a_plane_is_the_beginning_of_a_buffer_in_the_compute_dtype():

@@ -1,7 +1,9 @@
 """A home that commits: what is committed stays whole, whatever is written beside it and wherever it is cut off."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from outsize import files
 from outsize.errors import StorageError
 from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for, pack_unit
 from outsize.optim.spec import GRADIENT, commit_record_bytes, committed_bytes, planes_for, step_write_planes
+from outsize.storage import record as record_module
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.ledger import Ledger
@@ -174,7 +177,7 @@ def test_granules_follow_tiles():
     assert granule_elements_for(0) == GRANULE_ELEMENTS
     assert granule_elements_for(2**20) == GRANULE_ELEMENTS
     assert granule_elements_for(3 * 2048) == 2048
-    assert granule_elements_for(65_536 * 3) == GRANULE_ELEMENTS
+    assert granule_elements_for(65_536 * 3) == 65_536
 
 
 LARGE = ModelSpec(
@@ -289,6 +292,34 @@ def test_a_home_of_another_format_says_so(place: Place):
         file.write(bytes([9]))
     with pytest.raises(StorageError, match=r"a home of format 9, and this version of outsize knows 1"):
         find_record(place.path, MODEL)
+
+
+def test_a_record_names_its_hash(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """One that names none is of before there was a choice; one that names another is refused, not taken for damage."""
+    with place.make() as home:
+        written = place.write_all(home, 1)
+        home.commit({"step": 1})
+        monkeypatch.setattr(record_module, "HASH", "crc32c")
+        home.commit({"step": 2})
+        monkeypatch.undo()
+        with pytest.raises(
+            StorageError, match="its checksums are 'crc32c', and this version of outsize knows xxh3_64"
+        ):
+            find_record(place.path, MODEL)
+        monkeypatch.setattr(record_module.json, "dumps", dumps_without_hash)
+        home.commit({"step": 3})
+        home.commit({"step": 4})
+        monkeypatch.undo()
+    assert b'"hash"' not in place.path.read_bytes()[: 2 * commit_record_bytes(MODEL)]
+    with place.open() as home:
+        assert home.record is not None
+        assert home.record.state == {"step": 4}
+        home.check(place.borrow)
+        assert place.holds(home, written)
+
+
+def dumps_without_hash(head: dict[str, object], **how: Any) -> str:
+    return json.JSONEncoder(**how).encode({key: value for key, value in head.items() if key != "hash"})
 
 
 class FailingSyncs(files.System):

@@ -22,7 +22,7 @@ def test_a_beat_is_one_line_that_can_be_read_at_once(tmp_path: Path):
     with Heartbeat(tmp_path) as heartbeat:
         heartbeat.beat(record(1))
         (line,) = lines(tmp_path)  # before it is closed
-        assert (line["step"], line["loss"], line["tokens_per_s"], line["schema"]) == (1, 2.5, 50.0, 3)
+        assert (line["step"], line["loss"], line["tokens_per_s"], line["schema"]) == (1, 2.5, 50.0, 4)
         assert line["time"] > 1.6e9
         heartbeat.beat(record(2))
         assert [line["step"] for line in lines(tmp_path)] == [1, 2]

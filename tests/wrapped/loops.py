@@ -57,7 +57,7 @@ def assert_equal(got: Mapping[str, Tensor], want: Mapping[str, Tensor], toleranc
     assert got.keys() == want.keys()
     for name, value in want.items():
         if tolerance:
-            assert torch.allclose(got[name], value, rtol=0, atol=tolerance), name
+            assert torch.allclose(got[name], value, rtol=tolerance, atol=tolerance), name
         else:
             assert torch.equal(got[name], value), name
 

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = zoo.batch("llama", num_sequences=4)
 
 
-def adapted(seed: int = 0, **changes: Any) -> nn.Module:
+def adapted(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
     config = peft.LoraConfig(
         r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, **changes
     )
-    base = zoo.build("llama")
+    base = zoo.build("llama").to(dtype)
     base.config.use_cache = True  # as published configs have it
     model: nn.Module = peft.get_peft_model(base, config)
     return model
@@ -48,8 +48,43 @@ def test_a_peft_model_trains_as_it_is(count: int, home: str, tmp_path: Path):
         assert optimizer.without_gradient == ()
 
 
-def test_the_adapter_is_saved_in_peft_s_format(tmp_path: Path):
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_fp32_adapters_train_on_a_half_precision_base(home: str):
+    """The base of a unit is a plane of its own: 2 bytes per parameter at home, and nothing else of it anywhere."""
+    plain = adapted(dtype=torch.bfloat16)
+    dtypes = {parameter.dtype for parameter in plain.parameters()}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    with wrapped(adapted(dtype=torch.bfloat16), home=home, microbatches=2) as model:
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        for step in range(3):
+            batch = zoo.batch("llama", seed=step, num_sequences=4)
+            assert torch.equal(streamed_backward(model, batch), resident_backward(plain, batch, 2))
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+        assert {p.dtype for p in model.parameters()} == dtypes
+
+
+def test_a_base_that_became_trainable_after_wrap_is_refused():
     with wrapped(adapted()) as model:
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        with pytest.raises(outsize.ModelError, match="never trains"):
+            streamed_backward(model, BATCH)
+
+
+def test_what_trains_has_one_dtype():
+    model = adapted()
+    next(p for p in model.parameters() if p.requires_grad).data = torch.zeros(2, dtype=torch.bfloat16)
+    with pytest.raises(outsize.ModelError, match="parameters that train"):
+        outsize.wrap(model)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_the_adapter_is_saved_in_peft_s_format(home: str, tmp_path: Path):
+    with wrapped(adapted(), home=home) as model:
         optimizer = outsize.AdamW(model, lr=1e-2)
         streamed_backward(model, BATCH)
         optimizer.step()

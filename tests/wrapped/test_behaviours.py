@@ -538,7 +538,7 @@ def test_parameters_replaced_after_wrapping_are_noticed():
 def test_parameters_of_several_dtypes_are_refused():
     model = zoo.build("llama")
     model.lm_head.to(torch.bfloat16)
-    with pytest.raises(ModelError, match="convert it first"):
+    with pytest.raises(ModelError, match="one of them for all that train"):
         outsize.wrap(model)
 
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from outsize.doctor.run_record import RunRecord
-from outsize.hardware.machine_file import DeviceRates, LinkFit, LinkRates, MachineFile
+from outsize.hardware.link_fit import LinkFit
+from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile
 from outsize.hardware.readings import Fact, Measurement
 
 
@@ -18,10 +19,12 @@ class Facts:
     Attributes:
         probed: what `outsize probe` found; None where no machine is known.
         recorded: what a run wrote; None where there is none.
+        others: other runs of the same model, to compare it with.
     """
 
     probed: MachineFile | None = None
     recorded: RunRecord | None = None
+    others: tuple[RunRecord, ...] = ()
 
     @property
     def machine(self) -> MachineFile:

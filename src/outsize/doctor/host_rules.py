@@ -2,7 +2,16 @@
 
 import statistics
 
-from outsize.doctor.facts import Facts, limit, median, number, planned_host_bytes, text
+from outsize.doctor.facts import (
+    Facts,
+    LackingError,
+    is_on_cpu,
+    limit,
+    median,
+    number,
+    planned_host_bytes,
+    text,
+)
 from outsize.doctor.finding import Seen
 from outsize.hardware.readings import Measurement
 from outsize.units import format_bytes, format_rate
@@ -15,6 +24,7 @@ _LEAST_AVAILABLE, _MOST_PRESSURE = 0.1, 0.05
 _FULL = 0.9
 # A rate that falls through its samples by more than this is no noise, if each third is slower than the one before.
 _SAG, _LEAST_SAMPLES = 0.15, 6
+_DISK_SAG = 0.3
 # Other work is in the figures when this part of the processors was busy before anything was timed.
 _BUSY = 0.5
 _IN_MEMORY = ("tmpfs", "ramfs", "zram")
@@ -51,6 +61,55 @@ def group_limit(facts: Facts) -> Seen | None:
             severity="info", evidence=evidence, expected="budgets within the limit, which outsize plans with"
         )
     return None
+
+
+def locked_memory(facts: Facts) -> Seen | None:
+    """A run on a GPU plans for more host memory than may be locked, and nobody has seen the driver pin any.
+
+    A low limit alone is no finding: NVIDIA's driver pins beyond it on most systems, and the probe tries it.
+    """
+    machine, planned = facts.machine, planned_host_bytes(facts)
+    if is_on_cpu(facts) or not any(device.device.startswith("cuda") for device in machine.devices):
+        return None
+    allowed = limit(machine.inventory.memory.memlock_limit_bytes, "limit of locked memory")
+    if planned is None:
+        raise LackingError("a run with a plan: outsize doctor RUN")
+    pinned = any(
+        link.path == "pinned" and link.fit is not None for device in machine.devices for link in device.links
+    )
+    if allowed is None or pinned or planned <= allowed:
+        return None
+    return Seen(
+        severity="warning",
+        evidence=(
+            f"at most {format_bytes(int(allowed))} may be locked, the run plans for {format_bytes(planned)} of host "
+            "memory, and the probe has not seen pinned copies"
+        ),
+        expected="no limit, or one above the plan",
+    )
+
+
+def sagging_disk(facts: Facts) -> Seen | None:
+    """A drive that writes slower and slower without a pause: its cache is full, or it is hot."""
+    worst: Seen | None = None
+    tried = False
+    for disk in facts.machine.disks:
+        tried |= disk.sustained_write_bytes_per_s.median is not None
+        lost = _lost(disk.sustained_write_bytes_per_s)
+        if lost > max(_DISK_SAG, worst.gain_share or 0.0 if worst else 0.0):
+            samples = disk.sustained_write_bytes_per_s.samples
+            worst = Seen(
+                severity="warning",
+                evidence=(
+                    f"{disk.directory}: writes fell by {lost:.0%}, from {format_rate(samples[0])} to "
+                    f"{format_rate(samples[-1])}, within {len(samples)} samples"
+                ),
+                expected="the same rate for as long as it writes: a step writes the whole state, again and again",
+                gain_share=lost,
+            )
+    if not tried and facts.machine.disks:
+        raise LackingError("writes without a pause: `outsize probe --full`")
+    return worst
 
 
 def swapping(facts: Facts) -> Seen | None:

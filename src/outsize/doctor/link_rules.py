@@ -4,16 +4,14 @@ from itertools import combinations
 
 from outsize.doctor.facts import Facts, LackingError, fit_of, link_of, number, text
 from outsize.doctor.finding import Seen
+from outsize.hardware.cpu import listed
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import DeviceRates
+from outsize.hardware.pcie import SOUND_SHARE, theory_bytes_per_s
 from outsize.units import format_bytes, format_rate
 
-# Bytes per second of one lane and direction by PCIe generation, line coding taken off: transfers per second times
-# 8/10 for generations 1 and 2, 128/130 for 3 to 5; 6 sends flits with 236 bytes of payload in 256.
-_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.375e9}
-# Headers of packets leave 80 to 87 % for large copies: 25 of 31.5 GB/s and 55 of 63 are reported of sound machines.
-# Below the second share something is wrong.
-_SOUND, _WRONG = 0.8, 0.65
+# Below this share of theory something is wrong.
+_WRONG = 0.65
 # Shares of copy time that the fixed cost of a copy may take before larger copies are worth it.
 _SMALL = 0.2
 
@@ -43,7 +41,7 @@ def slow(facts: Facts) -> Seen | None:
             fit = fit_of(_device(facts, index), "pinned", direction)
             if fit is None or fit.bytes_per_s >= _WRONG * theory:
                 continue
-            gain = 1 - fit.bytes_per_s / (_SOUND * theory)
+            gain = 1 - fit.bytes_per_s / (SOUND_SHARE * theory)
             if worst is None or gain > (worst.gain_share or 0.0):
                 worst = Seen(
                     severity="warning",
@@ -52,7 +50,7 @@ def slow(facts: Facts) -> Seen | None:
                         f"{fit.bytes_per_s / theory:.0%} of the {format_rate(theory)} of its lanes"
                         f"{_as_generation(fit.bytes_per_s, gpu)}"
                     ),
-                    expected=f"about {format_rate(_SOUND * theory)}: {_SOUND:.0%} of theory",
+                    expected=f"about {format_rate(SOUND_SHARE * theory)}: {SOUND_SHARE:.0%} of theory",
                     gain_share=gain,
                 )
     return worst
@@ -68,7 +66,7 @@ def pageable(facts: Facts) -> Seen | None:
         memlock = facts.machine.inventory.memory.memlock_limit_bytes.number()
         locked = "no limit known" if memlock is None else f"at most {format_bytes(int(memlock))}"
         try:
-            sound = _SOUND * _theory_bytes_per_s(facts.machine.inventory.gpus[index])
+            sound = SOUND_SHARE * _theory_bytes_per_s(facts.machine.inventory.gpus[index])
             gain = max(0.0, 1 - staged.bytes_per_s / sound)
         except LackingError:
             gain = None
@@ -113,12 +111,12 @@ def wrong_node(facts: Facts) -> Seen | None:
     cpu = facts.machine.inventory.cpu
     if len(cpu.numa_nodes) < 2:
         return None
-    usable = _numbers(text(cpu.usable_cpus, "usable CPUs"))
+    usable = listed(text(cpu.usable_cpus, "usable CPUs"))
     for index, gpu in _gpus(facts):
         node = next(
             (node for node in cpu.numa_nodes if node.index == number(gpu.numa_node, "NUMA node")), None
         )
-        if node is None or usable & _numbers(text(node.cpus, f"CPUs of node {node.index}")):
+        if node is None or usable & listed(text(node.cpus, f"CPUs of node {node.index}")):
             continue
         return Seen(
             severity="warning",
@@ -190,16 +188,18 @@ def _device(facts: Facts, index: int) -> DeviceRates:
 
 
 def _theory_bytes_per_s(gpu: GpuFacts) -> float:
-    generation = int(number(gpu.pcie_generation_max, "PCIe generation"))
-    if generation not in _LANE_BYTES_PER_S:
-        raise LackingError(f"the rate of PCIe generation {generation}")
-    return _LANE_BYTES_PER_S[generation] * number(gpu.pcie_lanes, "lanes")
+    generation, lanes = number(gpu.pcie_generation_max, "PCIe generation"), number(gpu.pcie_lanes, "lanes")
+    try:
+        return theory_bytes_per_s(int(generation), int(lanes))
+    except ValueError as error:
+        raise LackingError(str(error)) from None
 
 
 def _as_generation(bytes_per_s: float, gpu: GpuFacts) -> str:
     """Return a remark where the rate is that of an older generation."""
+    lanes = int(number(gpu.pcie_lanes, "lanes"))
     for generation in range(int(number(gpu.pcie_generation_max, "generation")) - 1, 0, -1):
-        theory = _LANE_BYTES_PER_S[generation] * number(gpu.pcie_lanes, "lanes")
+        theory = theory_bytes_per_s(generation, lanes)
         if _WRONG * theory <= bytes_per_s <= theory:
             return f", as much as generation {generation} gives"
     return ""
@@ -210,9 +210,3 @@ def _common(one: list[str], other: list[str]) -> list[str]:
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
     return one[:length]
-
-
-def _numbers(listed: str) -> set[int]:
-    """Return the numbers of a list such as ``0-3,8``."""
-    ends = [part.partition("-") for part in listed.split(",") if part]
-    return {index for first, _, last in ends for index in range(int(first), int(last or first) + 1)}

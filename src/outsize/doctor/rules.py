@@ -6,8 +6,9 @@ order of rows decides nothing: findings are ranked by gain.
 
 from typing import Final
 
-from outsize.doctor import host_rules, link_rules, nccl, run_rules
+from outsize.doctor import compute_rules, host_rules, link_rules, nccl, peer_rules, run_rules
 from outsize.doctor.finding import Rule
+from outsize.doctor.wait_rules import waits_for
 
 _PROBE_AGAIN = "outsize probe --compare machine.json"
 _SHARE = "stall_share and stall_owner in heartbeat.jsonl of the next run"
@@ -44,6 +45,18 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
     ),
     Rule(
+        id="link-downtrained",
+        part="link",
+        look=peer_rules.downtrained,
+        causes=(
+            "the firmware sets the generation of the slot, or the board offers less there",
+            "a riser or cable that does not carry the higher rate",
+            "errors on the link: it falls back and stays there until the next boot",
+        ),
+        fix="firmware: PCIe generation of the slot; seat the card anew, or another riser; then boot",
+        verify=_PROBE_AGAIN,
+    ),
+    Rule(
         id="pinning-refused",
         part="link",
         look=link_rules.pageable,
@@ -54,6 +67,58 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         fix="ulimit -l unlimited (containers: --ulimit memlock=-1); more free RAM",
         verify="outsize probe: a fit stands beside the link's pinned path",
+    ),
+    Rule(
+        id="pinned-rounded-up",
+        part="run",
+        look=peer_rules.rounded_up,
+        causes=("torch's pinned allocator rounds each request up to a power of two",),
+        fix="in loops of your own: PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1, or memory pinned by outsize",
+        verify="outsize probe: taken_bytes of torch pin_memory in machine.json",
+    ),
+    Rule(
+        id="copies-not-hidden",
+        part="link",
+        look=peer_rules.no_overlap,
+        causes=(
+            "a product and copies that both wait for the GPU's memory",
+            "one copy engine for both directions, or a virtual GPU",
+            "CUDA_LAUNCH_BLOCKING=1",
+        ),
+        fix="unset CUDA_LAUNCH_BLOCKING; more tokens per step (train.tokens_per_step), where copies matter less",
+        verify=_PROBE_AGAIN,
+    ),
+    Rule(
+        id="copies-contend",
+        part="link",
+        look=peer_rules.contended,
+        causes=(
+            "several GPUs below one switch or bridge",
+            "host memory that cannot serve all of them",
+            "one NUMA node that holds all pinned memory",
+        ),
+        fix="CUDA_VISIBLE_DEVICES: fewer GPUs per switch where there is a choice; memory bound to the GPUs' nodes",
+        verify="outsize probe: together in machine.json",
+    ),
+    Rule(
+        id="peer-slow",
+        part="link",
+        look=peer_rules.peer_staged,
+        causes=(
+            "access control (ACS) or an IOMMU sends peer copies by way of the root complex",
+            "NVLink bridges that are not seated",
+            "a driver that accepts peer access and stages",
+        ),
+        fix="nvidia-smi nvlink --status; without virtual machines, ask whoever keeps the firmware about ACS",
+        verify="outsize probe: peers in machine.json",
+    ),
+    Rule(
+        id="iommu-translates",
+        part="link",
+        look=peer_rules.translating_iommu,
+        causes=("the default of the distribution", "virtual machines that ran here before"),
+        fix="ask whoever keeps the machine about iommu=pt on the kernel's command line: advice, nothing is set for you",
+        verify="cat /proc/cmdline, then " + _PROBE_AGAIN,
     ),
     Rule(
         id="small-copies",
@@ -70,6 +135,14 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("bound to processors of another node: taskset, numactl, Slurm, or a container's cpuset",),
         fix="numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml, with the node of the evidence",
         verify="outsize probe --compare machine.json under the same numactl",
+    ),
+    Rule(
+        id="numa-far-memory",
+        part="link",
+        look=peer_rules.far_memory,
+        causes=("nothing binds the process, so the kernel puts pages on whichever node first writes them",),
+        fix="numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml; torchrun --numa-binding=node",
+        verify="numastat -p PID: pages on one node",
     ),
     Rule(
         id="shared-uplink",
@@ -97,6 +170,14 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("the limit of the container or of the batch job", "other processes of the same group"),
         fix="a higher limit (docker run --memory, Slurm --mem), or memory.host_memory below it; memory.home: disk",
         verify="cat /sys/fs/cgroup/memory.events: oom and max do not grow",
+    ),
+    Rule(
+        id="memlock-low",
+        part="link",
+        look=host_rules.locked_memory,
+        causes=("the default limit of the distribution or of the container",),
+        fix="ulimit -l unlimited (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+        verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(
         id="swap-active",
@@ -160,6 +241,14 @@ RULES: Final[tuple[Rule, ...]] = (
         verify="outsize probe --directory DIR",
     ),
     Rule(
+        id="disk-sags",
+        part="disk",
+        look=host_rules.sagging_disk,
+        causes=("the drive's fast cache is full", "heat", "a virtual disk that has used up its credit"),
+        fix="memory.store_dir on a drive made for writes; memory.home: host where it fits; fewer, larger steps",
+        verify="outsize probe --full --directory DIR: sustained_write_bytes_per_s in machine.json",
+    ),
+    Rule(
         id="attention-unfused",
         part="compute",
         look=host_rules.slow_attention,
@@ -198,7 +287,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="loader-bound",
         part="run",
-        look=run_rules.loader_bound,
+        look=waits_for("data"),
         causes=("tokenising or decompressing while training", "a slow disk or network under data.path"),
         fix="data.path: tokens made beforehand, or a local disk",
         verify="data_s in heartbeat.jsonl",
@@ -206,7 +295,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="host-bound",
         part="run",
-        look=run_rules.host_bound,
+        look=waits_for("python"),
         causes=(
             "ops too short for what it takes to hand them out: a small model, or few tokens per microbatch",
             "other work on the same processors",
@@ -218,7 +307,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="optimizer-bound",
         part="run",
-        look=run_rules.optimizer_bound,
+        look=waits_for("host"),
         causes=("few tokens per step: each step pays the whole optimizer", "slow host memory, or few cores"),
         fix=_MORE_TOKENS,
         verify=_SHARE,
@@ -226,7 +315,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-bound",
         part="run",
-        look=run_rules.disk_bound,
+        look=waits_for("disk"),
         causes=(
             "few tokens per step: each step reads and writes the whole state",
             "a slow disk",
@@ -238,7 +327,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="link-bound",
         part="run",
-        look=run_rules.link_bound,
+        look=waits_for("link"),
         causes=(
             "few tokens per step: each load serves little work",
             "a link that is slower than it should be",
@@ -249,13 +338,41 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="worker-bound",
         part="run",
-        look=run_rules.worker_bound,
+        look=waits_for("workers"),
         causes=(
             "few microbatches for the number of workers: the pipeline fills and drains in every step",
             "units that cannot be dealt out evenly",
         ),
         fix="train.microbatches larger, with train.tokens_per_step; fewer workers where units are few",
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
+    ),
+    Rule(
+        id="checkpoint-bound",
+        part="run",
+        look=compute_rules.checkpoint_bound,
+        causes=("a slow disk or network below train.run_dir", "checkpoints that are due too often"),
+        fix="train.save_every or train.save_minutes larger; train.run_dir on a faster disk",
+        verify="waits_s in heartbeat.jsonl: checkpoint",
+    ),
+    Rule(
+        id="microbatch-tiny",
+        part="run",
+        look=compute_rules.tiny_microbatch,
+        causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
+        fix="fewer microbatches (train.microbatches down), or more tokens per step with as many",
+        verify="mfu in heartbeat.jsonl",
+    ),
+    Rule(
+        id="compute-slow",
+        part="run",
+        look=compute_rules.slow_compute,
+        causes=(
+            "Python in the model's forward, which computes nothing",
+            "a very small model, whose kernels are short",
+            "kernels that were not made for this device; other work on the same processors",
+        ),
+        fix="outsize train --profile 3 shows which calls take the time",
+        verify="mfu in heartbeat.jsonl",
     ),
     Rule(
         id="compute-bound",
@@ -277,6 +394,26 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         fix="train.save_every larger where saving is the cause; a quiet machine",
         verify="seconds in heartbeat.jsonl",
+    ),
+    Rule(
+        id="step-superlinear",
+        part="run",
+        look=run_rules.superlinear,
+        causes=(
+            "Python in the model's forward that loops over tokens",
+            "longer sequences: attention grows with their square",
+            "memory that no longer fits, so that more is recomputed or moved",
+        ),
+        fix="as many tokens per step as the run of the evidence that took the least per token",
+        verify="tokens_per_s in heartbeat.jsonl of a run with that many",
+    ),
+    Rule(
+        id="allocator-fragmented",
+        part="run",
+        look=run_rules.fragmented,
+        causes=("microbatches of changing length", "buffers that other code takes and frees between steps"),
+        fix="CUDA: PYTORCH_ALLOC_CONF=expandable_segments:True; data.pack: true, so that all microbatches are as long",
+        verify="device_bytes in heartbeat.jsonl",
     ),
     Rule(
         id="memory-above-plan",

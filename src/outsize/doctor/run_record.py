@@ -10,13 +10,15 @@ time in which the compute lane did nothing:
 3. the rest goes to the lanes that were busy for longer than they were waited for, the busiest first: the lane that was
    waited for waited for one of them;
 4. what is left then, what was booked as ``dispatch``, and what no stall holds is Python's: no op was under way.
+
+From schema 4 on the run has followed every wait back to its cause itself (``waits_s``), and nothing is shared out.
 """
 
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,21 @@ import yaml
 
 from outsize.errors import ConfigError
 
-_SCHEMAS = (2, 3)
+_SCHEMAS = (2, 3, 4)
 # Steps longer than this many medians were interrupted by something else, a checkpoint for example.
 _TYPICAL = 2.0
 _COMPUTE = "compute:w0"
+# Causes of `outsize.planner.idle` that say by themselves what was waited for; with the others the lane says it.
+_CAUSES = {
+    "disk": "disk",
+    "commit": "disk",
+    "checkpoint": "checkpoint",
+    "optimizer": "host",
+    "workers": "workers",
+    "loader": "data",
+    "between steps": "python",
+    "python": "python",
+}
 _KINDS = {
     "up": "link",
     "down": "link",
@@ -49,12 +62,14 @@ class RunRecord:
         steps: lines of the heartbeat, the first left out where there are more: it warms up.
         plan: ``plan.json``; empty where there is none.
         config: ``config.yaml``; empty where there is none.
+        about: ``run.json``; empty where there is none.
     """
 
     directory: str
     steps: tuple[Mapping[str, Any], ...]
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def typical(self) -> tuple[Mapping[str, Any], ...]:
@@ -66,11 +81,11 @@ class RunRecord:
         """Return the mean of a field over the typical steps; 0 where the heartbeat is too old to have it."""
         return statistics.fmean(step.get(name) or 0.0 for step in self.typical)
 
-    def lane_s(self, field: str) -> dict[str, float]:
+    def lane_s(self, name: str) -> dict[str, float]:
         """Return mean seconds per typical step by lane, of ``busy_s`` or ``stall_s``."""
         totals: defaultdict[str, float] = defaultdict(float)
         for step in self.typical:
-            for lane, seconds in step[field].items():
+            for lane, seconds in step[name].items():
                 totals[lane] += seconds
         return {lane: seconds / len(self.typical) for lane, seconds in totals.items()}
 
@@ -82,9 +97,26 @@ class RunRecord:
     def waits(self) -> dict[str, float]:
         """Return shares of a step, 0 to 1, that compute of the first worker waited, by cause, the longest first.
 
-        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``workers`` (compute of the others), ``data`` and
-        ``python``.
+        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``workers`` (compute of the others), ``data``,
+        ``checkpoint`` and ``python``.
         """
+        followed = all("waits_s" in step for step in self.typical)
+        causes = self._followed_s() if followed else self._shared_out_s()
+        seconds = self.mean("seconds")
+        shares = {cause: min(1.0, waited_s / seconds) for cause, waited_s in causes.items() if waited_s > 0}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    def _followed_s(self) -> Mapping[str, float]:
+        """Return mean seconds by cause, as the run has followed them."""
+        causes: defaultdict[str, float] = defaultdict(float)
+        for step in self.typical:
+            for cause, owners in step["waits_s"][_COMPUTE].items():
+                for owner, seconds in owners.items():
+                    causes[_CAUSES.get(cause) or self.kind_of(owner)] += seconds / len(self.typical)
+        return causes
+
+    def _shared_out_s(self) -> Mapping[str, float]:
+        """Return mean seconds by cause, shared out as the module says."""
         busy_s, stall_s, seconds = self.lane_s("busy_s"), self.lane_s("stall_s"), self.mean("seconds")
         outside_s = max(0.0, seconds - busy_s.get(_COMPUTE, 0.0) - sum(stall_s.values()))
         data_s = min(self.mean("data_s"), outside_s + sum(stall_s.values()))
@@ -106,13 +138,20 @@ class RunRecord:
             causes[self.kind_of(lane)] += taken_s
             left_s -= taken_s
         causes["python"] += left_s
-        shares = {cause: min(1.0, waited_s / seconds) for cause, waited_s in causes.items() if waited_s > 0}
-        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+        return causes
 
     @property
     def compute_share(self) -> float:
         """Share of a step in which the compute lane worked."""
         return self.lane_s("busy_s").get(_COMPUTE, 0.0) / self.mean("seconds")
+
+    @property
+    def efficiency(self) -> float | None:
+        """FLOPs of the model over what the device promises in the time that compute lanes worked; None if not known."""
+        busy_s = [s for lane, s in self.lane_s("busy_s").items() if lane.startswith("compute")]
+        if not sum(busy_s) or not all(step.get("mfu") for step in self.typical):
+            return None
+        return self.mean("mfu") * self.mean("seconds") / (sum(busy_s) / len(busy_s))
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -128,6 +167,7 @@ def read_run(directory: Path) -> RunRecord:
         steps=steps[1:] or steps,
         plan=_mapping(directory / "plan.json"),
         config=_mapping(directory / "config.yaml"),
+        about=_mapping(directory / "run.json"),
     )
 
 

@@ -6,12 +6,23 @@ from typing import Any
 
 from pydantic import Field
 
-from outsize.hardware.readings import Fact, Record
+from outsize.hardware.readings import Fact, Record, explain
 
 # From nvml.h: nvmlClockType_t, nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t and nvmlClocksEventReasons. Idle clocks are no
 # limit, so that reason is left out.
 _SM_CLOCK = 1
 _P2P_READ = 0
+_P2P_NVLINK = 2
+# nvmlGpuTopologyLevel_t.
+_ANCESTORS = {
+    0: "same board",
+    10: "one bridge",
+    20: "several bridges",
+    30: "one host bridge",
+    40: "one NUMA node",
+    50: "several NUMA nodes",
+}
+_NVLINKS_MAX = 18
 _PEER_STATUS = {
     0: "ok",
     1: "chipset not supported",
@@ -49,6 +60,9 @@ class GpuFacts(Record):
         sm_clock_max_hz: what they can do.
         clock_limits: what keeps the clock down now, in NVML's words; empty for nothing.
         peers: by index of every other GPU, what the driver says of reading its memory: ``ok`` or why not.
+        peer_nvlinks: the same, of reading it over NVLink.
+        ancestors: by index of every other GPU, what is nearest above both.
+        num_nvlinks: links that are up.
     """
 
     name: Fact
@@ -66,6 +80,9 @@ class GpuFacts(Record):
     sm_clock_max_hz: Fact = Fact.unread()
     clock_limits: Fact = Fact.unread()
     peers: dict[str, Fact] = Field(default_factory=dict)
+    peer_nvlinks: dict[str, Fact] = Field(default_factory=dict)
+    ancestors: dict[str, Fact] = Field(default_factory=dict)
+    num_nvlinks: Fact = Fact.unread()
 
 
 def read_gpus(load_nvml: Callable[[], Any], root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], Fact]:
@@ -105,6 +122,7 @@ def import_nvml() -> Any:
 
 def _gpu(nvml: Any, index: int, count: int, root: Path) -> GpuFacts:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    others = {other: nvml.nvmlDeviceGetHandleByIndex(other) for other in range(count) if other != index}
 
     def ask(function: str, convert: Callable[[Any], Any] = lambda value: value, *arguments: Any) -> Fact:
         # A driver or a virtual GPU may lack any of them, and an old nvidia-ml-py the function itself.
@@ -131,23 +149,69 @@ def _gpu(nvml: Any, index: int, count: int, root: Path) -> GpuFacts:
         pci_path=ask("nvmlDeviceGetPciInfo", lambda info: _pci_path(root, _text(info.busId))),
         sm_clock_hz=ask("nvmlDeviceGetClockInfo", _hertz, _SM_CLOCK),
         sm_clock_max_hz=ask("nvmlDeviceGetMaxClockInfo", _hertz, _SM_CLOCK),
-        clock_limits=ask("nvmlDeviceGetCurrentClocksThrottleReasons", _limits),
+        clock_limits=ask("nvmlDeviceGetCurrentClocksThrottleReasons", clock_limits),
         peers={
-            str(other): ask(
-                "nvmlDeviceGetP2PStatus", _peer, nvml.nvmlDeviceGetHandleByIndex(other), _P2P_READ
-            )
-            for other in range(count)
-            if other != index
+            str(other): ask("nvmlDeviceGetP2PStatus", _peer, handle_of, _P2P_READ)
+            for other, handle_of in others.items()
         },
+        peer_nvlinks={
+            str(other): ask("nvmlDeviceGetP2PStatus", _peer, handle_of, _P2P_NVLINK)
+            for other, handle_of in others.items()
+        },
+        ancestors={
+            str(other): ask("nvmlDeviceGetTopologyCommonAncestor", _ancestor, handle_of)
+            for other, handle_of in others.items()
+        },
+        num_nvlinks=_num_nvlinks(nvml, handle),
     )
+
+
+def read_link_under_load(load_nvml: Callable[[], Any], index: int) -> tuple[Fact, Fact]:
+    """Return PCIe generation and lanes of a GPU as negotiated at this moment: call it while copies are going on."""
+    try:
+        nvml = load_nvml()
+        nvml.nvmlInit()
+    except (
+        Exception
+    ) as error:  # no module, or one of NVML's own errors, whose class is only known by the module
+        return Fact.absent(f"NVML: {explain(error)}"), Fact.absent(f"NVML: {explain(error)}")
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        functions = ("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")
+        generation, lanes = (
+            Fact.read(getattr(nvml, name)(handle), f"NVML {name} during copies") for name in functions
+        )
+    except nvml.NVMLError as error:
+        return Fact.absent(f"NVML: {error}"), Fact.absent(f"NVML: {error}")
+    else:
+        return generation, lanes
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _hertz(mhz: int) -> int:
     return mhz * 10**6
 
 
-def _limits(bits: int) -> str:
+def clock_limits(bits: int) -> str:
+    """Return what NVML's reasons for a lower clock say, in words; empty for none but idleness."""
     return ", ".join(name for bit, name in _CLOCK_LIMITS.items() if bits & bit)
+
+
+def _num_nvlinks(nvml: Any, handle: Any) -> Fact:
+    """Count the links that are up; a GPU without any answers the first question with an error."""
+    count = 0
+    try:
+        for link in range(_NVLINKS_MAX):
+            count += nvml.nvmlDeviceGetNvLinkState(handle, link) == 1
+    except (nvml.NVMLError, AttributeError) as error:
+        if count == 0:
+            return Fact.absent(f"NVML nvmlDeviceGetNvLinkState: {error}")
+    return Fact.read(count, "NVML nvmlDeviceGetNvLinkState")
+
+
+def _ancestor(level: int) -> str:
+    return _ANCESTORS.get(level, f"level {level}")
 
 
 def _peer(status: int) -> str:

@@ -4,7 +4,31 @@ import statistics
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 
-from outsize.hardware.machine_file import LinkFit
+from outsize.hardware.readings import Record
+
+
+class LinkFit(Record):
+    """``latency_s + num_bytes / bytes_per_s``, and how far copies lie from it, as shares of their time.
+
+    Attributes:
+        latency_s: fixed cost of a copy.
+        bytes_per_s: rate per direction beyond it.
+        residual_median: over the sizes that the fit has seen.
+        residual_max: the worst of them.
+        held_out_median: over sizes that it has not seen; None where there are none.
+        held_out_max: the worst of them.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    residual_median: float
+    residual_max: float
+    held_out_median: float | None
+    held_out_max: float | None
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Return the predicted time of a copy in seconds."""
+        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 def fit_link(seconds_by_size: Mapping[int, float], held_out: Mapping[int, float] | None = None) -> LinkFit:

@@ -12,8 +12,12 @@ from typing import Final, Literal
 from pydantic import BaseModel, ValidationError
 
 from outsize.errors import ConfigError
+from outsize.hardware.all_reduce import AllReducePoint, AllReduceRates
 from outsize.hardware.inventory import Inventory
+from outsize.hardware.link_fit import LinkFit
 from outsize.hardware.readings import Fact, Measurement, Record
+from outsize.hardware.streaming import FeedRates, NumaRates, Overlap, PinCost, ShapeRate, TogetherRates
+from outsize.hardware.topology import PeerLink
 
 SCHEMA_VERSION: Final = 1
 
@@ -27,11 +31,19 @@ class HostRates(Record):
         dram_copy_bytes_per_s: of ``a = b``, bytes read and bytes written together.
         dram_triad_bytes_per_s: of ``a = b + s * c``, counted the same way; STREAM's definition.
         adamw_params_per_s: parameters that the engine's optimizer steps, by compute dtype.
+        adamw_beside_copies_params_per_s: the same (fp32) while copies go over the link of the first device.
+        copies_beside_adamw_bytes_per_s: those copies, up and down together.
+        pinning: what it takes to lock memory.
+        numa: copies of memory on each node by the processors of each node; none on a machine of one.
     """
 
     dram_copy_bytes_per_s: Measurement
     dram_triad_bytes_per_s: Measurement
     adamw_params_per_s: dict[str, Measurement]
+    adamw_beside_copies_params_per_s: Measurement = Measurement.untried()
+    copies_beside_adamw_bytes_per_s: Measurement = Measurement.untried()
+    pinning: tuple[PinCost, ...] = ()
+    numa: tuple[NumaRates, ...] = ()
 
 
 class DepthRates(Record):
@@ -56,12 +68,15 @@ class DiskRates(Record):
         direct: whether the file system took direct I/O; else the page cache was in between.
         request_bytes: size of one request.
         depths: from the shallowest to the deepest.
+        sustained_write_bytes_per_s: of writes without a pause at the deepest; a drive may slow down when its cache is
+            full. Samples are in the order of time.
     """
 
     directory: str
     direct: Fact
     request_bytes: int
     depths: tuple[DepthRates, ...]
+    sustained_write_bytes_per_s: Measurement = Measurement.untried()
 
 
 class LinkPoint(Record):
@@ -78,42 +93,19 @@ class LinkPoint(Record):
     copy_s: Measurement
 
 
-class LinkFit(Record):
-    """``latency_s + num_bytes / bytes_per_s``, and how far copies lie from it, as shares of their time.
-
-    Attributes:
-        latency_s: fixed cost of a copy.
-        bytes_per_s: rate per direction beyond it.
-        residual_median: over the sizes that the fit has seen.
-        residual_max: the worst of them.
-        held_out_median: over sizes that it has not seen; None where there are none.
-        held_out_max: the worst of them.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    residual_median: float
-    residual_max: float
-    held_out_median: float | None
-    held_out_max: float | None
-
-    def copy_s(self, num_bytes: int) -> float:
-        """Return the predicted time of a copy in seconds."""
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
 class LinkRates(Record):
     """One way of moving bytes between host and device.
 
     Attributes:
-        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device.
+        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device;
+            ``emulated`` where the link is.
         direction: ``up`` to the device, ``down`` from it, or ``both`` at once.
         points: from the smallest size to the largest.
         fit: None where nothing was measured.
         note: what the path is, or why there is no fit.
     """
 
-    path: Literal["pinned", "pageable", "dram copy"]
+    path: Literal["pinned", "pageable", "dram copy", "emulated"]
     direction: Direction
     points: tuple[LinkPoint, ...]
     fit: LinkFit | None
@@ -132,6 +124,13 @@ class DeviceRates(Record):
         matmul_flops_per_s: of large square products, 2 n³ operations each, by dtype.
         attention_flops_per_s: of causal attention forward, 2 s² h d operations, by dtype.
         links: by path and direction.
+        pcie_generation_loaded: negotiated while copies were going on.
+        pcie_lanes_loaded: the same.
+        throttle_bytes_per_s: of an emulated device, what its link is held to; None for nothing.
+        overlap: of copies and compute; None where an older probe did not try.
+        feed: ways to feed it; None where an older probe did not try.
+        shapes: products of a given model's shapes; none where none was given.
+        numa: copies from memory of each node; none on a machine of one.
     """
 
     device: str
@@ -142,6 +141,27 @@ class DeviceRates(Record):
     matmul_flops_per_s: dict[str, Measurement]
     attention_flops_per_s: dict[str, Measurement]
     links: tuple[LinkRates, ...]
+    pcie_generation_loaded: Fact = Fact.unread()
+    pcie_lanes_loaded: Fact = Fact.unread()
+    throttle_bytes_per_s: Fact = Fact.unread()
+    overlap: Overlap | None = None
+    feed: FeedRates | None = None
+    shapes: tuple[ShapeRate, ...] = ()
+    numa: tuple[NumaRates, ...] = ()
+
+
+class DataRates(Record):
+    """How fast text becomes tokens, and tokens batches.
+
+    Attributes:
+        tokenizer: which one.
+        tokenizer_tokens_per_s: text to token ids, by number of threads.
+        loader_tokens_per_s: stored tokens to batches of the engine's loader, by number of threads.
+    """
+
+    tokenizer: Fact
+    tokenizer_tokens_per_s: dict[str, Measurement]
+    loader_tokens_per_s: dict[str, Measurement]
 
 
 class MachineFile(Record):
@@ -156,6 +176,11 @@ class MachineFile(Record):
         host: rates of processor and memory.
         disks: rates of the candidate directories.
         devices: rates of each device; the CPU is one of its own only where there is no GPU.
+        together: copies of all GPUs at once; none where there are fewer than two.
+        peers: copies between GPUs, each ordered pair.
+        all_reduce: sums over several processes; None where it was not tried.
+        data: tokenizer and loader; None where an older probe did not try.
+        left_out: parts for which a probe's time did not suffice; empty for none.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -166,6 +191,11 @@ class MachineFile(Record):
     host: HostRates
     disks: tuple[DiskRates, ...]
     devices: tuple[DeviceRates, ...]
+    together: tuple[TogetherRates, ...] = ()
+    peers: tuple[PeerLink, ...] = ()
+    all_reduce: AllReduceRates | None = None
+    data: DataRates | None = None
+    left_out: Fact = Fact.unread()
 
     def to_json(self) -> str:
         """Return the file's text; `parse` reads it back."""
@@ -237,4 +267,16 @@ def _label(part: object, index: int) -> str:
             return part.device
         case LinkRates():
             return f"{part.path} {part.direction}"
+        case PinCost():
+            return part.way
+        case NumaRates():
+            return f"memory of node {part.memory_node} by {part.by}"
+        case ShapeRate():
+            return part.name
+        case TogetherRates():
+            return f"{part.device} {part.direction}"
+        case PeerLink():
+            return f"{part.target} from {part.source}"
+        case AllReducePoint():
+            return f"{part.num_bytes}"
     return str(index)

@@ -93,6 +93,13 @@ class Measurement(Record):
         """Return a measurement that was not made."""
         return cls(median=None, spread=0.0, samples=(), status="not measured", source=why)
 
+    @classmethod
+    def untried(cls) -> Self:
+        """Return what stands for a measurement that older probes did not make."""
+        return cls.absent(
+            "this machine.json is of a probe that did not measure it; run `outsize probe` again"
+        )
+
 
 def explain(error: BaseException) -> str:
     """Return why something could not be had, in a few words."""

@@ -61,7 +61,7 @@ def write_checkpoint(
     with _storage_errors(final), _becoming(final) as partial:
         writer = CheckpointWriter(partial, model_skeleton, units)
         for unit in units:
-            if unit.tensors:
+            if unit.all_tensors:
                 writer.write_unit(unit, read(unit))
         writer.finish(hf_config, tokenizer_source)
     return final

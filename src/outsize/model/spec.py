@@ -3,9 +3,13 @@
 A unit is flat: all its parameters lie in one contiguous range of *elements*, each starting on a multiple of
 `ALIGN_ELEMENTS`. The same element offsets index every plane of the unit (weights in the compute dtype, fp32 master,
 fp32 moments, fp32 gradient), so a plane is ``unit.numel × itemsize`` bytes and moves in one copy.
+
+What never trains may lie apart, in *frozen parts*: planes of their own, in a dtype of their own, which exist once, have
+no master, no moments and no gradient, and cross a link upwards only. So a unit of a model with adapters is a small part
+that trains and a large one that does not.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -19,9 +23,12 @@ UnitKind = Literal["embedding", "block", "head", "rest"]
 ALIGN_ELEMENTS = 64
 # 2,048 elements are 4 KiB in bf16 and 8 KiB in fp32: every plane is a whole number of disk sectors.
 PLANE_ELEMENTS = 2048
-# 65,536 elements are 256 KiB in fp32: the checksum of a disk home covers so many at most. On smaller pieces the calls
-# of the hash cost more than the hashing, and larger ones would not divide the smallest tile of the optimizer.
-GRANULE_ELEMENTS = 65_536
+# 131,072 elements are 512 KiB in fp32: the checksum of a disk home covers so many at most. They are hashed while they
+# are in the cache of the core that moved them. Smaller ones cost more calls, each with its turn at the interpreter's
+# lock; of larger ones a checkpoint's buffer of 1 MiB would not take a master and its weight.
+GRANULE_ELEMENTS = 131_072
+# Direct I/O moves whole sectors.
+SECTOR_BYTES = 4096
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -51,6 +58,42 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenPart:
+    """Parameters of a unit that never train, in a plane of their own.
+
+    Attributes:
+        plane: its name at home.
+        dtype: of the weights on the device.
+        tensors: by offset in the plane; none is trainable.
+        numel: elements of the plane, padding included, a multiple of `PLANE_ELEMENTS`.
+        codec: how the plane is written at home and on its way to the device; None where it is written as it is.
+        encoded_bytes: what it takes there, with a codec; a multiple of 4096.
+    """
+
+    plane: str
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    numel: int
+    codec: str | None = None
+    encoded_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes at home, and on the way to the device."""
+        return self.encoded_bytes if self.codec is not None else self.num_bytes
+
+    @property
+    def home_elements(self) -> int:
+        """Elements of the plane at home: bytes where it is encoded."""
+        return self.encoded_bytes if self.codec is not None else self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
     """The smallest part of a model moved as a whole.
 
@@ -60,6 +103,7 @@ class UnitSpec:
         kind: embedding, block, head or rest.
         tensors: its parameters, by offset; empty where they are tied and live in the rest.
         numel: elements of each plane, padding included, a multiple of `PLANE_ELEMENTS`.
+        frozen: parts that never train and lie apart from ``tensors``.
     """
 
     index: int
@@ -67,15 +111,25 @@ class UnitSpec:
     kind: UnitKind
     tensors: tuple[TensorSpec, ...]
     numel: int
+    frozen: tuple[FrozenPart, ...] = ()
 
     @property
     def trainable(self) -> bool:
         """Whether any of its parameters is trained."""
         return any(tensor.trainable for tensor in self.tensors)
 
+    @property
+    def all_tensors(self) -> tuple[TensorSpec, ...]:
+        """Its parameters: those of its planes, then those of its frozen parts."""
+        return (*self.tensors, *(tensor for part in self.frozen for tensor in part.tensors))
+
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the plane that crosses the link, in compute dtype ``dtype``."""
-        return self.numel * ITEMSIZE[dtype]
+        """Bytes of its weights on the device, what is not in a frozen part in compute dtype ``dtype``."""
+        return self.numel * ITEMSIZE[dtype] + sum(part.num_bytes for part in self.frozen)
+
+    def link_bytes(self, dtype: str) -> int:
+        """Bytes of its weights at home and on their way to the device."""
+        return self.numel * ITEMSIZE[dtype] + sum(part.home_bytes for part in self.frozen)
 
     @property
     def gradient_bytes(self) -> int:
@@ -104,7 +158,7 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters without padding, each counted once."""
-        return sum(tensor.numel for unit in self.units for tensor in unit.tensors)
+        return sum(tensor.numel for unit in self.units for tensor in unit.all_tensors)
 
     @property
     def num_trainable(self) -> int:
@@ -138,15 +192,56 @@ class Workload:
     held_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartKind:
+    """What a frozen part is like: see `FrozenPart`.
+
+    Attributes:
+        plane: its name at home.
+        dtype: of the weights on the device.
+        codec: how it is written at home; None where it is written as it is.
+        encoded_bytes: how many bytes the codec makes of a number of elements.
+    """
+
+    plane: str
+    dtype: str
+    codec: str | None = None
+    encoded_bytes: Callable[[int], int] = lambda _: 0
+
+
 def granule_elements_for(tile_elements: int) -> int:
     """Return the largest granule, a power of two, that tiles of that size are made of; 0 is no tiles."""
     return min(tile_elements & -tile_elements or GRANULE_ELEMENTS, GRANULE_ELEMENTS)
 
 
 def pack_unit(
-    index: int, name: str, kind: UnitKind, parameters: Iterable[tuple[str, Sequence[int], bool, bool]]
+    index: int,
+    name: str,
+    kind: UnitKind,
+    parameters: Iterable[tuple[str, Sequence[int], bool, bool]],
+    frozen: tuple[FrozenPart, ...] = (),
 ) -> UnitSpec:
     """Lay parameters ``(name, shape, trainable, decay)`` out in one flat range, in the order given."""
+    tensors, numel = _lay_out(parameters)
+    return UnitSpec(index=index, name=name, kind=kind, tensors=tensors, numel=numel, frozen=frozen)
+
+
+def pack_part(kind: PartKind, parameters: Iterable[tuple[str, Sequence[int]]]) -> FrozenPart:
+    """Lay parameters ``(name, shape)`` that never train out in a plane of their own, in the order given."""
+    tensors, numel = _lay_out((member, shape, False, False) for member, shape in parameters)
+    return FrozenPart(
+        plane=kind.plane,
+        dtype=kind.dtype,
+        tensors=tensors,
+        numel=numel,
+        codec=kind.codec,
+        encoded_bytes=align_up(kind.encoded_bytes(numel), SECTOR_BYTES),
+    )
+
+
+def _lay_out(
+    parameters: Iterable[tuple[str, Sequence[int], bool, bool]],
+) -> tuple[tuple[TensorSpec, ...], int]:
     tensors = []
     end = 0
     for tensor_name, shape, trainable, decay in parameters:
@@ -155,6 +250,4 @@ def pack_unit(
         )
         tensors.append(tensor)
         end = align_up(end + tensor.numel, ALIGN_ELEMENTS)
-    return UnitSpec(
-        index=index, name=name, kind=kind, tensors=tuple(tensors), numel=align_up(end, PLANE_ELEMENTS)
-    )
+    return tuple(tensors), align_up(end, PLANE_ELEMENTS)

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from torch import nn
 
 from outsize.errors import ModelError
-from outsize.model.spec import ModelSpec, UnitKind, UnitSpec, pack_unit
+from outsize.model.spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ def split(
     *,
     decays: Callable[[str], bool] = lambda _: True,
     freeze: tuple[str, ...] = (),
+    apart: Callable[[str], PartKind | None] = lambda _: None,
 ) -> Split:
     """Split ``model`` into units.
 
@@ -48,9 +49,10 @@ def split(
         dtype: compute dtype of the planes, ``fp32``, ``bf16`` or ``fp16``.
         decays: whether weight decay applies to the parameter of that name.
         freeze: glob patterns of parameter names that are not trained.
+        apart: in which frozen part of its unit the parameter of that name lies; None for none.
 
     Raises:
-        ModelError: there is no list of blocks, or a freeze pattern matches nothing.
+        ModelError: there is no list of blocks, a freeze pattern matches nothing, or what trains is to lie apart.
     """
     owners = _owners(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -73,7 +75,19 @@ def split(
             )
             for member in members
         ]
-        return pack_unit(index, name, kind, rows)
+        parts: dict[str, tuple[PartKind, list[tuple[str, tuple[int, ...]]]]] = {}
+        kept = []
+        for member, shape, trains, decay in rows:
+            part = apart(member)
+            if part is None:
+                kept.append((member, shape, trains, decay))
+            elif trains:
+                raise ModelError(
+                    f"{member} lies with what never trains; give it requires_grad before the split"
+                )
+            else:
+                parts.setdefault(part.plane, (part, []))[1].append((member, shape))
+        return pack_unit(index, name, kind, kept, tuple(pack_part(*part) for part in parts.values()))
 
     units = []
     for index, (name, kind, module) in enumerate(modules):
@@ -81,7 +95,7 @@ def split(
         units.append(
             pack(index, name, kind, [m for m in own if claims[m] == 1 and _inside(owners[m], module)])
         )
-    taken = {tensor.name for unit in units for tensor in unit.tensors}
+    taken = {tensor.name for unit in units for tensor in unit.all_tensors}
     loose = [name for name in parameters if name not in taken]
     if loose:
         units.append(pack(len(units), "rest", "rest", loose))

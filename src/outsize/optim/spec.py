@@ -10,7 +10,7 @@ next one is; gradients are made anew in every step and lie there once.
 
 import json
 
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
+from outsize.model.spec import PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
 from outsize.units import align_up
 
 WEIGHTS = "weights"
@@ -61,16 +61,18 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
 
 
 # A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
-# checksum for each granule. Direct I/O moves whole sectors.
-_TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES, _SECTOR_BYTES = 16_384, 16, 9, 4096
+# checksum for each granule.
+_TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
 
 
 def committed_bytes(unit: UnitSpec, dtype: str) -> int:
     """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
     if not unit.trainable:
-        return unit.weight_bytes(dtype)
+        return unit.link_bytes(dtype)
     planes = planes_for(dtype)
-    return unit.numel * (sum(planes.values()) + sum(planes[plane] for plane in step_write_planes(dtype)))
+    apart = sum(part.home_bytes for part in unit.frozen)
+    twice = sum(planes[plane] for plane in step_write_planes(dtype))
+    return unit.numel * (sum(planes.values()) + twice) + apart
 
 
 def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS) -> int:
@@ -79,8 +81,10 @@ def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS
     granules = sum(
         -(-unit.numel // granule_elements) * (num_planes if unit.trainable else 1) for unit in model.units
     )
+    parts = [part for unit in model.units for part in unit.frozen]
+    granules += sum(-(-part.home_elements // granule_elements) for part in parts)
     parameters = sum(
         len(json.dumps(tensor.name)) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
     )
     size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
-    return align_up(size, _SECTOR_BYTES)
+    return align_up(size, SECTOR_BYTES)

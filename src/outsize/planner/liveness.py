@@ -7,7 +7,9 @@ go:
 * FK u.m keeps what B u.m needs besides its input; from when B u.m begins this is part of the workspace;
 * FB and B u.m make the gradient of the input of unit u, and consume that of unit u+1;
 * a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them;
-* a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs.
+* a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs;
+* an FB or B that no FETCH has been needed for may run before the FETCHes that stand before it, and then before the
+  SAVEs are done that those wait for: the larger of the two counts.
 
 Inputs of unit 0 (ids) are counted elsewhere, as shared bytes.
 """
@@ -48,6 +50,8 @@ class ActivationMeter:
         self._layout = layout
         self._saved = saved_bytes or (0,) * layout.num_streamed
         self._leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
+        self._early: dict[tuple[int, int | None], int] = {}  # FETCHes that no compute op has waited for yet
+        self._late = 0  # bytes of SAVEs that only those have waited for
         self._device = 0
         self._below = 0
 
@@ -65,7 +69,10 @@ class ActivationMeter:
         elif op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             self._device -= self._kept(op)
             made = self._bytes[unit] if unit > self._first_backward else 0
-            peak = Live(self._device + made, self._below)
+            if self._early.pop((unit, op.microbatch), None) is not None:
+                self._late = 0
+            behind = max(0, self._late - sum(self._early.values()))
+            peak = Live(self._device + made + behind, self._below)
             consumed = self._bytes[unit + 1] if op.kind is Kind.BACKWARD else 0
             self._device += made - self._bytes[unit] - consumed
         elif op.kind is Kind.SAVE:
@@ -73,6 +80,8 @@ class ActivationMeter:
             self._leaving.append(self._bytes[unit])
             peak = Live(self._device, self._below)
         elif op.kind is Kind.FETCH:
+            self._late += sum(self._leaving)
+            self._early[unit, op.microbatch] = self._bytes[unit]
             self._finish_saves(but=0)
             self._device += self._bytes[unit]
             peak = Live(self._device, self._below)

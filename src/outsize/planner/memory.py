@@ -95,8 +95,8 @@ class Traffic:
 def home_bytes(unit: UnitSpec, dtype: str) -> int:
     """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient."""
     if not unit.trainable:
-        return unit.weight_bytes(dtype)
-    return unit.numel * bytes_per_parameter(dtype)
+        return unit.link_bytes(dtype)
+    return unit.numel * bytes_per_parameter(dtype) + sum(part.home_bytes for part in unit.frozen)
 
 
 def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:

@@ -96,7 +96,7 @@ class Sizing:
         self.model = model
         self.options = options
         streamed = model.units[: model.num_streamed]
-        weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.tensors]
+        weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.all_tensors]
         gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
         self._slot_sizes = _sizes(weights)
         self._accumulator_sizes = _sizes(gradients)

@@ -1,6 +1,6 @@
 """Parameters of a unit as views of a slot, and their gradients as additions to an accumulator."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,15 +9,35 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.model.spec import UnitSpec
+from outsize.model.spec import ITEMSIZE, UnitSpec
 from outsize.model.split import Split
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tensor_views(unit: UnitSpec, plane: Tensor) -> list[Tensor]:
-    """Views of ``plane`` [unit.numel], one per tensor of ``unit``, in its shape."""
+    """Views of ``plane`` [unit.numel], one per tensor of ``unit.tensors``, in its shape."""
     return [plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors]
+
+
+def weight_planes(unit: UnitSpec, dtype: str, memory: Tensor) -> tuple[Tensor, ...]:
+    """Cut the weights of ``unit`` as they lie on a device, bytes, into its plane and those of its frozen parts."""
+    planes, end = [], 0
+    kinds = [(unit.numel, dtype), *((part.numel, part.dtype) for part in unit.frozen)]
+    for numel, kind in kinds:
+        start, end = end, end + numel * ITEMSIZE[kind]
+        planes.append(memory[start:end].view(TORCH_DTYPE[kind]))
+    return tuple(planes)
+
+
+def weight_views(unit: UnitSpec, planes: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `weight_planes`, one per tensor of ``unit.all_tensors``, in its shape."""
+    members = [unit.tensors, *(part.tensors for part in unit.frozen)]
+    return [
+        plane[t.offset : t.offset + t.numel].view(t.shape)
+        for plane, tensors in zip(planes, members, strict=True)
+        for t in tensors
+    ]
 
 
 @contextmanager
@@ -119,18 +139,18 @@ class Binder:
             for parameter in (module._parameters[name],)
         }
 
-    def bind(self, unit: UnitSpec, plane: Tensor) -> None:
-        """Make the parameters of ``unit`` views of ``plane``, in the compute dtype, [unit.numel]."""
-        key = (unit.index, plane.data_ptr())
+    def bind(self, unit: UnitSpec, *planes: Tensor) -> None:
+        """Make the parameters of ``unit`` views of ``planes``: its own, [unit.numel], and those of its frozen parts."""
+        key = (unit.index, next((plane.data_ptr() for plane in planes if plane.numel()), 0))
         if key not in self._made:
-            self._made[key] = self._parameters(unit, plane)
-        for tensor, parameter in zip(unit.tensors, self._made[key], strict=True):
+            self._made[key] = self._parameters(unit, planes)
+        for tensor, parameter in zip(unit.all_tensors, self._made[key], strict=True):
             for module, name in self._split.owners[tensor.name]:
                 module._parameters[name] = parameter
 
     def unbind(self, unit: UnitSpec) -> None:
         """Give the modules of ``unit`` back the parameters that they had before."""
-        for tensor in unit.tensors:
+        for tensor in unit.all_tensors:
             for module, name in self._split.owners[tensor.name]:
                 module._parameters[name] = self._former[id(module), name]
 
@@ -140,9 +160,10 @@ class Binder:
             self.unbind(unit)
         self._made.clear()
 
-    def _parameters(self, unit: UnitSpec, plane: Tensor) -> list[nn.Parameter]:
+    def _parameters(self, unit: UnitSpec, planes: Sequence[Tensor]) -> list[nn.Parameter]:
         parameters = []
-        for position, (tensor, view) in enumerate(zip(unit.tensors, tensor_views(unit, plane), strict=True)):
+        views = weight_views(unit, planes)
+        for position, (tensor, view) in enumerate(zip(unit.all_tensors, views, strict=True)):
             parameter = nn.Parameter(view, requires_grad=tensor.trainable)
             if tensor.trainable:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

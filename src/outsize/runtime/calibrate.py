@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError, OutsizeError
+from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
+from outsize.optim.spec import WEIGHTS
 from outsize.runtime.binding import TORCH_DTYPE, Binder
 from outsize.runtime.boundary import hand_out, is_differentiable
 from outsize.runtime.extrapolate import Trace, extrapolate
@@ -115,15 +117,15 @@ def _calibrate(
     chunk_tokens: int | None,
 ) -> Measured:
     lengths = _lengths(seq_len, num_sequences)
-    plane = torch.empty(max(unit.numel for unit in split.spec.units), dtype=TORCH_DTYPE[split.spec.dtype])
-    plane.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+    memory, planes = _made_up_weights(split.spec)
     binder = Binder(split, _Discard())
     try:
         for unit in split.spec.units:
-            binder.bind(unit, plane[: unit.numel])
+            parts = [planes[part.plane][: part.numel] for part in unit.frozen]
+            binder.bind(unit, planes[WEIGHTS][: unit.numel], *parts)
         state = torch.get_rng_state()
         rows = [
-            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(plane.untyped_storage())
+            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(memory.untyped_storage())
             for length in lengths
         ]
         torch.set_rng_state(state)
@@ -137,6 +139,20 @@ def _calibrate(
     finally:
         binder.close()
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
+
+
+def _made_up_weights(spec: ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
+    """Small random numbers, as many for each kind of plane as the largest has: their memory, and planes by name."""
+    kinds = {WEIGHTS: (spec.dtype, max(unit.numel for unit in spec.units))}
+    for part in (part for unit in spec.units for part in unit.frozen):
+        kinds[part.plane] = part.dtype, max(part.numel, kinds.get(part.plane, ("", 0))[1])
+    memory = torch.empty(sum(numel * ITEMSIZE[dtype] for dtype, numel in kinds.values()), dtype=torch.uint8)
+    planes, end = {}, 0
+    for name, (dtype, numel) in kinds.items():
+        start, end = end, end + numel * ITEMSIZE[dtype]
+        planes[name] = memory[start:end].view(TORCH_DTYPE[dtype])
+        planes[name].normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+    return memory, planes
 
 
 @dataclass(slots=True)
@@ -237,7 +253,7 @@ class _Pass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
-        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.tensors)
+        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
         key = (type(self._split.modules[unit]), shapes, _signature(call))
         if key in self._known:
             forward, backward, kept, outputs = self._known[key]

@@ -107,8 +107,8 @@ class ComputeOps:
     def forward_keep(self, op: Op, context: StepContext) -> None:
         """FK: the same, and the unit's graph waits for its backward."""
         unit, run = self._find(op, context)
-        planes = [(u, self._plane(u)) for u in (unit, len(self._forwards)) if u in self._bound]
-        keeping = Keeping(planes, self._plane, self._device.look)
+        planes = [(u, self._slot(u)) for u in (unit, len(self._forwards)) if u in self._bound]
+        keeping = Keeping(planes, self._slot, self._device.look)
         with self._naming(op), self._device.computing():
             run.forward_keep(unit, self._forwards[unit], keeping.hooks)
 
@@ -175,12 +175,12 @@ class ComputeOps:
         for unit in (op.unit, len(self._forwards)):
             slot = slots.get(unit) if unit is not None else None
             if unit is not None and slot is not None and self._bound.get(unit) != slot:
-                self._binder.bind(self._split.spec.units[unit], self._weights.plane(unit, slot))
+                self._binder.bind(self._split.spec.units[unit], *self._weights.planes(unit, slot))
                 self._bound[unit] = slot
 
-    def _plane(self, unit: int) -> Tensor:
-        """The weights of a unit where they lie now."""
-        return self._weights.plane(unit, self._bound[unit])
+    def _slot(self, unit: int) -> Tensor:
+        """The slot that a unit lies in now."""
+        return self._weights.memory(self._bound[unit])
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.

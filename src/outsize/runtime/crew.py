@@ -158,11 +158,11 @@ def make_crew(
     memories = [_Memory(split, plan, each, home, host_buffers, settings) for each in device.devices]
     sums = [memory.sums for memory in memories]
 
-    def rest_plane(worker: int) -> Tensor:
-        return memories[worker].weights.plane(layout.num_streamed, layout.resident_slot)
+    def rest_planes(worker: int) -> tuple[Tensor, ...]:
+        return memories[worker].weights.planes(layout.num_streamed, layout.resident_slot)
 
     with contextlib.ExitStack() as stack:
-        glue = Glue(split, device, rest_plane, sums, settings.num_threads)
+        glue = Glue(split, device, rest_planes, sums, settings.num_threads)
         stack.callback(glue.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
         stack.pop_all()

@@ -92,6 +92,15 @@ class StepHandle:
     decisive: list[Task]
 
 
+@dataclass(slots=True)
+class StoreHandle:
+    """A checkpoint under way: who takes the units, the tasks of its STOREs, and those of the step before them."""
+
+    sink: Sink
+    tasks: list[Task]
+    behind: list[Task]
+
+
 class Engine:
     """Walks the program of a plan.
 
@@ -204,9 +213,24 @@ class Engine:
         """
         self._executor.wait(handle.tasks)
 
-    def store(self, sink: Sink) -> list[Task]:
+    def store(self, sink: Sink) -> StoreHandle:
         """Submit a checkpoint of the state after the steps begun so far; returns at once, `wait` for its tasks."""
-        return self._executor.submit(build_store(self.plan.layout), sink)
+        behind = self._last.tasks if self._last is not None else []
+        return StoreHandle(sink, self._executor.submit(build_store(self.plan.layout), sink), behind)
+
+    def store_rest(self, handle: StoreHandle) -> None:
+        """After an op has failed: run the STOREs that were skipped, if the state that they store is there.
+
+        It is where all ops of the step before had ended well. A later step has not changed it: its STEP of a unit waits
+        for the unit's STORE, and once an op has failed none begins.
+
+        Raises:
+            OutsizeError: another op failed.
+        """
+        self.recover()
+        if all(task.done for task in handle.behind):
+            skipped = [task.op for task in handle.tasks if not task.done]
+            self._executor.wait(self._executor.submit(skipped, handle.sink))
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Return when ``tasks`` are done.
@@ -242,8 +266,12 @@ class Engine:
 
     @property
     def num_ended(self) -> int:
-        """Ops that have ended, more or less: it is there to be compared with what it was."""
+        """Ops that have ended, and progress within ops; it is there to be compared with what it was."""
         return self._executor.num_ended
+
+    def note_progress(self) -> None:
+        """Say that an op which takes long is getting on; for whoever watches `num_ended`."""
+        self._executor.num_ended += 1
 
     def give_up(self, error: BaseException) -> None:
         """Begin no more ops; whoever waits gets ``error`` as soon as the ops under way are done."""
@@ -255,11 +283,14 @@ class Engine:
         self._crew.close()
         self._last = None
 
-    def link_bytes(self) -> tuple[int, int]:
-        """Bytes that went up to workers and down from them so far."""
-        ups = [w.weights.bytes_up + w.activations.bytes_up + w.gradients.bytes_up for w in self._crew.workers]
-        downs = [w.gradients.bytes_down + w.activations.bytes_down for w in self._crew.workers]
-        return sum(ups), sum(downs)
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that went up to workers and down from them so far, by lane."""
+        moved: dict[str, int] = {}
+        for index, worker in enumerate(self._crew.workers):
+            weights, activations, gradients = worker.weights, worker.activations, worker.gradients
+            moved[f"up:w{index}"] = weights.bytes_up + activations.bytes_up + gradients.bytes_up
+            moved[f"down:w{index}"] = gradients.bytes_down + activations.bytes_down
+        return moved
 
     @property
     def weights(self) -> WeightOps:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize.errors import ModelError
 from outsize.model.split import Split
-from outsize.runtime.binding import TORCH_DTYPE, GradientSums, tensor_views
+from outsize.runtime.binding import TORCH_DTYPE, GradientSums, weight_views
 from outsize.runtime.replicas import glue_places
 from outsize.runtime.workers import Workers
 
@@ -32,7 +32,7 @@ class Glue:
     Args:
         split: the model; its units are never run here.
         workers: for whom.
-        rest_plane: the rest's weights as they lie with a worker.
+        rest_planes: the rest's weights as they lie with a worker, see `weight_planes`.
         sums: where each worker sums gradients.
         num_threads: compute threads; None leaves torch's own number.
     """
@@ -41,15 +41,15 @@ class Glue:
         self,
         split: Split,
         workers: Workers,
-        rest_plane: Callable[[int], Tensor],
+        rest_planes: Callable[[int], tuple[Tensor, ...]],
         sums: list[GradientSums],
         num_threads: int | None,
     ) -> None:
         self._workers = workers
-        self._rest_plane = rest_plane
+        self._rest_planes = rest_planes
         self._sums = sums
         self._rest = split.spec.units[-1]
-        places = [glue_places(split, tensor.name) for tensor in self._rest.tensors]
+        places = [glue_places(split, tensor.name) for tensor in self._rest.all_tensors]
         self._places = {i: found for i, found in enumerate(places) if found} if self._has_rest else {}
         self._stand_ins = _stand_ins(split, workers)
         self._former = {
@@ -119,12 +119,12 @@ class Glue:
     def _parameters(self, run: "StagedRun", worker: int) -> dict[int, nn.Parameter]:
         """The rest's parameters for one run: its own, since gradients of several arrive at a time."""
         if self._places and worker not in run.parameters:
-            views = tensor_views(self._rest, self._rest_plane(worker))
+            views = weight_views(self._rest, self._rest_planes(worker))
             run.parameters[worker] = {i: self._parameter(run, i, views[i]) for i in self._places}
         return run.parameters.get(worker, {})
 
     def _parameter(self, run: "StagedRun", position: int, view: Tensor) -> nn.Parameter:
-        tensor = self._rest.tensors[position]
+        tensor = self._rest.all_tensors[position]
         parameter = nn.Parameter(view, requires_grad=tensor.trainable)
 
         def add(parameter: Tensor) -> None:
@@ -143,11 +143,17 @@ class Glue:
 def _stand_ins(split: Split, workers: Workers) -> dict[tuple[nn.Module, str], list[nn.Parameter]]:
     """For each parameter inside a unit, what code outside sees of it on each device: its form, and no number."""
     inside = {id(child) for module in split.modules for child in module.modules()}
-    forms = {tensor.name: tensor.shape for unit in split.spec.units for tensor in unit.tensors}
-    dtype = TORCH_DTYPE[split.spec.dtype]
-    empty = [torch.full((), math.nan, dtype=dtype, device=each.torch_device) for each in workers.devices]
+    forms = {t.name: (t.shape, split.spec.dtype) for unit in split.spec.units for t in unit.tensors}
+    parts = [part for unit in split.spec.units for part in unit.frozen]
+    forms |= {t.name: (t.shape, part.dtype) for part in parts for t in part.tensors}
+    empty = {
+        kind: [torch.full((), math.nan, dtype=dtype, device=each.torch_device) for each in workers.devices]
+        for kind, dtype in TORCH_DTYPE.items()
+    }
     return {
-        (module, attribute): [nn.Parameter(value.expand(forms[name]), requires_grad=False) for value in empty]
+        (module, attribute): [
+            nn.Parameter(value.expand(forms[name][0]), requires_grad=False) for value in empty[forms[name][1]]
+        ]
         for name, places in split.owners.items()
         for module, attribute in places
         if id(module) in inside

@@ -1,11 +1,14 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.optim.spec import WEIGHTS
 from outsize.planner.ops import Op
-from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.storage.home import DiskHome, HostHome
@@ -42,38 +45,54 @@ class WeightOps:
         self._host_buffers = host_buffers
         self.bytes_up = 0
 
-    def plane(self, unit: int, slot: int) -> Tensor:
-        """The weights of ``unit`` as they lie in ``slot``, [unit.numel]."""
-        return typed_plane(self._slots[slot], self._spec.units[unit], self._spec.dtype)
+    def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
+        """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
+        return weight_planes(self._spec.units[unit], self._spec.dtype, self._slots[slot])
+
+    def memory(self, slot: int) -> Tensor:
+        """A slot as bytes."""
+        return self._slots[slot]
 
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
         assert op.unit is not None
         assert op.slot is not None
-        plane = self.plane(op.unit, op.slot)
-        self.bytes_up += plane.nbytes
-        if self._spec.units[op.unit].kind == "rest":
+        unit, planes = self._spec.units[op.unit], self.planes(op.unit, op.slot)
+        if unit.kind == "rest":
             # Glue of a forward whose backward is still to come has saved these parameters. They are loaded again with
             # the values that they had, or that backward is refused.
-            with _unsafe_preserve_version_counter(plane):
-                self._fill(op, plane)
+            with _unsafe_preserve_version_counter(planes):
+                self._fill(op, unit, planes)
         else:
-            self._fill(op, plane)
+            self._fill(op, unit, planes)
 
-    def _fill(self, op: Op, plane: Tensor) -> None:
-        assert op.unit is not None
-        if op.buffer is not None:
-            self._device.copy(plane, self._staged(op.unit, op.buffer))
-        elif isinstance(self._home, HostHome):
-            self._device.copy(plane, self._home.view(op.unit, "weights"))
-        else:
-            self._home.read(op.unit, "weights", 0, plane)
+    def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
+        staged = self._staged(unit, op.buffer) if op.buffer is not None else None
+        for position, (name, plane) in enumerate(zip(_names(unit), planes, strict=True)):
+            if not plane.numel():
+                continue
+            self.bytes_up += plane.nbytes
+            if staged is not None:
+                self._device.copy(plane, staged[position])
+            elif isinstance(self._home, HostHome):
+                self._device.copy(plane, self._home.view(unit.index, name))
+            else:
+                self._home.read(unit.index, name, 0, plane)
 
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a whole unit: disk → host buffer."""
         assert op.unit is not None
         assert op.buffer is not None
-        self._home.read(op.unit, "weights", 0, self._staged(op.unit, op.buffer))
+        unit = self._spec.units[op.unit]
+        for name, plane in zip(_names(unit), self._staged(unit, op.buffer), strict=True):
+            if plane.numel():
+                self._home.read(unit.index, name, 0, plane)
 
-    def _staged(self, unit: int, buffer: int) -> Tensor:
-        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._spec.dtype)
+    def _staged(self, unit: UnitSpec, buffer: int) -> tuple[Tensor, ...]:
+        return weight_planes(unit, self._spec.dtype, self._host_buffers[buffer])
+
+
+def _names(unit: UnitSpec) -> Iterator[str]:
+    """The planes of the weights of ``unit``, in the order of `weight_planes`."""
+    yield WEIGHTS
+    yield from (part.plane for part in unit.frozen)

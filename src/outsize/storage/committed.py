@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import StorageError
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
 from outsize.optim.spec import GRADIENT, commit_record_bytes, planes_for, step_write_planes
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
@@ -35,8 +35,13 @@ from outsize.units import align_up
 
 def layout_digest(model: ModelSpec) -> str:
     """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what."""
-    text = repr((model.dtype, [(u.name, u.numel, u.trainable, u.tensors) for u in model.units]))
+    text = repr((model.dtype, [_digested(u) for u in model.units]))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _digested(unit: UnitSpec) -> tuple[object, ...]:
+    found = (unit.name, unit.numel, unit.trainable, unit.tensors)
+    return (*found, unit.frozen) if unit.frozen else found
 
 
 def find_record(path: Path, model: ModelSpec) -> tuple[Record | None, str]:

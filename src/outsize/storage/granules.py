@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-import xxhash
 
 from outsize.storage.disk import Inspect
 from outsize.storage.layout import Extent
-from outsize.storage.record import Checksums, Sides
+from outsize.storage.record import Checksums, Sides, checksum
 
 Run = tuple[int, int, int]
 """A side, and the first and behind the last granule of a run that lies on it."""
@@ -49,9 +48,9 @@ class Granules:
         self.newest: Sides = np.zeros(count, np.uint8)
         self.committed: Sides = np.zeros(count, np.uint8)
         self.checksums: Checksums = np.empty((extent.num_sides, count), np.uint64)
-        self.checksums[:] = xxhash.xxh3_64_intdigest(bytes(min(self.granule_bytes, extent.num_bytes)))
+        self.checksums[:] = checksum(bytes(min(self.granule_bytes, extent.num_bytes)))
         last = extent.num_bytes - (count - 1) * self.granule_bytes
-        self.checksums[:, -1] = xxhash.xxh3_64_intdigest(bytes(last))
+        self.checksums[:, -1] = checksum(bytes(last))
 
     @property
     def newest_checksums(self) -> Checksums:
@@ -81,8 +80,8 @@ class Granules:
         """
 
         def inspect(view: memoryview, offset: int) -> None:
-            for granule, checksum in self._digests(view, first, offset):
-                if self.checksums[side, granule] != checksum:
+            for granule, found in self._digests(view, first, offset):
+                if self.checksums[side, granule] != found:
                     raise DamagedError(granule, side)
 
         return inspect
@@ -91,8 +90,8 @@ class Granules:
         """Return what keeps the checksums of a run that begins with granule ``first``."""
 
         def inspect(view: memoryview, offset: int) -> None:
-            for granule, checksum in self._digests(view, first, offset):
-                self.checksums[side, granule] = checksum
+            for granule, found in self._digests(view, first, offset):
+                self.checksums[side, granule] = found
 
         return inspect
 
@@ -106,14 +105,14 @@ class Granules:
         """Return smaller granules of the same plane, whose bytes are ``plane``, all committed."""
         finer = Granules(self.extent, granule_elements)
         sides = np.repeat(self.committed, self.granule_elements // granule_elements)[: len(finer.newest)]
-        digests = [checksum for _, checksum in finer._digests(plane, 0, 0)]
+        digests = [found for _, found in finer._digests(plane, 0, 0)]
         finer.restore(sides, np.array(digests, np.uint64))
         return finer
 
     def _digests(self, view: memoryview, first: int, offset: int) -> Iterator[tuple[int, int]]:
         size = self.granule_bytes
         for at in range(0, len(view), size):
-            yield first + (offset + at) // size, xxhash.xxh3_64_intdigest(view[at : at + size])
+            yield first + (offset + at) // size, checksum(view[at : at + size])
 
     def _range(self, start: int, numel: int) -> tuple[int, int]:
         stop, size = start + numel, self.granule_elements

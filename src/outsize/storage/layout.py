@@ -34,7 +34,7 @@ class Extent:
 
 
 class Layout:
-    """Which plane of which unit lies where, one behind the other in unit order.
+    """Which plane of which unit lies where, one behind the other in unit order; frozen parts behind their unit's.
 
     Args:
         model: the units.
@@ -61,6 +61,11 @@ class Layout:
                     extent = Extent(offset=self.num_bytes, numel=unit.numel, dtype=dtype, num_sides=num_sides)
                     self.extents[unit.index, plane] = extent
                     self.num_bytes += num_sides * extent.num_bytes
+            for part in unit.frozen:
+                dtype = torch.uint8 if part.codec is not None else COMPUTE_DTYPE[part.dtype]
+                extent = Extent(offset=self.num_bytes, numel=part.home_elements, dtype=dtype)
+                self.extents[unit.index, part.plane] = extent
+                self.num_bytes += extent.num_bytes
 
     def extent(self, unit: int, plane: str) -> Extent:
         """Return where a plane lies.

@@ -24,6 +24,10 @@ from outsize.storage.prealloc import explain
 
 VERSION = 1
 NUM_SLOTS = 2
+# What checksums are made with, by the name that a record gives it. One that names none is of before there was a choice.
+HASH = "xxh3_64"
+# Of the bytes of a granule, 64 bits; for large ones without the interpreter's lock.
+checksum = xxhash.xxh3_64_intdigest
 _MAGIC = b"OUTSIZE\x00"
 # Magic, version, bytes of the text, granules, sequence number, and the digest of all but itself.
 _HEADER = struct.Struct("<8sIIQQQ")
@@ -70,7 +74,12 @@ def pack(record: Record, into: memoryview) -> int:
         StorageError: it does not fit.
     """
     text = json.dumps(
-        {"granule_elements": record.granule_elements, "layout": record.layout, "state": dict(record.state)},
+        {
+            "granule_elements": record.granule_elements,
+            "hash": HASH,
+            "layout": record.layout,
+            "state": dict(record.state),
+        },
         separators=(",", ":"),
         allow_nan=False,
     ).encode()
@@ -107,6 +116,7 @@ def unpack(data: memoryview) -> Record | None:
     at = _HEADER.size + text_bytes
     try:
         head = json.loads(bytes(data[_HEADER.size : at]))
+        named = head.get("hash", HASH)
         record = Record(
             sequence=sequence,
             state=dict(head["state"]),
@@ -115,8 +125,10 @@ def unpack(data: memoryview) -> Record | None:
             sides=np.frombuffer(data[at : at + num_granules], np.uint8).copy(),
             checksums=np.frombuffer(data[at + num_granules : end], "<u8").astype(np.uint64),
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _BadRecordError(f"its text cannot be read: {error!r}") from error
+    if named != HASH:
+        raise StorageError(f"its checksums are {str(named)[:20]!r}, and this version of outsize knows {HASH}")
     return record
 
 

@@ -7,9 +7,12 @@ raises AssertionError where a promise is broken. In a test::
     def test_home(check):
         check(lambda model: MyHome(model, planes_for(model.dtype)))
 
+For codecs the checks are methods of a class to subclass, `CodecContract`.
+
 `outsize.testing.faults` puts failing disks and lanes under a whole run.
 """
 
+from outsize.testing.codecs import CodecContract
 from outsize.testing.devices import DEVICE_CONTRACT, MakeDevice
 from outsize.testing.homes import HOME_CONTRACT, MakeHome
 from outsize.testing.samples import pattern, raises, same_bits, small_model
@@ -19,6 +22,7 @@ __all__ = [
     "DEVICE_CONTRACT",
     "HOME_CONTRACT",
     "SCRATCH_CONTRACT",
+    "CodecContract",
     "MakeDevice",
     "MakeHome",
     "MakeScratch",

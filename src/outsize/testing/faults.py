@@ -35,8 +35,12 @@ from outsize.runtime.context import StepContext
 SECTOR_BYTES = 4096
 DELAY_S = 0.02
 LANE = "lane"
-# What differs from run to run in the names of files that are renamed later.
-_TOKEN = re.compile(r"(partial|former|tmp)-[0-9a-f]+")
+# What differs from run to run or process to process in names: files that are renamed later, and digests of paths.
+_VARYING = (
+    (re.compile(r"(partial|former|tmp)-[0-9a-f]+"), r"\1-*"),
+    (re.compile(r"\.writing-[^/]+"), ".writing-*"),
+    (re.compile(r"\b[0-9a-f]{24}\b"), "*"),
+)
 # Files of text with times in them, whose lengths differ as well.
 _TIMED = (".jsonl", ".json", ".partial")
 
@@ -75,7 +79,7 @@ APPLICABLE: Mapping[str, tuple[Fault, ...]] = {
 
 
 class Key(NamedTuple):
-    """Which operation it is, the same in every run of the same configuration.
+    """Which operation it is, the same in every run of the same configuration, in any process and directory.
 
     Attributes:
         kind: as in `APPLICABLE`.
@@ -294,7 +298,9 @@ class Layer(files.System):
     ) -> tuple[Operation, Fault | None]:
         name = str(path.relative_to(self._root) if path.is_relative_to(self._root) else path)
         place = (0, 0) if path.suffix in _TIMED else (offset, length)
-        like = (kind, _TOKEN.sub(r"\1-*", name), *place)
+        for varying, shown in _VARYING:
+            name = varying.sub(shown, name)
+        like = (kind, name, *place)
         with self._lock:
             key = Key(*like, occurrence=self._seen[like])
             self._seen[like] += 1

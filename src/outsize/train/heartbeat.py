@@ -9,9 +9,9 @@ from typing import Any, TextIO
 
 from outsize import files
 from outsize.storage.prealloc import explain
+from outsize.telemetry.schema import SCHEMA_VERSION
 from outsize.train.records import StepRecord
 
-SCHEMA_VERSION = 3
 HEARTBEAT = "heartbeat.jsonl"
 
 

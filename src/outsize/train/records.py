@@ -34,6 +34,18 @@ class StepRecord:
         rss_bytes: resident memory of the process when the step was known.
         peak_rss_bytes: largest resident memory of the process so far.
         data_s: seconds of the step in which it waited for its batch.
+        between_s: seconds of the step before its batch was asked for.
+        cpu_s: seconds of processor time of the process, over all threads.
+        idle_s: seconds in which each compute lane ran nothing.
+        waits_s: the same by compute lane, cause and owner.
+        num_compute_ops: ops that compute.
+        mfu: FLOPs of the model over what the device promises in that time; None where either is not known.
+        wire_bytes: bytes as they crossed, by lane.
+        logical_bytes: bytes as they are used, by lane.
+        tiers: bytes used, at most used and promised of each tier.
+        device_bytes: what torch holds on each CUDA device.
+        gpus: what the driver says of each GPU.
+        fallbacks: what did not go as asked so far, and how often.
     """
 
     step: int
@@ -58,6 +70,18 @@ class StepRecord:
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
     data_s: float = 0.0
+    between_s: float = 0.0
+    cpu_s: float = 0.0
+    idle_s: dict[str, float] = field(default_factory=dict)
+    waits_s: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    num_compute_ops: int = 0
+    mfu: float | None = None
+    wire_bytes: dict[str, int] = field(default_factory=dict)
+    logical_bytes: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[dict[str, Any], ...] = ()
+    fallbacks: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:

@@ -2,27 +2,31 @@
 
 import contextlib
 import math
-import resource
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.config import Config, dump_config
 from outsize.errors import NonFiniteError
+from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
 from outsize.report.chrome import to_chrome
-from outsize.runtime.allocator import begin_run, resident_bytes, set_thresholds
+from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.telemetry.nvml import GpuSampler
 from outsize.train import checkpoint
+from outsize.train.about import about, gpu_uuids
+from outsize.train.accounts import Accounts, peak_rss_bytes
+from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
 from outsize.train.data.batch import Batch
 from outsize.train.data.packed import PackedDataset
 from outsize.train.data.prefetch import Prefetcher
+from outsize.train.flops import peak_of, step_flops
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
-from outsize.train.lane_times import lane_times
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import StepRecord, TrainResult
@@ -91,6 +95,7 @@ def train(
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+        peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -101,19 +106,25 @@ def train(
                 action=config.train.on_stall,
                 factor=config.train.stall_factor,
                 floor_s=config.train.stall_floor_s,
+                predicted_step_s=None,
             )
         )
+        # Entered before what it speaks of, so that it speaks when every lane has ended.
+        aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
         trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
+        write_json(run_dir / "run.json", about(prepared, flops, peak))
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
             config,
             prepared,
             run_dir,
             trainer,
+            Accounts(trainer, sampler, flops, peak),
             heartbeat,
             watchdog,
             saver,
@@ -121,6 +132,7 @@ def train(
             announce,
             trainer.position,
         )
+        aftermath.begun = True
         return run.go(dataset, interrupt)
 
 
@@ -132,6 +144,7 @@ class _Run:
     prepared: Prepared
     run_dir: Path
     trainer: StreamedTrainer
+    accounts: Accounts
     heartbeat: Heartbeat
     watchdog: Watchdog
     saver: Saver
@@ -140,16 +153,10 @@ class _Run:
     position: Position
     tokens: int = 0
     seconds: float = 0.0
-    stalled_s: float = 0.0
-    owners_s: dict[str, float] = field(default_factory=dict)
-    disk: tuple[int, int] = (0, 0)
-    link: tuple[int, int] = (0, 0)
-    moved: tuple[int, int] = (0, 0)
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         config = self.config
-        self.disk, self.link = self.trainer.disk_bytes(), self._link()
         interrupt.can_finish = True
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         with _batches(dataset, config, self.position.step) as batches:
@@ -160,25 +167,25 @@ class _Run:
                     break
                 self.saver.between_steps(self.position)
             self.trainer.settle()
-            self._account_end()
-            with self.watchdog.paused():
+            self.accounts.count()  # what the optimizer of the last step moved after that step was known
+            with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
             saved = latest(self.run_dir)
             if saved is not None and self.position.step >= config.train.steps:
                 remove_home(config, self.run_dir, saved, self.announce)
-        owner = max(self.owners_s, key=lambda lane: self.owners_s[lane], default=None)
+        stalled_s = self.accounts.stalled_s
         return TrainResult(
             steps=self.position.step,
             loss=self.position.loss,
             tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=self.prepared.machine.device_bytes,
-            stall_share=self.stalled_s / self.seconds if self.seconds else 0.0,
-            bytes_read=self.moved[0],
-            bytes_written=self.moved[1],
+            stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
+            bytes_read=self.accounts.read_bytes,
+            bytes_written=self.accounts.written_bytes,
             run_dir=str(self.run_dir),
             skipped_steps=self.position.skipped,
-            stall_owner=owner,
+            stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=str(latest(self.run_dir)),
             failed_saves=self.saver.num_failed,
         )
@@ -206,62 +213,7 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        times = lane_times(timeline)
-        stalls = times.stall_s
-        for lane, seconds in stalls.items():
-            self.owners_s[lane] = self.owners_s.get(lane, 0.0) + seconds
-        stalled = sum(stalls.values())
-        self.stalled_s += stalled
-        disk, link = self.trainer.disk_bytes(), self._link()
-        read, written = disk[0] - self.disk[0], disk[1] - self.disk[1]
-        up, down = link[0] - self.link[0], link[1] - self.link[1]
-        self.disk, self.link = disk, link
-        self.moved = (self.moved[0] + read, self.moved[1] + written)
-        return StepRecord(
-            step=outcome.number + 1,
-            loss=outcome.loss,
-            lr=outcome.learning_rate,
-            grad_norm=outcome.gradient_norm,
-            tokens=outcome.tokens,
-            seconds=outcome.seconds,
-            bytes_up=up,
-            bytes_down=down,
-            bytes_read=read,
-            bytes_written=written,
-            stall_share=min(stalled / outcome.seconds, 1.0),
-            stall_owner=next(iter(stalls), None),
-            skipped=outcome.skipped,
-            skipped_steps=self.position.skipped,
-            busy_s=times.busy_s,
-            stall_s=times.stall_s,
-            forward_s=times.forward_s,
-            backward_s=times.backward_s,
-            update_s=times.update_s,
-            rss_bytes=resident_bytes(),
-            peak_rss_bytes=peak_rss_bytes(),
-            data_s=outcome.data_s,
-        )
-
-    def _account_end(self) -> None:
-        """Count what the optimizer of the last step moved after that step was reported."""
-        disk = self.trainer.disk_bytes()
-        self.moved = (self.moved[0] + disk[0] - self.disk[0], self.moved[1] + disk[1] - self.disk[1])
-        self.disk = disk
-
-    def _link(self) -> tuple[int, int]:
-        return self.trainer.engine.link_bytes()
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB).
-
-    The kernel's high-water mark, where it tells: what `getrusage` says begins with that of the process's parent.
-    """
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
 
 
 @contextlib.contextmanager

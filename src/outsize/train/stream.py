@@ -19,6 +19,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.spec import WEIGHTS, planes_for
+from outsize.planner.idle import Window
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
@@ -58,6 +59,8 @@ class StepOutcome:
         tokens: trained tokens.
         seconds: since the step before was known.
         data_s: of them, waiting for the batch.
+        between_s: of them, before the batch was asked for.
+        ended_s: when it was known, on the clock of the timeline.
         skipped: whether no weight changes.
     """
 
@@ -68,7 +71,16 @@ class StepOutcome:
     tokens: int
     seconds: float
     data_s: float
+    between_s: float
+    ended_s: float
     skipped: bool
+
+    @property
+    def window(self) -> Window:
+        """The step on the clock of its events."""
+        began_s = self.ended_s - self.seconds
+        asked_s = began_s + self.between_s
+        return Window(began_s=began_s, asked_s=asked_s, given_s=asked_s + self.data_s, ended_s=self.ended_s)
 
 
 def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
@@ -128,6 +140,7 @@ class StreamedTrainer:
         self.position = Position(0, 0, 0)
         self._home_file = home_file
         self._standing: list[Standing] = []  # one, as soon as there are steps
+        self._arenas: list[Arena] = []
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             tiers = [tier_of(worker, machine.num_workers) for worker in range(machine.num_workers)]
@@ -233,6 +246,8 @@ class StreamedTrainer:
                 tokens=context.tokens,
                 seconds=ended - began,
                 data_s=data_s,
+                between_s=asked - began,
+                ended_s=ended,
                 skipped=context.skipped,
             )
             began, asked = ended, time.perf_counter()
@@ -300,6 +315,13 @@ class StreamedTrainer:
             read, written = read + moved.bytes_out, written + moved.bytes_in
         return read, written
 
+    def fallbacks(self) -> dict[str, int]:
+        """What could not be had as asked so far, and how often: pinned memory, direct I/O."""
+        found = {"pageable": sum(arena.statistics().num_pageable_fallbacks for arena in self._arenas)}
+        if isinstance(self.home, DiskHome):
+            found["buffered"] = self.home.file.statistics().num_buffered_fallbacks
+        return found
+
     def take_timeline(self) -> Timeline:
         """What the lanes did since the last call."""
         return self.engine.take_timeline()
@@ -315,7 +337,8 @@ class StreamedTrainer:
         self.close()
 
     def _arena(self, tier: str, pin: bool) -> Arena:
-        return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None)
+        self._arenas.append(Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if pin else None))
+        return self._arenas[-1]
 
     def _open_device(self) -> Device:
         machine, rate = self.prepared.machine, self.prepared.config.memory.link_gb_per_s

@@ -36,8 +36,8 @@ def wrap(
     Its weights move to the home, where they stay for training, evaluation and saving. Set ``requires_grad`` first.
 
     Args:
-        model: any module whose blocks stand in a `torch.nn.ModuleList`, its parameters all of one dtype: fp32, bf16 or
-            fp16. It computes in that dtype.
+        model: any module whose blocks stand in a `torch.nn.ModuleList`, its parameters fp32, bf16 or fp16, and all that
+            train of one of them. It computes as it did.
         device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, or ``auto`` (a CUDA device where there is one).
         device_memory: budget on the device, e.g. ``"20GiB"``; None is what is free, less a margin.
         home: where weights, gradients and optimizer state rest; ``auto`` is host memory if they fit.
@@ -49,7 +49,7 @@ def wrap(
 
     Raises:
         ConfigError: an argument that cannot be, or a model that is wrapped already.
-        ModelError: a model without a list of blocks, or with parameters of several dtypes.
+        ModelError: a model without a list of blocks, or one that trains parameters of several dtypes.
         BudgetExceededError: the home does not fit its tier.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -116,11 +116,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     runner.settle()
     runner.stop()
     for unit in runner.split.spec.units:
-        values = (
-            {name: value.clone() for name, value in runner.parameters.read(unit).items()}
-            if unit.tensors
-            else {}
-        )
+        values = {name: value.clone() for name, value in runner.parameters.read(unit).items()}
         for name, value in values.items():
             former = runner.parameters.named[name]
             former.grad = None

@@ -32,7 +32,7 @@ class StateAtRest(Mapping[str, Tensor]):
     def __init__(self, runner: Runner, model: nn.Module, prefix: str) -> None:
         self._runner = runner
         self._prefix = prefix
-        self._place = {t.name: unit for unit in runner.split.spec.units for t in unit.tensors}
+        self._place = {t.name: unit for unit in runner.split.spec.units for t in unit.all_tensors}
         known = {id(parameter): name for name, parameter in runner.parameters.named.items()}
         named = model.named_parameters(remove_duplicate=False)
         self._names = {prefix + name: known[id(parameter)] for name, parameter in named}
@@ -117,7 +117,7 @@ class Wrapped(nn.Module):
             ConfigError: another dtype is asked for.
         """
         dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
-        if dtype is not None and dtype is not next(iter(runner_of(self).parameters.named.values())).dtype:
+        if dtype is not None and dtype not in {p.dtype for p in runner_of(self).parameters.named.values()}:
             raise ConfigError("a wrapped model keeps its dtype; convert it before outsize.wrap")
         return self
 
@@ -241,7 +241,7 @@ def _load_at_rest(runner: Runner, model: nn.Module, state: Mapping[str, Any], st
         )
     source = {own: name for name, own in reversed(names.items()) if name in state}
     for unit in runner.split.spec.units:
-        tensors = {t.name: state[source[t.name]] for t in unit.tensors if t.name in source}
+        tensors = {t.name: state[source[t.name]] for t in unit.all_tensors if t.name in source}
         if tensors:
             runner.parameters.write(unit, tensors)
     for name, buffer in buffers.items():
@@ -261,6 +261,11 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
             return own(self, save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return None
+        if hasattr(self, "peft_config"):  # PEFT writes adapters alone, and only they train
+            wanted = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            state = StateAtRest(runner, self, "")
+            kwargs.setdefault("state_dict", {name: state[name] for name in state if name in wanted})
+            return own(self, save_directory, *args, **kwargs)
         config, units = cast(Any, self).config, runner.split.spec.units
         return write_checkpoint(save_directory, self, config, units, runner.parameters.read, overwrite=True)
 

@@ -40,14 +40,13 @@ class HomeParameters:
 
     def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
         self._home = home
-        self._dtype = TORCH_DTYPE[split.spec.dtype]
+        self._spec = split.spec
         self._half = master_plane(split.spec.dtype) == MASTER
         self._versions: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
         self.factors: dict[str, Tensor] = {}
         for unit in split.spec.units:
-            if unit.tensors:
-                self._adopt(unit, split, fill)
+            self._adopt(unit, split, fill)
 
     def positions_with_gradient(self, unit: UnitSpec) -> frozenset[int]:
         """Positions of the tensors of ``unit`` that have a gradient now; one that the user put there goes home."""
@@ -83,38 +82,57 @@ class HomeParameters:
     def values(self, units: tuple[UnitSpec, ...], plane: str = WEIGHTS) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor of a plane by name: views over a host home, else copies, read unit by unit."""
         for unit in units:
-            if unit.tensors and (plane == WEIGHTS or unit.trainable):
+            if plane == WEIGHTS or unit.trainable:
                 yield from self.read(unit, plane).items()
 
     def read(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
-        """Return the tensors of ``unit``, as in `values`."""
-        if isinstance(self._home, HostHome):
-            return {tensor.name: self._view(unit, tensor, plane) for tensor in unit.tensors}
-        with Arena() as arena:
-            flat = self._plane(arena, unit, plane)
-            self._home.read(unit.index, plane, 0, flat)
-            return {t.name: flat[t.offset : t.offset + t.numel].view(t.shape).clone() for t in unit.tensors}
-
-    def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
-        """Replace some tensors of a plane of ``unit``; of the weights, their masters as well."""
-        planes = (WEIGHTS, MASTER) if plane == WEIGHTS and self._half and unit.trainable else (plane,)
-        for name in planes:
+        """Return the tensors of ``unit``, as in `values`; of the weights, those of its frozen parts as well."""
+        found: dict[str, Tensor] = {}
+        for name, tensors in self._members(unit, plane):
             if isinstance(self._home, HostHome):
-                for tensor in unit.tensors:
-                    if tensor.name in tensors:
-                        self._view(unit, tensor, name).copy_(tensors[tensor.name].detach().view(tensor.shape))
+                found |= {tensor.name: self._view(unit, tensor, name) for tensor in tensors}
                 continue
             with Arena() as arena:
                 flat = self._plane(arena, unit, name)
                 self._home.read(unit.index, name, 0, flat)
-                for t in unit.tensors:
-                    if t.name in tensors:
+                found |= {t.name: flat[t.offset :][: t.numel].view(t.shape).clone() for t in tensors}
+        return found
+
+    def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
+        """Replace some tensors of a plane of ``unit``; of the weights, their masters as well."""
+        planes = list(self._members(unit, plane))
+        if plane == WEIGHTS and self._half and unit.trainable:
+            planes.append((MASTER, unit.tensors))
+        for name, members in planes:
+            given = [tensor for tensor in members if tensor.name in tensors]
+            if isinstance(self._home, HostHome):
+                for tensor in given:
+                    self._view(unit, tensor, name).copy_(tensors[tensor.name].detach().view(tensor.shape))
+            elif given:
+                with Arena() as arena:
+                    flat = self._plane(arena, unit, name)
+                    self._home.read(unit.index, name, 0, flat)
+                    for t in given:
                         flat[t.offset : t.offset + t.numel].copy_(tensors[t.name].detach().reshape(-1))
-                self._home.write(unit.index, name, 0, flat)
+                    self._home.write(unit.index, name, 0, flat)
+
+    def _members(self, unit: UnitSpec, plane: str) -> Iterator[tuple[str, tuple[TensorSpec, ...]]]:
+        """Yield the tensors that ``plane`` means and where they lie; weights lie in the frozen parts as well."""
+        if unit.tensors:
+            yield plane, unit.tensors
+        if plane == WEIGHTS:
+            yield from ((part.plane, part.tensors) for part in unit.frozen)
 
     def _plane(self, arena: Arena, unit: UnitSpec, plane: str) -> Tensor:
-        dtype = self._dtype if plane == WEIGHTS else torch.float32
-        return arena.take(unit.numel * dtype.itemsize, plane).view(dtype)
+        numel, dtype = self._form(unit, plane)
+        return arena.take(numel * dtype.itemsize, plane).view(dtype)
+
+    def _form(self, unit: UnitSpec, plane: str) -> tuple[int, torch.dtype]:
+        """Elements of a plane, and their dtype."""
+        for part in unit.frozen:
+            if part.plane == plane:
+                return part.numel, TORCH_DTYPE[part.dtype]
+        return unit.numel, TORCH_DTYPE[self._spec.dtype] if plane == WEIGHTS else torch.float32
 
     def _view(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
         assert isinstance(self._home, HostHome)
@@ -147,37 +165,41 @@ class HomeParameters:
 
     def _adopt(self, unit: UnitSpec, split: Split, fill: Fill) -> None:
         """Move the weights of ``unit`` home, and let go of where they were."""
-        with Arena() as arena:
-            flat = self._plane(arena, unit, WEIGHTS)
-            master = self._plane(arena, unit, MASTER) if self._half and unit.trainable else None
-            for t in unit.tensors:
-                stretch = slice(t.offset, t.offset + t.numel)
-                if master is None:
-                    fill(t, flat[stretch])
-                else:
-                    fill(t, master[stretch])
-                    flat[stretch].copy_(master[stretch])
-            self._home.write(unit.index, WEIGHTS, 0, flat)
-            if master is not None:
-                self._home.write(unit.index, MASTER, 0, master)
-        for tensor in unit.tensors:
-            places = split.owners[tensor.name]
-            module, attribute = places[0]
-            former = module._parameters[attribute]
-            assert former is not None
-            parameter = self._parameter(unit, tensor, former)
-            for module, attribute in places:
-                module._parameters[attribute] = parameter
-            self.named[tensor.name] = parameter
-            self._versions[tensor.name] = parameter._version
+        for plane, tensors in self._members(unit, WEIGHTS):
+            with Arena() as arena:
+                flat = self._plane(arena, unit, plane)
+                with_master = plane == WEIGHTS and self._half and unit.trainable
+                master = self._plane(arena, unit, MASTER) if with_master else None
+                for t in tensors:
+                    stretch = slice(t.offset, t.offset + t.numel)
+                    if master is None:
+                        fill(t, flat[stretch])
+                    else:
+                        fill(t, master[stretch])
+                        flat[stretch].copy_(master[stretch])
+                self._home.write(unit.index, plane, 0, flat)
+                if master is not None:
+                    self._home.write(unit.index, MASTER, 0, master)
+            for tensor in tensors:
+                places = split.owners[tensor.name]
+                module, attribute = places[0]
+                former = module._parameters[attribute]
+                assert former is not None
+                parameter = self._parameter(unit, tensor, plane, former)
+                for module, attribute in places:
+                    module._parameters[attribute] = parameter
+                self.named[tensor.name] = parameter
+                self._versions[tensor.name] = parameter._version
 
-    def _parameter(self, unit: UnitSpec, tensor: TensorSpec, former: nn.Parameter) -> nn.Parameter:
+    def _parameter(
+        self, unit: UnitSpec, tensor: TensorSpec, plane: str, former: nn.Parameter
+    ) -> nn.Parameter:
         """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
         former.grad = None
         if isinstance(self._home, HostHome):
-            view = self._view(unit, tensor, WEIGHTS)
+            view = self._view(unit, tensor, plane)
         else:
-            view = torch.empty(tensor.shape, dtype=self._dtype, device="meta")
+            view = torch.empty(tensor.shape, dtype=self._form(unit, plane)[1], device="meta")
         if former.device == view.device:
             former.data = view
             return former

@@ -17,13 +17,13 @@ from torch import nn
 
 from outsize.config.schema import MemoryConfig
 from outsize.errors import ConfigError, ModelError
+from outsize.model.apart import dtype_and_parts
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.planner.cut import Passes, cut_step
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
-from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.calibrate import Measured
 from outsize.runtime.context import slots_used
 from outsize.runtime.engine import Engine, EngineSettings
@@ -32,8 +32,6 @@ from outsize.storage.home import HostHome
 from outsize.wrapped import planning
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers
-
-DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,8 @@ class Planned:
         self._closed = False
         self._engine_stack = contextlib.ExitStack()
         self._flags = tuple(p.requires_grad for p in model.parameters())
-        self.split = split(model, dtype_of(model))
+        dtype, self._apart = dtype_and_parts(model)
+        self.split = split(model, dtype, apart=self._apart)
         with contextlib.ExitStack() as stack:
             self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
@@ -172,7 +171,10 @@ class Planned:
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays
         parts = split(
-            model, self.split.spec.dtype, decays=(lambda _: True) if decays is None else decays.__contains__
+            model,
+            self.split.spec.dtype,
+            decays=(lambda _: True) if decays is None else decays.__contains__,
+            apart=self._apart,
         )
         if isinstance(self.tiers.home, HostHome):
             self.tiers.extend(parts.spec)
@@ -234,21 +236,6 @@ class Planned:
                 slots_used(passes.inference),
             )
         return self._programs[count]
-
-
-def dtype_of(model: nn.Module) -> str:
-    """Return the one dtype of the parameters: ``fp32``, ``bf16`` or ``fp16``.
-
-    Raises:
-        ModelError: there are several, or another one.
-    """
-    found = {parameter.dtype for parameter in model.parameters()}
-    if len(found) != 1 or not found <= DTYPE_NAME.keys():
-        raise ModelError(
-            f"the parameters of the model are {', '.join(sorted(map(str, found)))}; outsize.wrap needs one of fp32, "
-            "bf16 and fp16 for all of them: convert it first, e.g. with model.to(torch.bfloat16)"
-        )
-    return DTYPE_NAME[found.pop()]
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

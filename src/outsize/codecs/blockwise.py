@@ -1,0 +1,220 @@
+"""Quantised transport: groups of elements share a scale, each is an integer of 8 or 4 bits. It loses, within a bound.
+
+A group's scale is its largest magnitude by the largest integer (symmetric), or its range by the number of steps
+(asymmetric, with the smallest element as zero point). Scales and zero points are bf16, which has the range of fp32;
+scales are rounded up and zero points down, so that no element is cut off. What a group may hold:
+
+* zeros: decode to zeros; a constant: to itself, within the bound;
+* so little that a step would be below 2^-126: steps of 2^-126, no smaller;
+* anything infinite or NaN, or a range that is: the whole group decodes to NaN, so that whoever looks for such values
+  finds them.
+
+An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
+filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. All of it is torch,
+in pieces that stay in a cache.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.codecs.codec import Codec
+from outsize.codecs.spec import CodecSpec
+
+# 262,144 elements are 1 MiB of fp32: smaller pieces fit caches better and cost more in calls.
+PIECE_ELEMENTS = 2**18
+LEAST_SCALE = 2.0**-126
+# Multipliers of splitmix64, to spread seeds and pieces over the table of noise.
+_SPREAD_SEED, _SPREAD_PIECE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What integers a group is written in.
+
+    Attributes:
+        bits: of an integer, 8 or 4.
+        symmetric: whether the grid is centred on zero, without a zero point.
+        group: elements that share a scale.
+    """
+
+    bits: int
+    symmetric: bool
+    group: int
+
+    @property
+    def least(self) -> int:
+        """Smallest integer."""
+        return 1 - (1 << self.bits - 1) if self.symmetric else 0
+
+    @property
+    def most(self) -> int:
+        """Largest integer."""
+        return (1 << self.bits - 1) - 1 if self.symmetric else (1 << self.bits) - 1
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a group's integers."""
+        return self.group * self.bits // 8
+
+
+class BlockwiseCodec(Codec):
+    """Integers and a scale per group.
+
+    Args:
+        spec: see `outsize.codecs.spec.INT8` and those after it.
+        bits: of an integer, 8 or 4.
+        symmetric: whether the grid is centred on zero.
+        stochastic: round up or down by chance, so that the mean of many roundings is exact; to the nearest otherwise.
+        seed: of those chances.
+    """
+
+    def __init__(
+        self, spec: CodecSpec, bits: int, *, symmetric: bool = True, stochastic: bool = False, seed: int = 0
+    ) -> None:
+        self.spec = spec
+        self.grid = Grid(bits, symmetric, spec.group)
+        self._stochastic = stochastic
+        self._seed = seed
+        self._noise: dict[torch.device, Tensor] = {}
+
+    def seeded(self, seed: int) -> "BlockwiseCodec":
+        """Return the same codec with chances of its own; what it writes follows from seed and source."""
+        other = object.__new__(BlockwiseCodec)
+        other.spec, other.grid, other._stochastic = self.spec, self.grid, self._stochastic
+        other._noise = self._noise
+        other._seed = seed
+        return other
+
+    def _encode(self, source: Tensor, into: Tensor) -> int:
+        group = self.grid.group
+        sections = _Sections(self.grid, source.numel(), into)
+        values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=source.device)
+        for piece, (first, last) in enumerate(sections.pieces()):
+            elements = source[first * group : last * group]
+            y = values[: (last - first) * group].view(last - first, group)
+            x = self._in_fp32(elements, y)
+            scales, zeros = self._scales(x)
+            sections.scales[first:last] = scales
+            if zeros is not None:
+                sections.zeros[first:last] = zeros
+                x = torch.sub(x, zeros[:, None], out=y)
+            torch.mul(x, scales.float().reciprocal_()[:, None], out=y)
+            if scales.isnan().any():
+                y.nan_to_num_(0.0, 0.0, 0.0)
+            sections.write_codes(first, last, self._round(y, piece))
+        return sections.num_bytes
+
+    def _in_fp32(self, elements: Tensor, y: Tensor) -> Tensor:
+        """Return elements by groups, themselves where they are fp32 and fill whole groups, in ``y`` otherwise."""
+        if elements.dtype is torch.float32 and elements.numel() == y.numel():
+            return elements.view_as(y)
+        flat = y.view(-1)
+        flat[: elements.numel()] = elements
+        if elements.numel() < flat.numel():
+            flat[elements.numel() :] = flat[elements.numel() - 1]
+        return y
+
+    def _scales(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scale and zero point of each row of ``x``, bf16; where not all of a row is finite, NaN and 0.
+
+        Rounding to the nearest moves a number by one part in 2^9 at most: what was moved by one in 2^8 before has been
+        rounded up, or down.
+        """
+        largest, smallest = x.amax(1), x.amin(1)
+        zeros = None
+        if self.grid.symmetric:
+            spread = torch.maximum(largest, smallest.neg_())
+        else:
+            zeros = smallest.sub_(smallest.abs() * 2**-8).to(torch.bfloat16)
+            spread = largest.sub_(zeros)
+        finite = math.isfinite(spread.max().item())  # amax hands NaN on
+        scales = spread.mul_((1 + 2**-8) / (self.grid.most)).clamp_min_(LEAST_SCALE).to(torch.bfloat16)
+        if not finite:
+            bad = ~scales.isfinite()
+            scales[bad] = torch.nan
+            if zeros is not None:
+                zeros[bad] = 0.0
+        return scales, zeros
+
+    def _round(self, y: Tensor, piece: int) -> Tensor:
+        """Round ``y`` in place to integers of the grid."""
+        if self._stochastic:
+            y.view(-1).add_(self._chances(piece, y.numel(), y.device)).floor_()
+            return y.clamp_(self.grid.least, self.grid.most)
+        return y.round_()  # scales are rounded up: nothing lies beyond the grid
+
+    def _chances(self, piece: int, numel: int, device: torch.device) -> Tensor:
+        """Return ``numel`` numbers in [0, 1): a table, read from a place that follows from the seed and the piece."""
+        if device not in self._noise:
+            generator = torch.Generator().manual_seed(0)
+            self._noise[device] = torch.rand(2 * PIECE_ELEMENTS, generator=generator).to(device)
+        start = ((self._seed * _SPREAD_SEED + piece * _SPREAD_PIECE) >> 40) % PIECE_ELEMENTS
+        return self._noise[device][start : start + numel]
+
+    def _decode(self, encoded: Tensor, into: Tensor) -> None:
+        sections = _Sections(self.grid, into.numel(), encoded)
+        values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=into.device)
+        for first, last in sections.pieces():
+            y = values[: (last - first) * self.grid.group].view(-1, self.grid.group)
+            sections.read_codes(first, last, y)
+            y *= sections.scales[first:last].float()[:, None]
+            if not self.grid.symmetric:
+                y += sections.zeros[first:last].float()[:, None]
+            elements = into[first * self.grid.group : last * self.grid.group]
+            elements.copy_(y.view(-1)[: elements.numel()])
+
+
+class _Sections:
+    """Where the parts of an encoding lie in its bytes."""
+
+    def __init__(self, grid: Grid, numel: int, encoded: Tensor) -> None:
+        self._grid = grid
+        groups = -(-numel // grid.group)
+        self.padded = groups * grid.group
+        self._codes = encoded[: groups * grid.code_bytes].view(groups, grid.code_bytes)
+        at = groups * grid.code_bytes
+        self.scales = encoded[at : at + 2 * groups].view(torch.bfloat16)
+        self.num_bytes = at + 2 * groups
+        if not grid.symmetric:
+            self.zeros = encoded[self.num_bytes : self.num_bytes + 2 * groups].view(torch.bfloat16)
+            self.num_bytes += 2 * groups
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """First group and last plus one of each piece."""
+        step = PIECE_ELEMENTS // self._grid.group
+        groups = len(self._codes)
+        yield from ((first, min(first + step, groups)) for first in range(0, groups, step))
+
+    def write_codes(self, first: int, last: int, y: Tensor) -> None:
+        """Write integers, fp32 [groups, group], which are free to be overwritten."""
+        codes = self._codes[first:last]
+        if self._grid.bits == 8 and self._grid.symmetric:
+            codes.view(torch.int8).copy_(y)
+            return
+        if self._grid.bits == 8:
+            codes.copy_(y)
+            return
+        pairs = y.to(torch.int8).view(-1).view(torch.int16)  # eight times as fast as to uint8
+        pairs &= 0x0F0F
+        codes.view(-1).copy_(pairs | pairs >> 4)  # of an int16, a byte takes the lower half
+
+    def read_codes(self, first: int, last: int, y: Tensor) -> None:
+        """Fill ``y``, fp32 [groups, group], with integers."""
+        codes = self._codes[first:last]
+        if self._grid.bits == 8 and self._grid.symmetric:
+            y.copy_(codes.view(torch.int8))
+            return
+        if self._grid.bits == 8:
+            y.copy_(codes)
+        else:
+            pairs = codes.view(-1).to(torch.int16)
+            pairs |= pairs << 4
+            integers = pairs.bitwise_and_(0x0F0F).view(torch.int8)
+            if self._grid.symmetric:  # a negative one has lost its sign
+                integers ^= 8
+                integers -= 8
+            y.view(-1).copy_(integers)

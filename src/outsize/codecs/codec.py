@@ -1,0 +1,142 @@
+"""What a codec does: tensors into bytes and back, on the device where they lie."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from outsize.codecs.spec import CodecSpec
+from outsize.errors import CodecError
+
+DTYPE_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Codec(ABC):
+    """Writes tensors in other bytes. It keeps nothing between calls, so any thread may use it.
+
+    Attributes:
+        spec: what it promises.
+    """
+
+    spec: CodecSpec
+
+    def encode(self, source: Tensor, into: Tensor) -> int:
+        """Write ``source`` into the first bytes of ``into`` and return how many.
+
+        Args:
+            source: contiguous, of any shape, in one of the codec's dtypes; it stays as it is.
+            into: uint8 ``[spec.max_bytes(n)]`` or longer, contiguous, on the same device.
+
+        Raises:
+            ValueError: another dtype, a tensor that is not contiguous, or too little room; nothing is written.
+        """
+        dtype = self._check(source)
+        most = self.spec.max_bytes(source.numel(), dtype)
+        if into.dtype is not torch.uint8 or not into.is_contiguous() or into.numel() < most:
+            raise ValueError(
+                f"codec {self.spec.name} needs {most} contiguous bytes to encode {source.numel()} elements of "
+                f"{dtype}, not {into.numel()} of {into.dtype}"
+            )
+        return self._encode(source.detach().view(-1), into.view(-1)) if source.numel() else 0
+
+    def decode(self, encoded: Tensor, into: Tensor) -> None:
+        """Fill ``into`` with what ``encoded`` was made from.
+
+        Args:
+            encoded: uint8, exactly the bytes that `encode` wrote.
+            into: contiguous, of the number of elements and the dtype of the source, on the same device.
+
+        Raises:
+            ValueError: another dtype, or a tensor that is not contiguous.
+            CodecError: these bytes are not an encoding of so many elements.
+        """
+        dtype = self._check(into)
+        most = self.spec.max_bytes(into.numel(), dtype)
+        if encoded.dtype is not torch.uint8 or not encoded.is_contiguous():
+            raise ValueError(f"codec {self.spec.name} decodes contiguous uint8, not {encoded.dtype}")
+        wrong = encoded.numel() != most if self.spec.fixed_rate else encoded.numel() > most
+        if wrong or bool(encoded.numel()) != bool(into.numel()):
+            raise CodecError(
+                f"{encoded.numel()} bytes are no {self.spec.name} encoding of {into.numel()} elements of {dtype}"
+                f", which takes {'' if self.spec.fixed_rate else 'at most '}{most}"
+            )
+        if into.numel():
+            self._decode(encoded.view(-1), into.detach().view(-1))
+
+    def _check(self, tensor: Tensor) -> str:
+        dtype = DTYPE_NAME.get(tensor.dtype)
+        if dtype not in self.spec.dtypes or dtype is None:
+            raise ValueError(
+                f"codec {self.spec.name} is for {', '.join(self.spec.dtypes)}, not {tensor.dtype}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"codec {self.spec.name} needs a contiguous tensor")
+        return dtype
+
+    @abstractmethod
+    def _encode(self, source: Tensor, into: Tensor) -> int:
+        """Encode ``source`` [n], n > 0, into uint8 with room for it; return the bytes written."""
+
+    @abstractmethod
+    def _decode(self, encoded: Tensor, into: Tensor) -> None:
+        """Decode into ``into`` [n], n > 0."""
+
+
+class RawCodec(Codec):
+    """Bytes as they lie in memory.
+
+    Args:
+        spec: see `outsize.codecs.spec.RAW`.
+    """
+
+    def __init__(self, spec: CodecSpec) -> None:
+        self.spec = spec
+
+    def _encode(self, source: Tensor, into: Tensor) -> int:
+        into[: source.nbytes].copy_(source.view(torch.uint8))
+        return source.nbytes
+
+    def _decode(self, encoded: Tensor, into: Tensor) -> None:
+        into.view(torch.uint8).copy_(encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """An encoding that knows whether it is still whole.
+
+    Attributes:
+        codec: wrote it.
+        encoded: its bytes.
+        checksum: xxh3-64 of them.
+    """
+
+    codec: Codec
+    encoded: Tensor
+    checksum: int
+
+    def open(self, into: Tensor) -> None:
+        """Decode into ``into``, as `Codec.decode` does.
+
+        Raises:
+            CodecError: the bytes are not those that were sealed; ``into`` is as it was.
+        """
+        if checksum(self.encoded) != self.checksum:
+            raise CodecError(
+                f"{self.encoded.numel()} bytes written by codec {self.codec.spec.name} have changed since"
+            )
+        self.codec.decode(self.encoded, into)
+
+
+def seal(codec: Codec, source: Tensor) -> Sealed:
+    """Return ``source`` encoded, in memory of its own, with a checksum; errors as in `Codec.encode`."""
+    dtype = DTYPE_NAME.get(source.dtype, "fp32")
+    room = torch.empty(codec.spec.max_bytes(source.numel(), dtype), dtype=torch.uint8, device=source.device)
+    encoded = room[: codec.encode(source, room)].clone()
+    return Sealed(codec, encoded, checksum(encoded))
+
+
+def checksum(encoded: Tensor) -> int:
+    """Return xxh3-64 of bytes, wherever they lie."""
+    return xxhash.xxh3_64_intdigest(encoded.cpu().numpy().data)

@@ -1,0 +1,35 @@
+"""Codecs by name."""
+
+from collections.abc import Callable
+from functools import partial
+
+from outsize.codecs.blockwise import BlockwiseCodec
+from outsize.codecs.codec import Codec, RawCodec
+from outsize.codecs.delta import DeltaCodec
+from outsize.codecs.planes import PlanesCodec
+from outsize.codecs.spec import CodecSpec, codec_spec
+from outsize.codecs.window import WindowCodec
+
+_MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
+    "raw": RawCodec,
+    "lossless4": partial(WindowCodec, code_bits=4),
+    "lossless3": partial(WindowCodec, code_bits=3),
+    "entropy": PlanesCodec,
+    "delta": DeltaCodec,
+    "int8": partial(BlockwiseCodec, bits=8),
+    "int8-asymmetric": partial(BlockwiseCodec, bits=8, symmetric=False),
+    "int8-stochastic": partial(BlockwiseCodec, bits=8, stochastic=True),
+    "int4": partial(BlockwiseCodec, bits=4),
+    "int4-asymmetric": partial(BlockwiseCodec, bits=4, symmetric=False),
+    "int4-stochastic": partial(BlockwiseCodec, bits=4, stochastic=True),
+}
+
+
+def open_codec(name: str) -> Codec:
+    """Return the codec called ``name``, one of `outsize.codecs.spec.SPECS`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    spec = codec_spec(name)
+    return _MAKERS[name](spec)

@@ -1,0 +1,197 @@
+"""What a codec promises, in numbers: bytes, error, rates. No torch, so that a planner can price it.
+
+A rate here is an assumption for machines that nobody has measured, in bytes of what is encoded (logical bytes) per
+second and core. They were measured by ``bench/bench_codec.py`` on one core of an AMD EPYC (Zen 4) and rounded down.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+CountBytes = Callable[[int, str], int]
+"""Elements and their dtype to bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecSpec:
+    """One codec.
+
+    Attributes:
+        name: as in the configuration.
+        dtypes: of what it encodes, names of `ITEMSIZE`.
+        lossless: whether decoding gives back every bit.
+        fixed_rate: whether the count of elements alone decides the bytes.
+        max_bytes: the most that an encoding takes, to set aside beforehand; exact where the rate is fixed.
+        expected_bytes: what weights of a network take; the same where the rate is fixed.
+        error: most that an element of a finite group is off, before rounding to the dtype, as a fraction of the largest
+            magnitude in the group; 0 where lossless.
+        group: elements that share a scale; 0 where there are no scales.
+        encode_bytes_per_s: assumed rate of encoding on one core.
+        decode_bytes_per_s: assumed rate of decoding on one core.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    lossless: bool
+    fixed_rate: bool
+    max_bytes: CountBytes
+    expected_bytes: CountBytes
+    error: float = 0.0
+    group: int = 0
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.lossless and self.error:
+            raise ValueError(f"codec {self.name} is lossless and has an error of {self.error}")
+        if not self.dtypes or not set(self.dtypes) <= ITEMSIZE.keys():
+            raise ValueError(f"codec {self.name} needs dtypes of {', '.join(ITEMSIZE)}, not {self.dtypes}")
+
+    def expected_ratio(self, dtype: str, numel: int = 2**20) -> float:
+        """Encoded bytes by raw bytes, for ``numel`` elements of ``dtype``."""
+        return self.expected_bytes(numel, dtype) / (numel * ITEMSIZE[dtype])
+
+
+def raw_bytes(numel: int, dtype: str) -> int:
+    """Bytes as they lie in memory."""
+    return numel * ITEMSIZE[dtype]
+
+
+RAW = CodecSpec(
+    name="raw",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=True,
+    fixed_rate=True,
+    max_bytes=raw_bytes,
+    expected_bytes=raw_bytes,
+    encode_bytes_per_s=8e9,
+    decode_bytes_per_s=8e9,
+)
+
+
+def _window_bytes(upper_ratio: float) -> CountBytes:
+    """Expected bytes where a bf16 takes ``upper_ratio`` of its own, an fp16 14 bits, and half an fp32 is a bf16."""
+
+    def expected(numel: int, dtype: str) -> int:
+        if numel < WINDOW_LEAST:
+            return raw_bytes(numel, dtype)
+        bf16_bytes = ceil(2 * numel * upper_ratio)
+        return {"bf16": bf16_bytes, "fp16": ceil(2 * numel * 0.885), "fp32": 2 * numel + bf16_bytes}[dtype]
+
+    return expected
+
+
+# Below it there may be no room for counts and bases; what is encoded in earnest is far larger.
+WINDOW_LEAST = 64
+
+# Ratios are those of normal weights and of the weights of a sentence encoder, see bench/bench_codec.py.
+LOSSLESS4 = CodecSpec(
+    name="lossless4",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=True,
+    fixed_rate=False,
+    max_bytes=raw_bytes,
+    expected_bytes=_window_bytes(0.752),
+    encode_bytes_per_s=1.5e9,
+    decode_bytes_per_s=4e9,
+)
+LOSSLESS3 = CodecSpec(
+    name="lossless3",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=True,
+    fixed_rate=False,
+    max_bytes=raw_bytes,
+    expected_bytes=_window_bytes(0.705),
+    encode_bytes_per_s=1.2e9,
+    decode_bytes_per_s=2e9,
+)
+
+
+def _entropy_bytes(numel: int, dtype: str) -> int:
+    return ceil(raw_bytes(numel, dtype) * {"bf16": 0.667, "fp16": 0.86, "fp32": 0.834}[dtype])
+
+
+def _delta_bytes(numel: int, dtype: str) -> int:
+    """What AdamW changes of normal bf16 weights at a learning rate of 2e-5."""
+    return ceil(raw_bytes(numel, dtype) / 10)
+
+
+ENTROPY = CodecSpec(
+    name="entropy",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=True,
+    fixed_rate=False,
+    max_bytes=raw_bytes,
+    expected_bytes=_entropy_bytes,
+    encode_bytes_per_s=0.8e9,
+    decode_bytes_per_s=1.2e9,
+)
+DELTA = CodecSpec(
+    name="delta",
+    dtypes=("bf16", "fp16"),
+    lossless=True,
+    fixed_rate=False,
+    max_bytes=raw_bytes,
+    expected_bytes=_delta_bytes,
+    encode_bytes_per_s=0.4e9,
+    decode_bytes_per_s=0.4e9,
+)
+
+# Groups are chosen by bench/bench_codec.py: where half as many elements to a scale no longer gain what they cost.
+INT8_GROUP, INT4_GROUP = 128, 64
+# A scale or a zero point in bf16 is off by one in 2^7 at most, and fp32 arithmetic by far less.
+_BF16_SLACK = 1 + 2**-7 + 2**-16
+
+
+def _blockwise_bytes(group: int, bits: int, scale_bytes: int) -> CountBytes:
+    """Whole groups of integers, each with ``scale_bytes`` of scale and zero point."""
+
+    def count(numel: int, dtype: str) -> int:
+        return -(-numel // group) * (group * bits // 8 + scale_bytes)
+
+    return count
+
+
+def _blockwise(name: str, group: int, bits: int, steps: int, scale_bytes: int = 2) -> CodecSpec:
+    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most."""
+    count = _blockwise_bytes(group, bits, scale_bytes)
+    return CodecSpec(
+        name=name,
+        dtypes=("fp32", "bf16", "fp16"),
+        lossless=False,
+        fixed_rate=True,
+        max_bytes=count,
+        expected_bytes=count,
+        error=_BF16_SLACK / steps,
+        group=group,
+        encode_bytes_per_s=2.5e9,
+        decode_bytes_per_s=4e9,
+    )
+
+
+# To the nearest is off by half a step, by chance by a whole one. An asymmetric grid has its steps over the range, which
+# may be twice the largest magnitude, and its zero point widens the range by one in 2^8 of it.
+INT8 = _blockwise("int8", INT8_GROUP, 8, steps=2 * 127)
+INT8_ASYMMETRIC = _blockwise("int8-asymmetric", INT8_GROUP, 8, steps=253, scale_bytes=4)
+INT8_STOCHASTIC = _blockwise("int8-stochastic", INT8_GROUP, 8, steps=127)
+INT4 = _blockwise("int4", INT4_GROUP, 4, steps=2 * 7)
+INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, steps=14, scale_bytes=4)
+INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, steps=7)
+BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC)
+
+SPECS: dict[str, CodecSpec] = {
+    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, ENTROPY, DELTA, *BLOCKWISE)
+}
+
+
+def codec_spec(name: str) -> CodecSpec:
+    """Return the codec called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in SPECS:
+        raise ValueError(f"unknown codec {name!r}; there is {', '.join(SPECS)}")
+    return SPECS[name]

@@ -1,0 +1,127 @@
+"""What streaming gets of a device: does a copy hide behind compute, and which way of feeding keeps it busy."""
+
+from typing import Literal
+
+from outsize.hardware.readings import Fact, Measurement, Record
+
+# Ways to feed a device chunk after chunk, from the one without any plan to VELOCITY's four buffers.
+Way = Literal["demand-paged", "waited for", "two buffers", "four buffers"]
+
+
+class Overlap(Record):
+    """A matrix product and copies of about the same length, each alone and both at once.
+
+    Attributes:
+        what: the product and the copies.
+        matmul_s: of the product alone.
+        copy_s: of the copies alone.
+        both_s: until the later of the two has ended, begun together.
+        matmul_beside_s: of the product beside the copies.
+        copy_beside_s: of the copies beside the product.
+    """
+
+    what: str
+    matmul_s: Measurement
+    copy_s: Measurement
+    both_s: Measurement
+    matmul_beside_s: Measurement
+    copy_beside_s: Measurement
+
+    def hidden_share(self) -> float | None:
+        """Return how much of the shorter one the other hides: 1 for all of it, 0 for none; None where not measured."""
+        alone, other, both = self.matmul_s.median, self.copy_s.median, self.both_s.median
+        if alone is None or other is None or both is None:
+            return None
+        return min(1.0, (alone + other - both) / min(alone, other))
+
+    def slowdown(self) -> tuple[float, float] | None:
+        """Return how many times as long as alone the product and the copies take; None where not measured."""
+        pairs = ((self.matmul_beside_s, self.matmul_s), (self.copy_beside_s, self.copy_s))
+        ratios = [
+            beside.median / alone.median
+            for beside, alone in pairs
+            if beside.median is not None and alone.median is not None
+        ]
+        return (ratios[0], ratios[1]) if len(ratios) == 2 else None
+
+
+class FeedRates(Record):
+    """A device that needs chunk after chunk and computes on each: bytes per second by the way it is fed.
+
+    Attributes:
+        source: where the chunks come from.
+        chunk_bytes: size of one.
+        compute_s: what the device computes on a chunk, alone.
+        bytes_per_s: by `Way`; with ``compute_s`` for all there is to do, ``chunk_bytes / compute_s`` is the most.
+    """
+
+    source: str
+    chunk_bytes: int
+    compute_s: Measurement
+    bytes_per_s: dict[str, Measurement]
+
+
+class PinCost(Record):
+    """What it takes to lock memory so that a device may copy from it.
+
+    Attributes:
+        way: ``mlock``, ``cudaHostRegister`` (exact, as outsize does) or ``torch pin_memory``.
+        asked_bytes: of one piece.
+        taken_bytes: by how much the process grew for it.
+        pin_s_per_gb: seconds per 1e9 bytes asked for.
+    """
+
+    way: Literal["mlock", "cudaHostRegister", "torch pin_memory"]
+    asked_bytes: int
+    taken_bytes: Fact
+    pin_s_per_gb: Measurement
+
+
+class NumaRates(Record):
+    """Copies of memory on one node by somebody near or far.
+
+    Attributes:
+        memory_node: where the memory lies.
+        by: who copies: ``node 1`` for its processors, or a device.
+        local: whether that is the memory's own node; None where it is not known.
+        copy_bytes_per_s: read and written together by processors, one way by a device.
+    """
+
+    memory_node: int
+    by: str
+    local: bool | None
+    copy_bytes_per_s: Measurement
+
+
+class ShapeRate(Record):
+    """The matrix products of a model's own shape.
+
+    Attributes:
+        name: of the parameter.
+        num_inputs: columns of the weight.
+        num_outputs: rows of the weight.
+        num_tokens: rows of what it is multiplied with.
+        flops_per_s: 2 · tokens · inputs · outputs operations each, by dtype.
+    """
+
+    name: str
+    num_inputs: int
+    num_outputs: int
+    num_tokens: int
+    flops_per_s: dict[str, Measurement]
+
+
+class TogetherRates(Record):
+    """One device's copies while all devices copy.
+
+    Attributes:
+        device: which.
+        direction: ``up`` to the devices or ``down`` from them.
+        alone_bytes_per_s: by itself, the same copies.
+        together_bytes_per_s: while all others copy as well.
+    """
+
+    device: str
+    direction: Literal["up", "down"]
+    alone_bytes_per_s: Measurement
+    together_bytes_per_s: Measurement

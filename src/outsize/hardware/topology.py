@@ -1,0 +1,74 @@
+"""What lies between two GPUs, judged twice: by what the driver says and by what copies reach.
+
+Peer access is not NVLink, and neither is promised by the other: so both are asked, and where they differ both are told.
+"""
+
+from typing import Final, Literal
+
+from outsize.hardware.gpus import GpuFacts
+from outsize.hardware.pcie import theory_bytes_per_s
+from outsize.hardware.readings import Fact, Measurement, Record
+
+Kind = Literal["NVLink", "PCIe peer", "host-staged"]
+# Copies faster than this many times the theory of the slower PCIe link did not go over PCIe.
+_BEYOND_PCIE: Final = 1.05
+# A copy by way of host memory crosses two links, one after the other or half by half.
+_PEER_SHARE: Final = 0.55
+
+
+class PeerLink(Record):
+    """Copies from one GPU's memory to another's.
+
+    Attributes:
+        source: device that is read.
+        target: device that is written.
+        by_topology: `Kind` by what driver and bus say.
+        by_rate: `Kind` by what copies reach.
+        copy_bytes_per_s: one direction, large copies.
+    """
+
+    source: str
+    target: str
+    by_topology: Fact
+    by_rate: Fact
+    copy_bytes_per_s: Measurement
+
+
+def kind_by_topology(target: GpuFacts, source: int) -> Fact:
+    """Return the `Kind` of link over which ``target`` reads GPU number ``source``, by NVML."""
+    nvlink, peer = target.peer_nvlinks.get(str(source)), target.peers.get(str(source))
+    if nvlink is not None and nvlink.value == "ok":
+        return Fact.read("NVLink", nvlink.source)
+    if peer is None or peer.value is None:
+        return Fact.absent(peer.source if peer is not None else "NVML does not know that GPU")
+    if peer.value == "ok":
+        return Fact.read("PCIe peer", peer.source)
+    return Fact.read("host-staged", f"{peer.source}: {peer.value}")
+
+
+def kind_by_rate(copy: Measurement, pcie: tuple[int, int] | None, pinned_bytes_per_s: float | None) -> Fact:
+    """Return the `Kind` that a measured rate speaks for.
+
+    Args:
+        copy: what copies between the two reach.
+        pcie: generation and lanes of the slower of their links, where known.
+        pinned_bytes_per_s: what the slower of them reaches from pinned host memory, where measured.
+    """
+    if copy.median is None:
+        return Fact.absent(copy.source)
+    most = None
+    if pcie is not None:
+        try:
+            most = theory_bytes_per_s(*pcie)
+        except ValueError as error:
+            return Fact.absent(str(error))
+    most = most or (None if pinned_bytes_per_s is None else pinned_bytes_per_s / 0.8)
+    if most is None:
+        return Fact.absent("neither the PCIe link nor pinned copies are known to compare with")
+    told = f"{copy.median / 1e9:.1f} GB/s beside a link of {most / 1e9:.1f}"
+    if copy.median > _BEYOND_PCIE * most:
+        return Fact.read("NVLink", f"{told}: more than PCIe carries")
+    sound = min(most, pinned_bytes_per_s or most)
+    if copy.median >= _PEER_SHARE * sound:
+        return Fact.read("PCIe peer", told)
+    return Fact.read("host-staged", f"{told}: as if each byte crossed two links")

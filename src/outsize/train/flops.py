@@ -1,0 +1,84 @@
+"""What a step computes and what the device promises, for MFU: the one over the other, in the time that it took."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outsize.errors import ModelError
+from outsize.hardware.presets import GPUS
+from outsize.hardware.spec import Gpu
+from outsize.model.spec_from_config import forward_flops, read_shape
+from outsize.planner.unit_times import BACKWARD_FORWARDS
+from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.workers import device_names
+from outsize.train.prepare import Prepared
+
+# A square product of this size takes a core some milliseconds and its operands fit into caches.
+_SIDE, _REPEATS = 512, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """What the devices of a run compute at most.
+
+    Attributes:
+        flops_per_s: of all of them together; None where it is not known.
+        source: whose figure that is.
+    """
+
+    flops_per_s: float | None
+    source: str
+
+
+def step_flops(prepared: Prepared) -> float | None:
+    """Return the FLOPs of forward and backward of a step, without recompute; None for an architecture not counted."""
+    config = prepared.config
+    try:
+        shape = read_shape(prepared.hf_config.to_dict())
+        forward = sum(forward_flops(shape, config.sequences_per_step, config.data.seq_len))
+    except (ModelError, AttributeError):
+        return None
+    return BACKWARD_FORWARDS * forward
+
+
+def peak_of(device: str, dtype: str) -> Peak:
+    """Return what ``device`` computes at most: by the data sheet of a GPU, measured on a CPU."""
+    if device.startswith("cuda"):
+        names = [torch.cuda.get_device_name(int(n.partition(":")[2])) for n in device_names(device)]
+        return promised(names, dtype)
+    return Peak(
+        flops_per_s=_measured(TORCH_DTYPE[dtype]),
+        source=f"measured: the median of {_REPEATS} products of {_SIDE} x {_SIDE} in {dtype} on all threads",
+    )
+
+
+def promised(names: Sequence[str], dtype: str) -> Peak:
+    """Return what the data sheets of GPUs, called as the driver calls them, promise together."""
+    gpus = [_preset(name) for name in names]
+    figures = [gpu.peak_flops_per_s.get(dtype) for gpu in gpus if gpu is not None]
+    known = [figure for figure in figures if figure is not None]
+    if len(known) < len(names):
+        return Peak(flops_per_s=None, source=f"no figure for {dtype} on {', '.join(dict.fromkeys(names))}")
+    return Peak(flops_per_s=sum(figure.value for figure in known), source=known[0].source)
+
+
+def _preset(name: str) -> Gpu | None:
+    """Return the preset for a driver's name, e.g. ``NVIDIA H100 80GB HBM3``; cards that share a name only have none."""
+    words = name.lower().replace(" ti", "ti").replace("-", " ").split()
+    if "pcie" in words or "laptop" in words or "super" in words or "nvl" in words:
+        return None
+    return next((gpu for word, gpu in GPUS.items() if word in words), None)
+
+
+def _measured(dtype: torch.dtype) -> float:
+    left, right = torch.ones(_SIDE, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
+    out = left @ right
+    samples = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        samples.append(time.perf_counter() - began)
+    return 2.0 * _SIDE**3 / statistics.median(samples)

@@ -1,0 +1,89 @@
+"""What a real run writes about itself, held to the schema and to itself."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from outsize.telemetry.schema import Line
+from outsize.train import flops
+from outsize.train.run import train
+from support import make_run
+
+RUNS = {
+    "host": {"home": "host"},
+    "disk": {"home": "disk"},
+    "a slow link": {"device": "emulated:1", "link_gb_per_s": 0.002},
+    "two workers": {"device": "emulated:2", "home": "host"},
+}
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda name: name.replace(" ", "-"))
+def beats(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    directory = tmp_path_factory.mktemp("run")
+    config = make_run(directory, memory=RUNS[request.param])
+    train(config)
+    text = (Path(config.train.run_dir) / "heartbeat.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_line_is_what_the_schema_says(beats):
+    for beat in beats:
+        Line.model_validate_json(json.dumps(beat))
+
+
+def test_waits_add_up_to_the_idle_time_of_every_compute_lane(beats):
+    for beat in beats:
+        assert beat["waits_s"].keys() == beat["idle_s"].keys()
+        for lane, idle_s in beat["idle_s"].items():
+            booked = sum(s for owners in beat["waits_s"][lane].values() for s in owners.values())
+            assert booked == pytest.approx(idle_s, rel=0.02)
+            assert beat["busy_s"][lane] + idle_s == pytest.approx(beat["seconds"], rel=0.02)
+
+
+def test_bytes_by_lane_add_up(beats):
+    for beat in beats:
+        wire = beat["wire_bytes"]
+        assert beat["bytes_up"] == sum(size for lane, size in wire.items() if lane.startswith("up:"))
+        assert beat["bytes_down"] == sum(size for lane, size in wire.items() if lane.startswith("down:"))
+        assert (beat["bytes_read"], beat["bytes_written"]) == (wire["disk:read"], wire["disk:write"])
+        assert beat["logical_bytes"] == wire
+
+
+def test_memory_is_within_its_budget_and_time_is_counted(beats):
+    for beat in beats:
+        for tier in beat["tiers"].values():
+            assert 0 <= tier["used_bytes"] <= tier["high_water_bytes"] <= tier["budget_bytes"]
+        assert 0 < beat["mfu"] < 1
+        assert beat["cpu_s"] > 0
+        assert beat["num_compute_ops"] > 0
+        assert beat["fallbacks"].keys() <= {"buffered"}
+
+
+def test_a_slow_progress_is_booked_between_steps(tmp_path: Path):
+    config = make_run(tmp_path)
+    train(config, progress=lambda _: time.sleep(0.05))
+    beat = json.loads((Path(config.train.run_dir) / "heartbeat.jsonl").read_text().splitlines()[2])
+    assert beat["between_s"] >= 0.05
+    assert beat["waits_s"]["compute:w0"]["between steps"]["none"] == pytest.approx(beat["between_s"], rel=0.1)
+
+
+def test_a_run_says_what_it_is(tmp_path: Path):
+    config = make_run(tmp_path)
+    train(config)
+    told = json.loads((Path(config.train.run_dir) / "run.json").read_text())
+    assert told["units"][1]["kind"] == "block"
+    assert told["flops_per_step"] > 0
+    assert told["peak_flops_per_s"] > 1e6
+    assert "512 x 512" in told["peak_source"]
+    assert told["tokens_per_microbatch"] == 32
+
+
+def test_peaks_are_those_of_data_sheets():
+    assert flops.promised(["NVIDIA H100 80GB HBM3"], "bf16").flops_per_s == 989e12
+    assert flops.promised(["NVIDIA GeForce RTX 4090"] * 2, "fp32").flops_per_s == pytest.approx(2 * 82.6e12)
+    for other in ("NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"):
+        peak = flops.promised([other], "bf16")
+        assert peak.flops_per_s is None
+        assert other in peak.source
