@@ -14,7 +14,7 @@ from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
 from outsize.planner.stages import Stages
 from outsize.planner.timeline import Timeline
-from outsize.planner.unit_times import BACKWARD_FORWARDS
+from outsize.planner.unit_times import STEP_FORWARDS
 
 # A resource that is in use for this share of a step ends it: more of anything else gains little.
 FULL_SHARE = 0.85
@@ -128,7 +128,7 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
         memory=_by_plane(candidate),
         step_s=step_s,
         tokens_per_s=question.tokens_per_step / step_s,
-        mfu=BACKWARD_FORWARDS * scale * sum(candidate.work.forward_flops) / available,
+        mfu=STEP_FORWARDS * scale * sum(candidate.work.forward_flops) / available,
         bubble=max(0.0, 1 - busy_s / (num_gpus * steady.span_s)),
         stalls=_stalls(steady, lanes),
         usage=_usage(candidate, busy_s / num_gpus, step_s),

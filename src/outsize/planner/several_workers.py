@@ -13,8 +13,9 @@ from functools import partial
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec, UnitSpec, Workload, pack_unit
 from outsize.planner.candidate import Candidate, Table
-from outsize.planner.costs import cost_model
+from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.hazards import SAVE_WINDOW
+from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.partition import Pipeline, partition
@@ -57,7 +58,7 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
         )
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     times = unit_times(machine, model.dtype, work)
-    layout, memory = _fit(question, model, work, microbatches, times.forward_s, times.backward_s)
+    layout, memory = _fit(question, model, work, microbatches, times)
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -97,8 +98,7 @@ def _fit(
     model: ModelSpec,
     work: Workload,
     microbatches: int,
-    forward_s: tuple[float, ...],
-    backward_s: tuple[float, ...],
+    times: UnitTimes,
 ) -> tuple[StepLayout, Table]:
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
@@ -111,7 +111,7 @@ def _fit(
         return sum(table(stages)["device"].values()) <= budgets.device
 
     if question.stages is None:
-        pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s)
+        pipeline = _pipeline(question, model, work, microbatches, times)
         with contextlib.suppress(ValueError):
             stages = partition(replace(pipeline, holds=holds), max_visits=MAX_VISITS)
     elif holds(question.stages):
@@ -133,8 +133,7 @@ def _pipeline(
     model: ModelSpec,
     work: Workload,
     microbatches: int,
-    forward_s: tuple[float, ...],
-    backward_s: tuple[float, ...],
+    times: UnitTimes,
 ) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
@@ -156,8 +155,10 @@ def _pipeline(
     up = min(most, *(link.up_bytes_per_s.value for link in machine.links))
     down = min(most, *(link.down_bytes_per_s.value for link in machine.links))
     return Pipeline(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        recompute_s=times.recompute_s,
+        keeps=True,
         num_workers=count,
         num_microbatches=microbatches,
         hop_s=work.boundary_bytes[-1] / up,
@@ -182,6 +183,7 @@ def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: in
         tiles=(0,) * len(model.units),
         num_workers=num_workers,
         stages=stages,
+        kept=kept_at_the_turn(stages, len(model.units), microbatches),
     )
 
 

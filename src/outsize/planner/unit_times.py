@@ -4,8 +4,10 @@ from outsize.hardware.spec import Machine
 from outsize.model.spec import Workload
 from outsize.planner.costs import UnitTimes
 
-# A backward computes two products for each of the forward's, and recomputes the forward first.
-BACKWARD_FORWARDS = 3
+# A backward computes two products for each of the forward's, besides what it recomputes.
+BACKWARD_FORWARDS = 2
+# So much a step computes that recomputes nothing, in forwards.
+STEP_FORWARDS = 1 + BACKWARD_FORWARDS
 
 
 def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
@@ -21,4 +23,6 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     memory = min(gpu.memory_bytes_per_s.value for gpu in machine.gpus)
     looked_up_s = 2 * work.boundary_bytes[-1] / memory
     forward = tuple(flops / rate if flops else looked_up_s for flops in work.forward_flops)
-    return UnitTimes(forward_s=forward, backward_s=tuple(BACKWARD_FORWARDS * time for time in forward))
+    recompute = tuple(flops / rate if flops else looked_up_s for flops in work.recompute_flops)
+    backward = (BACKWARD_FORWARDS * down + up for down, up in zip(forward, recompute, strict=True))
+    return UnitTimes(forward_s=forward, backward_s=tuple(backward), recompute_s=recompute)

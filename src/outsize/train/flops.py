@@ -11,7 +11,7 @@ from outsize.errors import ModelError
 from outsize.hardware.presets import GPUS
 from outsize.hardware.spec import Gpu
 from outsize.model.spec_from_config import forward_flops, read_shape
-from outsize.planner.unit_times import BACKWARD_FORWARDS
+from outsize.planner.unit_times import STEP_FORWARDS
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.workers import device_names
 from outsize.train.prepare import Prepared
@@ -41,7 +41,7 @@ def step_flops(prepared: Prepared) -> float | None:
         forward = sum(forward_flops(shape, config.sequences_per_step, config.data.seq_len))
     except (ModelError, AttributeError):
         return None
-    return BACKWARD_FORWARDS * forward
+    return STEP_FORWARDS * forward
 
 
 def peak_of(device: str, dtype: str) -> Peak:
