@@ -27,7 +27,8 @@ ARROWS = {
     "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "optim.spec"},
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
-    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "train.data"},
+    "data": GROUND | FILES | {"runtime.allocator"},
+    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
     "doctor": GROUND | {"hardware"},
     "telemetry": GROUND | {"hardware"},
     "report": GROUND | {"doctor", "planner", "telemetry"},
@@ -36,18 +37,33 @@ ARROWS = {
     | {
         "codecs",
         "config",
+        "data",
         "hardware",
         "model",
         "optim",
         "planner",
+        "probe",
         "report",
         "runtime",
         "storage",
         "telemetry",
     },
+    "inference": GROUND | {"codecs", "hardware", "model", "planner", "runtime", "storage"},
     "wrapped": GROUND
-    | {"codecs", "config", "hardware", "model", "optim", "planner", "runtime", "storage", "train"},
-    "cli": GROUND | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train"},
+    | {
+        "codecs",
+        "config",
+        "hardware",
+        "inference",
+        "model",
+        "optim",
+        "planner",
+        "runtime",
+        "storage",
+        "train",
+    },
+    "cli": GROUND
+    | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train", "wrapped"},
 }
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}

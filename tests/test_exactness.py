@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import reference
 import zoo
+from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ModelError
-from outsize.train.data.batch import IGNORED, Batch
 from reference import Trace
 from support import (
     Streamed,

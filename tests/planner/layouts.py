@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.planner.stages import Stages, slots_for, spans_down, spans_up
+from outsize.planner.stages import HALVES, Stages, slots_for, spans_down, spans_up
 
 
 def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:
@@ -101,6 +101,8 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         backward=spans_down([num_streamed - fused, *below], num_streamed),
         round_size=draw(st.integers(1, 4)),
     )
+    slot_halves, accumulator_halves = draw(st.sampled_from(HALVES))
+    stages = replace(stages, slot_halves=slot_halves, accumulator_halves=accumulator_halves)
     num_workers = draw(st.integers(1, min(4, stages.num_stages)))
     num_units = num_streamed + has_rest
     tiles = (

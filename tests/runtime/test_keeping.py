@@ -18,16 +18,16 @@ def look() -> None:
 def test_weights_are_unpacked_from_where_they_lie_then():
     """Other weights lie in the slot by the time of the backward, and the unit's own in another one."""
     first, second = torch.randn(12), torch.empty(16)
+    where = second[4:]
     weight = nn.Parameter(first[:12].view(3, 4))
     expected = weight.detach().clone()
-    where = [first]
     inputs = torch.randn(2, 4, requires_grad=True)
-    keeping = Keeping([(7, first)], lambda unit: where[0] if unit == 7 else None, look)
+    frozen = torch.empty(3)
+    keeping = Keeping({7: (frozen, first)}, {7: (frozen, where)}.__getitem__, look)
     with keeping.hooks():
         out = nn.functional.linear(inputs, weight)
     second[4:] = first
     first.fill_(torch.nan)
-    where[0] = second[4:]
     out.sum().backward()
     assert inputs.grad is not None
     assert torch.equal(inputs.grad, torch.ones(2, 3) @ expected)
@@ -35,7 +35,7 @@ def test_weights_are_unpacked_from_where_they_lie_then():
 
 def test_weights_of_another_type_are_shown_as_they_were_saved():
     plane = torch.randn(8)
-    keeping = Keeping([(0, plane)], lambda unit: plane, look)
+    keeping = Keeping({0: (plane,)}, lambda unit: (plane,), look)
     for view in (plane[2:6].view(2, 2).t(), plane.view(torch.int32)[3:], plane[::3]):
         packed = keeping._pack(view)
         assert not isinstance(packed, Tensor)
@@ -46,7 +46,7 @@ def test_weights_of_another_type_are_shown_as_they_were_saved():
 
 def test_what_is_saved_shares_its_memory_and_holds_no_graph():
     plane, inputs = torch.randn(4), torch.randn(3, requires_grad=True)
-    keeping = Keeping([(0, plane)], lambda unit: plane, look)
+    keeping = Keeping({0: (plane,)}, lambda unit: (plane,), look)
     out = inputs.tanh()
     packed = keeping._pack(out)
     assert isinstance(packed, Tensor)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    return [line for rule in (_portions, _warmup, _prefetch) for line in rule(config)]
+    return [line for rule in (_portions, _warmup, _prefetch, _lora) for line in rule(config)]
 
 
 def _portions(config: "Config") -> list[str]:
@@ -53,14 +53,22 @@ def _prefetch(config: "Config") -> list[str]:
     return []
 
 
+def _lora(config: "Config") -> list[str]:
+    if config.train.method == "lora" and config.model.freeze:
+        return ["model.freeze: with train.method=lora the whole model is frozen; leave it out"]
+    return []
+
+
 def settings_without_effect(config: "Config") -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
-    data, train, memory = config.data, config.train, config.memory
+    data, train, memory, telemetry = config.data, config.train, config.memory, config.telemetry
+    untracked = not {"wandb", "trackio"} & set(telemetry.writers)
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
     several = memory.device == "cuda:all" or "," in memory.device
     several |= emulated and memory.device not in ("emulated", "emulated:1")
     stages = "several workers have slots for their stages, and hand inputs over"
+    full = train.method == "full"
     unused_resume = train.resume == "auto" and train.run_dir is None
     idle = [
         (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
@@ -72,6 +80,12 @@ def settings_without_effect(config: "Config") -> list[str]:
             train.save_every >= train.steps,
             "the run ends before, and saves at its end",
         ),
+        *(
+            (config.lora, f"lora.{key}", full, "train.method is full")
+            for key in type(config.lora).model_fields
+        ),
+        (telemetry, "telemetry.project", untracked, "neither wandb nor trackio is among telemetry.writers"),
+        (telemetry, "telemetry.every", not telemetry.writers, "telemetry.writers is empty"),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
         (memory, "memory.slots", several, stages),
         (memory, "memory.prefetch", several, stages),

@@ -1,4 +1,4 @@
-"""What can be configured: five sections, every key with its default, its unit and its meaning.
+"""What can be configured: six sections, every key with its default, its unit and its meaning.
 
 The descriptions below are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that
@@ -9,7 +9,14 @@ import os
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from outsize.config import rules
 from outsize.units import parse_bytes
@@ -31,6 +38,14 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _modules(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise ValueError("must be a text, or a list of names of modules")
+
+
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
         raise ValueError(
@@ -43,6 +58,7 @@ Size = Annotated[int, BeforeValidator(_size)]
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
 Device = Annotated[str, AfterValidator(_device)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Modules = Annotated[str | tuple[str, ...], BeforeValidator(_modules)]
 
 
 class Section(BaseModel):
@@ -106,6 +122,11 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long it is trained, in which portions, and where the run is kept."""
 
+    method: Literal["full", "lora"] = Field(
+        default="full",
+        description="full: all parameters that model.freeze does not name; lora: adapters beside a frozen model, see "
+        "section lora.",
+    )
     steps: int = Field(
         default=100, ge=1, description="Optimizer steps in all, those before a resume included."
     )
@@ -159,7 +180,12 @@ class TrainConfig(Section):
         default="none",
         description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
         "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
-        "the newest one of that run.",
+        "the newest one of that run; checkpoints of the Hugging Face Trainer are taken too.",
+    )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps, from the third of the process on, that torch.profiler records into run_dir/profile.json.",
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
@@ -174,7 +200,8 @@ class TrainConfig(Section):
     stall_factor: float = Field(
         default=10.0,
         ge=1,
-        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before, or "
+        "the predicted step until one was measured.",
     )
     stall_floor_s: float = Field(
         default=600.0,
@@ -183,6 +210,65 @@ class TrainConfig(Section):
     )
     deterministic: bool = Field(
         default=True, description="Whether only kernels are used that give the same bits in every run."
+    )
+
+
+class LoraConfig(Section):
+    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
+
+    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
+    """
+
+    r: int = Field(default=8, ge=1, description="Rank of the adapters.")
+    lora_alpha: int = Field(
+        default=8, ge=1, description="Adapters are scaled by lora_alpha / r, or lora_alpha / sqrt(r)."
+    )
+    lora_dropout: Fraction = Field(default=0.0, description="Dropout on the inputs of adapters.")
+    target_modules: Modules | None = Field(
+        default=None,
+        description="Modules that get an adapter: names or ends of names; a text is a regular expression, or "
+        "all-linear for every linear layer but the head; null is PEFT's choice for the architecture.",
+    )
+    exclude_modules: Modules | None = Field(
+        default=None, description="Modules that get none, written likewise."
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="Biases of the model that train as well; fp32 models only."
+    )
+    use_rslora: bool = Field(
+        default=False,
+        description="Whether adapters are scaled by lora_alpha / sqrt(r) (rank-stabilised LoRA).",
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Modules that train whole and are saved with the adapters; fp32 models only.",
+    )
+    init_lora_weights: Literal[True, False, "gaussian"] = Field(
+        default=True, description="How adapters begin; true and gaussian change nothing at the first step."
+    )
+    rank_pattern: dict[str, int] = Field(
+        default={}, description="Ranks of modules that have another, by name."
+    )
+    alpha_pattern: dict[str, int] = Field(
+        default={}, description="lora_alpha of modules with another, by name."
+    )
+    layers_to_transform: tuple[int, ...] | None = Field(
+        default=None, strict=False, description="Numbers of the layers that get adapters; null is all."
+    )
+    layers_pattern: str | None = Field(
+        default=None, description="Name of the list of layers, for layers_to_transform."
+    )
+    fan_in_fan_out: bool = Field(
+        default=False, description="Whether weights are stored (in, out), as in GPT-2; PEFT sets it there."
+    )
+    base_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw",
+        description="How the frozen matrices of layers are held and streamed; they are decoded on the device. nf4 is "
+        "4.5 bits per weight (QLoRA), nf4-double 4.13, int8 8.1; the error is printed and kept in quantisation.json.",
+    )
+    table_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw", description="The same for the embedding table and the head."
     )
 
 
@@ -280,14 +366,31 @@ class MemoryConfig(Section):
     )
 
 
+class TelemetryConfig(Section):
+    """Who is told what a run does, besides its own directory."""
+
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(),
+        strict=False,
+        description="Trackers that are told of steps too, e.g. `[tensorboard]`; each is an extra of the same name. "
+        "One that fails is left out, and the run goes on.",
+    )
+    project: str = Field(
+        default="outsize", min_length=1, description="Project that wandb and trackio keep the run in."
+    )
+    every: int = Field(default=1, ge=1, description="Steps between two that trackers are told of.")
+
+
 class Config(Section):
     """One training run."""
 
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

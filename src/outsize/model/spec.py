@@ -156,6 +156,20 @@ class ModelSpec:
         return sum(unit.kind != "rest" for unit in self.units)
 
     @property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes that weights have on the device."""
+        parts = {part.dtype for unit in self.units for part in unit.frozen}
+        return frozenset(parts | {self.dtype for unit in self.units if unit.tensors})
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype in which most weights compute: where little is trained beside much that is frozen, the latter's."""
+        sizes = {self.dtype: sum(unit.numel for unit in self.units)}
+        for part in (part for unit in self.units for part in unit.frozen):
+            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.numel
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
     def num_parameters(self) -> int:
         """Parameters without padding, each counted once."""
         return sum(tensor.numel for unit in self.units for tensor in unit.all_tensors)
@@ -184,6 +198,7 @@ class Workload:
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
         held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
         saved_bytes: of what each streamed unit's forward makes and its backward needs; 0 for the last.
+        gradient_flops: of each streamed unit's backward, without what it recomputes.
     """
 
     tokens: int
@@ -194,6 +209,7 @@ class Workload:
     backward_workspace_bytes: Mapping[str, int]
     held_bytes: int
     saved_bytes: tuple[int, ...]
+    gradient_flops: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """The plan of a run on several workers: stages cut for their memory, dealt out in turn.
 
-Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used; the rest
-beside them; inputs and gradients of two microbatches; workspace for all units of a backward stage, which are recomputed
-before the first of them is differentiated. Where several units add to the gradient of a rest that trains, each is in
-a stage of its own and a round takes all microbatches: sums are then taken use by use, as everywhere.
+Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used, or once
+where memory is too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches;
+workspace for all units of a backward stage, which are recomputed before the first of them is differentiated. Where
+several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
+microbatches: sums are then taken use by use, as everywhere.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.program import Program
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stages import Span, Stages, cursor_after, slots_for
+from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.units import align_up, format_bytes
 
 # A backward with recompute takes about three forwards.
@@ -70,10 +71,13 @@ def plan_stages(
             f"stages; use at most {most} workers"
         )
     layout = partial(_layout, model, options, wanted, False)
-    smallest = _single_units(model, options, wanted, bottom)
-    memory = _memory(model, demand, layout(smallest))
-    short_by = _shortage(memory, budgets)
-    if short_by:
+    for halves in HALVES:
+        smallest = _single_units(model, options, wanted, bottom, halves)
+        memory = _memory(model, demand, layout(smallest))
+        short_by = _shortage(memory, budgets)
+        if not short_by:
+            break
+    else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
     for keeps in (True, False) if options.activations != "recompute" else (False,):
@@ -85,7 +89,7 @@ def plan_stages(
         if wanted.stages is not None:
             found = wanted.stages if holds(wanted.stages) else None
         else:
-            pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, keeps)
+            pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
             found = _cut(replace(pipeline, holds=holds), options, wanted)
         if found is not None:
             return _make(model, demand, budgets, options, layout(found))
@@ -109,12 +113,16 @@ def _round_size(options: PlanOptions, wanted: StageOptions) -> int:
     return options.microbatches if len(wanted.rest_users) > 1 else 1
 
 
-def _single_units(model: ModelSpec, options: PlanOptions, wanted: StageOptions, bottom: int) -> Stages:
+def _single_units(
+    model: ModelSpec, options: PlanOptions, wanted: StageOptions, bottom: int, halves: tuple[int, int]
+) -> Stages:
     """Return stages of one unit each, which need the least memory."""
     return Stages(
         forward=tuple((u, u + 1) for u in range(model.num_streamed - 1)),
         backward=tuple((u, u + 1) for u in reversed(range(bottom, model.num_streamed))),
         round_size=_round_size(options, wanted),
+        slot_halves=halves[0],
+        accumulator_halves=halves[1],
     )
 
 
@@ -125,6 +133,7 @@ def _pipeline(
     wanted: StageOptions,
     bottom: int,
     device_bytes: int,
+    halves: tuple[int, int],
     keeps: bool,
 ) -> Pipeline:
     """Return what is cut: times, and which single stages fit ``device_bytes``."""
@@ -137,8 +146,8 @@ def _pipeline(
         units = range(*span)
         if backward and len(wanted.rest_users.intersection(units)) > 1:
             return False
-        size = 2 * max(*weights, sum(weights[u] for u in units)) + fixed
-        size += 2 * max(*gradients, sum(gradients[u] for u in units if backward))
+        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + fixed
+        size += halves[1] * max(*gradients, sum(gradients[u] for u in units if backward))
         return (
             size + _activations(len(units), demand) + _workspace(model, demand, span, backward, keeps)
             <= device_bytes
@@ -152,6 +161,7 @@ def _pipeline(
         keeps=keeps,
         bottom=bottom,
         fits=fits,
+        halves=halves,
     )
 
 
@@ -284,8 +294,8 @@ def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) 
     classes = memory[tier]
     largest = max(classes, key=lambda name: classes[name])
     advice = {
-        "weight slots": "one device, which needs no second half of its slots",
-        "gradient accumulators": "one device, which needs no second half of its accumulators",
+        "weight slots": "devices with more memory",
+        "gradient accumulators": "devices with more memory",
         "home": "one device and the home on disk",
     }.get(largest, f"more microbatches than {options.microbatches}, or shorter sequences")
     needed = format_bytes(sum(classes.values()))

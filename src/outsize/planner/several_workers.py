@@ -1,8 +1,8 @@
 """The candidate of several GPUs: stages cut for the machine's memory, dealt out in turn, priced on the machine.
 
 Memory is counted as a run of stages would set it aside: slots and accumulators twice, so that one half fills while
-the other is used; activations of two microbatches; workspace for all units of the largest backward stage, which are
-recomputed before the first of them is differentiated.
+the other is used, or once where memory is too tight for that (`stages.HALVES`); activations of two microbatches;
+workspace for all units of the largest backward stage, which are recomputed before the first of them is differentiated.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.model.spec import ModelSpec, UnitSpec, Workload, pack_unit
+from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_part, pack_unit
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.hazards import SAVE_WINDOW
@@ -20,16 +20,18 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.program import Program
-from outsize.planner.question import Question
+from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
-from outsize.planner.stages import Span, Stages, cursor_after, slots_for
+from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
 from outsize.units import format_bytes
 
 # Two follow one another: the second one tells the time of a step among others.
 NUM_STEPS = 2
 # Visits that the partitioner times: enough for an answer in a second or two.
-MAX_VISITS = 200_000
+MAX_VISITS, MANY_UNITS = 200_000, 48
+# The same for an estimate.
+BRIEF_VISITS = 50_000
 _ID_BYTES = 16
 
 ASSUMPTIONS = (
@@ -51,14 +53,10 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     if question.home == "disk":
         raise ConfigError("several GPUs need the home in host memory so far; try --home host, or one GPU")
     model = without_rest(question.model)
-    most = 2 * len(model.units) - 1
-    if num_workers > most:
-        raise ConfigError(
-            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
-        )
+    _check_count(num_workers, model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    times = unit_times(machine, model.dtype, work)
-    layout, memory = _fit(question, model, work, microbatches, times)
+    times = unit_times(machine, model.compute_dtype, work)
+    layout, memory = _fit(question, model, work, microbatches, times, _effort(model))
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -68,9 +66,39 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
         memory=memory,
         layout=layout,
         programs=programs,
-        costs=cost_model(machine, model, layout, times, work.boundary_bytes),
-        assumptions=(*ASSUMPTIONS, *((TIED,) if _is_tied(question.model) else ())),
+        costs=cost_model(machine, model, layout, times, work.boundary_bytes, **exchange_of(question)),
+        assumptions=(
+            *ASSUMPTIONS,
+            *node_assumptions(question),
+            *((TIED,) if _is_tied(question.model) else ()),
+        ),
     )
+
+
+def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> float:
+    """Return what the partitioner makes of a step: compute, hand-over and copies, each link by itself.
+
+    No simulation: what shares host memory, and the optimizer at the end of a step, is not in it.
+
+    Args:
+        question: of several GPUs.
+        microbatches: of the step.
+        stages: of the step; None has them searched, for a moment.
+
+    Raises:
+        ConfigError: more GPUs than there can be stages.
+        InfeasiblePlanError: nothing fits.
+    """
+    model = without_rest(question.model)
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    times = unit_times(question.machine, model.compute_dtype, work)
+    _check_count(len(question.machine.gpus), model)
+    asked = replace(question, stages=stages)
+    layout, _ = _fit(asked, model, work, microbatches, times, BRIEF_VISITS)
+    assert layout.stages is not None
+    halves = (layout.stages.slot_halves, layout.stages.accumulator_halves)
+    pipeline = _pipeline(question, model, work, microbatches, times, halves)
+    return pipeline.step_s(layout.stages)
 
 
 def without_rest(model: ModelSpec) -> ModelSpec:
@@ -79,18 +107,37 @@ def without_rest(model: ModelSpec) -> ModelSpec:
     rest = model.units[model.num_streamed :]
     for extra in rest:
         units[-1] = _joined(units[-1], extra)
-        if not units[0].tensors:
-            units[0] = _joined(units[0], replace(extra, tensors=extra.tensors[:1]))
+        if _is_tied(model):
+            units[0] = _joined(units[0], _table_of(extra))
     return ModelSpec(units=tuple(units), dtype=model.dtype)
 
 
+def _check_count(num_workers: int, model: ModelSpec) -> None:
+    most = 2 * len(model.units) - 1 - _bottom(model)
+    if num_workers > most:
+        raise ConfigError(
+            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
+        )
+
+
 def _is_tied(model: ModelSpec) -> bool:
-    return not model.units[0].tensors
+    return not model.units[0].all_tensors
+
+
+def _table_of(rest: UnitSpec) -> UnitSpec:
+    """Return the rest with its first tensor only, which is the table of tied embeddings."""
+    if rest.tensors:
+        return replace(rest, tensors=rest.tensors[:1], frozen=())
+    part = rest.frozen[0]
+    return replace(rest, frozen=(replace(part, tensors=part.tensors[:1]),))
 
 
 def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
     rows = [(t.name, t.shape, t.trainable, t.decay) for t in (*unit.tensors, *extra.tensors)]
-    return pack_unit(unit.index, unit.name, unit.kind, rows)
+    parts = [part for member in (unit, extra) for part in member.frozen]
+    tensors = [(t.name, t.shape) for part in parts for t in part.tensors]
+    kind = [PartKind(plane=part.plane, dtype=part.dtype) for part in parts[:1]]
+    return pack_unit(unit.index, unit.name, unit.kind, rows, tuple(pack_part(one, tensors) for one in kind))
 
 
 def _fit(
@@ -99,32 +146,50 @@ def _fit(
     work: Workload,
     microbatches: int,
     times: UnitTimes,
+    max_visits: int,
 ) -> tuple[StepLayout, Table]:
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
-    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes)
-    stages = _single_units(model.num_streamed)
+    home = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
+    for halves in HALVES:
+        stages = _single_units(model, halves)
+        if sum(table(stages)["device"].values()) <= budgets.device:
+            break
     _check(table(stages), budgets.device, budgets.host)
 
     def holds(stages: Stages) -> bool:
         return sum(table(stages)["device"].values()) <= budgets.device
 
     if question.stages is None:
-        pipeline = _pipeline(question, model, work, microbatches, times)
+        pipeline = _pipeline(question, model, work, microbatches, times, halves)
         with contextlib.suppress(ValueError):
-            stages = partition(replace(pipeline, holds=holds), max_visits=MAX_VISITS)
+            stages = partition(replace(pipeline, holds=holds), max_visits=max_visits)
     elif holds(question.stages):
         stages = question.stages
     return _layout(model, stages, microbatches, len(machine.gpus)), table(stages)
 
 
-def _single_units(count: int) -> Stages:
+def _effort(model: ModelSpec) -> int:
+    """Return how many visits the partitioner times: a visit of many units takes longer, and gains less."""
+    return MAX_VISITS if len(model.units) <= MANY_UNITS else MAX_VISITS // 2
+
+
+def _bottom(model: ModelSpec) -> int:
+    """Return the lowest unit that runs backward."""
+    return next((unit.index for unit in model.units if unit.trainable), len(model.units) - 1)
+
+
+def _single_units(model: ModelSpec, halves: tuple[int, int]) -> Stages:
     """Return stages of one unit each, which need the least memory."""
+    count = model.num_streamed
     return Stages(
         forward=tuple((u, u + 1) for u in range(count - 1)),
-        backward=tuple((u, u + 1) for u in reversed(range(count))),
+        backward=tuple((u, u + 1) for u in reversed(range(_bottom(model), count))),
         round_size=1,
+        slot_halves=halves[0],
+        accumulator_halves=halves[1],
     )
 
 
@@ -134,17 +199,18 @@ def _pipeline(
     work: Workload,
     microbatches: int,
     times: UnitTimes,
+    halves: tuple[int, int],
 ) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
-    gradients = [unit.gradient_bytes for unit in model.units]
+    gradients = [unit.gradient_bytes * unit.trainable for unit in model.units]
     workspace = [_workspace(work, unit.kind) for unit in model.units]
 
     def fits(span: Span, backward: bool) -> bool:
         units = range(*span)
-        size = 2 * max(*weights, sum(weights[u] for u in units)) + _activations(len(units), work)
+        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + _activations(len(units), work)
         at_once = units if backward else range(0)
-        size += 2 * max(*gradients, sum(gradients[u] for u in at_once))
+        size += halves[1] * max(*gradients, sum(gradients[u] for u in at_once))
         size += max(*workspace, sum(workspace[u] for u in at_once))
         return size <= question.budgets.device
 
@@ -165,12 +231,14 @@ def _pipeline(
         weights_s=tuple(size / up for size in weights),
         gradients_s=tuple(size / down for size in gradients),
         fits=fits,
+        halves=halves,
+        bottom=_bottom(model),
     )
 
 
 def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: int) -> StepLayout:
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
-    gradients = tuple(unit.gradient_bytes for unit in model.units)
+    gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
     return StepLayout(
         num_streamed=len(model.units),
         rest=None,
@@ -188,11 +256,11 @@ def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: in
 
 
 def _memory(
-    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, stages: Stages
+    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, home: int, stages: Stages
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each GPU."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
-    gradients = [unit.gradient_bytes for unit in model.units]
+    gradients = [unit.gradient_bytes * unit.trainable for unit in model.units]
     deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
     workspace = max(
         sum(_workspace(work, model.units[u].kind) for u in range(*span)) for span in stages.backward
@@ -208,7 +276,7 @@ def _memory(
         },
         "host": {
             "saved activations": microbatches * saved,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+            "home": home,
         },
         "disk": {},
     }
@@ -234,7 +302,7 @@ def _check(memory: Table, device_bytes: int, host_bytes: int | None) -> None:
         largest = max(memory["device"], key=lambda name: memory["device"][name])
         advice = "more microbatches, or shorter sequences"
         if largest in ("weight slots", "gradient accumulators"):
-            advice = f"GPUs with {format_bytes(device)}, or one GPU, which needs no second half of its slots"
+            advice = f"GPUs with {format_bytes(device)}"
         raise InfeasiblePlanError(
             f"the smallest stages need {format_bytes(device)} on each GPU, "
             f"{format_bytes(memory['device'][largest])} of it for {largest}; first try {advice}",

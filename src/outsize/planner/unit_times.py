@@ -4,11 +4,6 @@ from outsize.hardware.spec import Machine
 from outsize.model.spec import Workload
 from outsize.planner.costs import UnitTimes
 
-# A backward computes two products for each of the forward's, besides what it recomputes.
-BACKWARD_FORWARDS = 2
-# So much a step computes that recomputes nothing, in forwards.
-STEP_FORWARDS = 1 + BACKWARD_FORWARDS
-
 
 def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     """Return the times of each streamed unit on the slowest GPU of ``machine``.
@@ -24,5 +19,9 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     looked_up_s = 2 * work.boundary_bytes[-1] / memory
     forward = tuple(flops / rate if flops else looked_up_s for flops in work.forward_flops)
     recompute = tuple(flops / rate if flops else looked_up_s for flops in work.recompute_flops)
-    backward = (BACKWARD_FORWARDS * down + up for down, up in zip(forward, recompute, strict=True))
-    return UnitTimes(forward_s=forward, backward_s=tuple(backward), recompute_s=recompute)
+    gradient = (
+        flops / rate if down else 2 * looked_up_s
+        for down, flops in zip(work.forward_flops, work.gradient_flops, strict=True)
+    )
+    backward = tuple(up + down for up, down in zip(recompute, gradient, strict=True))
+    return UnitTimes(forward_s=forward, backward_s=backward, recompute_s=recompute)

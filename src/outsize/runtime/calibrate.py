@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError, OutsizeError
-from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.optim.spec import WEIGHTS
-from outsize.runtime.binding import TORCH_DTYPE, Binder
+from outsize.runtime.binding import Binder
 from outsize.runtime.boundary import hand_out, is_differentiable
 from outsize.runtime.extrapolate import Trace, extrapolate
 from outsize.runtime.glue_use import GlueUses, units_that_share
@@ -27,6 +25,7 @@ from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
 from outsize.runtime.shortcut import Needed, Trial
+from outsize.runtime.trial_weights import bind_trial_weights
 
 SHORT_LENGTHS = (64, 128, 256)
 
@@ -69,10 +68,12 @@ class Measured:
     needed: Mapping[int, Needed] = field(default_factory=dict)
 
 
-class _Discard:
+class Discard:
     """A gradient sink that keeps nothing."""
 
     def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """See `GradientSink.hook`."""
+
         def discard(parameter: Tensor) -> None:
             parameter.grad = None
 
@@ -117,12 +118,9 @@ def _calibrate(
     chunk_tokens: int | None,
 ) -> Measured:
     lengths = _lengths(seq_len, num_sequences)
-    memory, planes = _made_up_weights(split.spec)
-    binder = Binder(split, _Discard())
+    binder = Binder(split, Discard())
     try:
-        for unit in split.spec.units:
-            parts = [planes[part.plane][: part.numel] for part in unit.frozen]
-            binder.bind(unit, planes[WEIGHTS][: unit.numel], *parts)
+        memory = bind_trial_weights(binder, split.spec)
         state = torch.get_rng_state()
         rows = [
             _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(memory.untyped_storage())
@@ -139,20 +137,6 @@ def _calibrate(
     finally:
         binder.close()
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
-
-
-def _made_up_weights(spec: ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
-    """Small random numbers, as many for each kind of plane as the largest has: their memory, and planes by name."""
-    kinds = {WEIGHTS: (spec.dtype, max(unit.numel for unit in spec.units))}
-    for part in (part for unit in spec.units for part in unit.frozen):
-        kinds[part.plane] = part.dtype, max(part.numel, kinds.get(part.plane, ("", 0))[1])
-    memory = torch.empty(sum(numel * ITEMSIZE[dtype] for dtype, numel in kinds.values()), dtype=torch.uint8)
-    planes, end = {}, 0
-    for name, (dtype, numel) in kinds.items():
-        start, end = end, end + numel * ITEMSIZE[dtype]
-        planes[name] = memory[start:end].view(TORCH_DTYPE[dtype])
-        planes[name].normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
-    return memory, planes
 
 
 @dataclass(slots=True)
@@ -254,7 +238,7 @@ class _Pass:
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
         shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
-        key = (type(self._split.modules[unit]), shapes, _signature(call))
+        key = (type(self._split.modules[unit]), shapes, signature(call))
         if key in self._known:
             forward, backward, kept, outputs = self._known[key]
         else:
@@ -388,7 +372,7 @@ def _place(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _signature(call: UnitCall) -> Any:
+def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     forms = [

@@ -107,8 +107,8 @@ class ComputeOps:
     def forward_keep(self, op: Op, context: StepContext) -> None:
         """FK: the same, and the unit's graph waits for its backward."""
         unit, run = self._find(op, context)
-        planes = [(u, self._slot(u)) for u in (unit, len(self._forwards)) if u in self._bound]
-        keeping = Keeping(planes, self._slot, self._device.look)
+        planes = {u: self._planes(u) for u in (unit, len(self._forwards)) if u in self._bound}
+        keeping = Keeping(planes, self._planes, self._device.look)
         with self._naming(op), self._device.computing():
             run.forward_keep(unit, self._forwards[unit], keeping.hooks)
 
@@ -178,9 +178,9 @@ class ComputeOps:
                 self._binder.bind(self._split.spec.units[unit], *self._weights.planes(unit, slot))
                 self._bound[unit] = slot
 
-    def _slot(self, unit: int) -> Tensor:
-        """The slot that a unit lies in now."""
-        return self._weights.memory(self._bound[unit])
+    def _planes(self, unit: int) -> tuple[Tensor, ...]:
+        """The weights of a unit where they lie now."""
+        return self._weights.planes(unit, self._bound[unit])
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.

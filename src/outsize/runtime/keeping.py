@@ -5,7 +5,7 @@ tensor that shows weights is packed as a reference, and unpacked from wherever t
 it is; tensors that share memory, with each other or with the unit's input, go on sharing it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 
 class _Reference(NamedTuple):
-    """A view of a unit's weights: bytes from their beginning, and how to show them."""
+    """A view of one of a unit's planes of weights: bytes from its beginning, and how to show them."""
 
     unit: int
+    plane: int
     offset_bytes: int
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -28,18 +29,22 @@ class Keeping:
 
     Args:
         planes: units whose weights it may use, and where they lie while it runs.
-        plane_of: where the weights of a unit lie at the time of its backward.
+        planes_of: where the weights of a unit lie at the time of its backward.
         look: called at every tensor, to keep to a budget.
     """
 
     def __init__(
         self,
-        planes: Sequence[tuple[int, Tensor]],
-        plane_of: Callable[[int], Tensor],
+        planes: Mapping[int, Sequence[Tensor]],
+        planes_of: Callable[[int], Sequence[Tensor]],
         look: Callable[[], None],
     ) -> None:
-        self._ranges = [(unit, plane.data_ptr(), plane.data_ptr() + plane.nbytes) for unit, plane in planes]
-        self._plane_of = plane_of
+        self._ranges = [
+            (unit, index, plane.data_ptr(), plane.data_ptr() + plane.nbytes)
+            for unit, parts in planes.items()
+            for index, plane in enumerate(parts)
+        ]
+        self._planes_of = planes_of
         self._look = look
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -50,17 +55,17 @@ class Keeping:
         self._look()
         if tensor.layout is torch.strided and tensor.numel():
             address = tensor.data_ptr()
-            for unit, begin, end in self._ranges:
+            for unit, index, begin, end in self._ranges:
                 if begin <= address < end:
                     size, stride = tuple(tensor.shape), tuple(tensor.stride())
-                    return _Reference(unit, address - begin, tensor.dtype, size, stride)
+                    return _Reference(unit, index, address - begin, tensor.dtype, size, stride)
         return tensor.detach()  # a result that its own graph holds would keep that graph alive for ever
 
     def _unpack(self, packed: Tensor | _Reference) -> Tensor:
         self._look()
         if isinstance(packed, Tensor):
             return packed
-        plane = self._plane_of(packed.unit)
+        plane = self._planes_of(packed.unit)[packed.plane]
         storage = plane.untyped_storage()
         start = plane.data_ptr() - storage.data_ptr() + packed.offset_bytes
         shown = torch.empty(0, dtype=packed.dtype, device=plane.device)

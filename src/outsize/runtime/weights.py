@@ -10,6 +10,7 @@ from outsize.optim.spec import WEIGHTS
 from outsize.planner.ops import Op
 from outsize.runtime.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.context import StepContext
+from outsize.runtime.decoding import Decoding
 from outsize.runtime.device import Device
 from outsize.storage.home import DiskHome, HostHome
 
@@ -28,6 +29,10 @@ class WeightOps:
         home: where the weights rest.
         slots: one byte buffer per slot, the rest's slot last where there is a rest.
         host_buffers: byte buffers for units between disk and device.
+
+    Attributes:
+        bytes_up: that crossed the link so far.
+        logical_bytes_up: the same weights as they lie in slots, decoded.
     """
 
     def __init__(
@@ -43,15 +48,12 @@ class WeightOps:
         self._home = home
         self._slots = slots
         self._host_buffers = host_buffers
-        self.bytes_up = 0
+        self._decoding = Decoding(spec, device)
+        self.bytes_up = self.logical_bytes_up = 0
 
     def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
         """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
         return weight_planes(self._spec.units[unit], self._spec.dtype, self._slots[slot])
-
-    def memory(self, slot: int) -> Tensor:
-        """A slot as bytes."""
-        return self._slots[slot]
 
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
@@ -68,16 +70,22 @@ class WeightOps:
 
     def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
         staged = self._staged(unit, op.buffer) if op.buffer is not None else None
-        for position, (name, plane) in enumerate(zip(_names(unit), planes, strict=True)):
+        parts = (None, *unit.frozen)
+        for position, (name, part, plane) in enumerate(zip(_names(unit), parts, planes, strict=True)):
             if not plane.numel():
                 continue
-            self.bytes_up += plane.nbytes
+            encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
+            into = plane if encoded is None else encoded
+            self.bytes_up += into.nbytes
+            self.logical_bytes_up += plane.nbytes
             if staged is not None:
-                self._device.copy(plane, staged[position])
+                self._device.copy(into, staged[position])
             elif isinstance(self._home, HostHome):
-                self._device.copy(plane, self._home.view(unit.index, name))
+                self._device.copy(into, self._home.view(unit.index, name))
             else:
-                self._home.read(unit.index, name, 0, plane)
+                self._home.read(unit.index, name, 0, into)
+            if part is not None and encoded is not None:
+                self._decoding.decode(part, encoded, plane)
 
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a whole unit: disk → host buffer."""
@@ -89,7 +97,15 @@ class WeightOps:
                 self._home.read(unit.index, name, 0, plane)
 
     def _staged(self, unit: UnitSpec, buffer: int) -> tuple[Tensor, ...]:
-        return weight_planes(unit, self._spec.dtype, self._host_buffers[buffer])
+        """The planes of ``unit`` as they lie at home, one behind the other in a host buffer."""
+        memory = self._host_buffers[buffer]
+        end = unit.numel * ITEMSIZE[self._spec.dtype]
+        planes = [memory[:end].view(TORCH_DTYPE[self._spec.dtype])]
+        for part in unit.frozen:
+            start, end = end, end + part.home_bytes
+            plane = memory[start:end]
+            planes.append(plane if part.codec is not None else plane.view(TORCH_DTYPE[part.dtype]))
+        return tuple(planes)
 
 
 def _names(unit: UnitSpec) -> Iterator[str]:

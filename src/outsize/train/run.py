@@ -4,31 +4,36 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outsize.config import Config, dump_config
+from outsize.data.batch import Batch
+from outsize.data.packed import PackedDataset
+from outsize.data.prefetch import Prefetcher
 from outsize.errors import NonFiniteError
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
+from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
-from outsize.train.data.batch import Batch
-from outsize.train.data.packed import PackedDataset
-from outsize.train.data.prefetch import Prefetcher
+from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.flops import peak_of, step_flops
+from outsize.train.forecast import Forecast, forecast
+from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
@@ -42,16 +47,29 @@ Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
 TIMELINE_STEP = 2
+# Errors of frozen weights that a codec has written, by name.
+QUANTISATION = "quantisation.json"
 
 
 def plan(config: Config) -> Plan:
-    """Return the plan of a run without starting it: nothing is written, no data is read.
+    """Return the plan of a run without starting it: nothing stays on disk, no data is read.
 
     Raises:
         OutsizeError: what would keep the run from starting.
     """
+    return foresee(config, predict=False)[0]
+
+
+def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | None]:
+    """Return the plan of a run, and what its steps are predicted to take, without starting it.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        return prepare(config, choose_run_dir(config), lambda _: None).plan
+        prepared = prepare(config, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None) if predict else None
 
 
 def train(
@@ -84,18 +102,22 @@ def train(
         resumed = checkpoint.find(config.train.resume, run_dir)
         # Last on the way out, when no lane can write any more.
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
+        if resumed is not None:
+            checkpoint.check_same_method(resumed, config)
         started = config if resumed is None else _from_checkpoint(config, resumed)
-        prepared = prepare(started, run_dir, announce)
+        prepared = prepare(started, run_dir, announce, adapters_from=resumed)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.split.spec.dtype)
-        record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
+            prepared = _with_tokenizer(prepared, config)
+            checkpoint.check_same_run(resumed, config, prepared)
+        record = newest_home(config, run_dir, prepared, resumed, announce)
         if resumed is not None:
-            done = position_of(resumed)
+            done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
+        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+        expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -106,7 +128,7 @@ def train(
                 action=config.train.on_stall,
                 factor=config.train.stall_factor,
                 floor_s=config.train.stall_floor_s,
-                predicted_step_s=None,
+                predicted_step_s=expected.step_s if expected is not None else None,
             )
         )
         # Entered before what it speaks of, so that it speaks when every lane has ended.
@@ -116,7 +138,17 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
+        if trainer.errors:
+            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+            write_json(run_dir / QUANTISATION, trainer.errors)
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        named = open_writers(
+            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+        )
+        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+        profiler = stack.enter_context(
+            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
+        )
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
@@ -126,11 +158,14 @@ def train(
             trainer,
             Accounts(trainer, sampler, flops, peak),
             heartbeat,
+            writers,
+            profiler,
             watchdog,
             saver,
             progress,
             announce,
             trainer.position,
+            expected,
         )
         aftermath.begun = True
         return run.go(dataset, interrupt)
@@ -146,11 +181,14 @@ class _Run:
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
+    writers: Writers
+    profiler: StepProfiler
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
     announce: Announce
     position: Position
+    forecast: Forecast | None = None
     tokens: int = 0
     seconds: float = 0.0
 
@@ -165,7 +203,8 @@ class _Run:
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                self.saver.between_steps(self.position)
+                with self.accounts.saving():
+                    self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
@@ -188,6 +227,7 @@ class _Run:
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=str(latest(self.run_dir)),
             failed_saves=self.saver.num_failed,
+            **_told(self.forecast),
         )
 
     def _note(self, outcome: StepOutcome) -> None:
@@ -201,6 +241,9 @@ class _Run:
         self.seconds += outcome.seconds
         record = self._record(outcome)
         self.heartbeat.beat(record)
+        self.writers.tell(record.to_dict())
+        if self.profiler.step_ended():
+            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -213,13 +256,32 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
+        self._foresee(outcome.seconds, timeline)
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        return self.accounts.record(outcome, timeline, self.position.skipped, failed)
+
+    def _foresee(self, seconds: float, timeline: Timeline) -> None:
+        """Once the first steps are known, say how far they are from what was predicted, and go by them."""
+        if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
+            assert self.forecast.comparison is not None
+            for line in self.forecast.comparison.lines():
+                self.announce(line)
+            self.forecast.write(self.run_dir)
 
 
 @contextlib.contextmanager
 def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
     with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
+
+
+def _told(forecast: Forecast | None) -> dict[str, float]:
+    """What a result says of predictions."""
+    if forecast is None:
+        return {}
+    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    found = forecast.comparison
+    return told if found is None else {**told, "measured_step_s": found.measured_s}
 
 
 def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
@@ -245,7 +307,7 @@ def _saver(
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype = trainer.loss_scale, trainer.spec.dtype
+    scale, dtype = trainer.loss_scale, trainer.prepared.dtype
     return Saver(
         trainer,
         run_dir,
@@ -257,7 +319,19 @@ def _saver(
     )
 
 
+def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+        return prepared
+    return replace(prepared, directory=Path(config.model.path))
+
+
 def _from_checkpoint(config: Config, directory: Path) -> Config:
-    """The same run, with its weights read from one of its checkpoints."""
+    """The same run, with its weights read from one of its checkpoints; one of adapters holds no others."""
+    if config.train.method == "lora":
+        return config
     model = config.model.model_copy(update={"path": str(directory)})
     return config.model_copy(update={"model": model})

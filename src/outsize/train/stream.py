@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outsize import files
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.model.spec import UnitSpec, granule_elements_for
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
@@ -37,7 +38,6 @@ from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import Record
 from outsize.storage.scratch import DiskScratch
-from outsize.train.data.batch import Batch
 from outsize.train.fill import FILL_ELEMENTS, fill
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
@@ -120,6 +120,9 @@ class StreamedTrainer:
         home_file: of a home that commits, which stays; without a name it is gone with the process.
         config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
+
+    Attributes:
+        errors: what codecs have done to frozen weights, by name, see `fill`.
     """
 
     def __init__(
@@ -136,8 +139,9 @@ class StreamedTrainer:
         config = self._run_config = config or prepared.config
         machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
-        self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
+        self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
+        self.errors: dict[str, float] = {}
         self._home_file = home_file
         self._standing: list[Standing] = []  # one, as soon as there are steps
         self._arenas: list[Arena] = []
@@ -200,7 +204,7 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
-        fill(self.home, self.spec, self.prepared.source, progress)
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -220,7 +224,7 @@ class StreamedTrainer:
                 self.loss_scale,
                 self.engine.optimizer.updates,
                 self._run_config,
-                self.spec.dtype,
+                self.prepared.dtype,
             )
         ]
         began = asked = time.perf_counter()
@@ -273,9 +277,7 @@ class StreamedTrainer:
             Arena() as arena,
             CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
         ):
-            piece = arena.take(
-                min(FILL_ELEMENTS, max(u.numel for u in self.spec.units)) * 4, "a part of a plane"
-            )
+            piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)
         return self._stand(record)
 
