@@ -77,7 +77,7 @@ SHOWN = {
     "link-narrow": ("warning", "x8", lambda d: gpu_machine(d, gpus=(gpu(pcie_lanes=8), gpu(1)))),
     "link-slow": (
         "warning",
-        "12.00 GB/s of pinned copies, 38% of the 31.50 GB/s of its lanes, as much as generation 3 gives",
+        "12.00 GB/s of pinned copies, 38% of the 31.51 GB/s of its lanes, as much as generation 3 gives",
         lambda d: gpu_machine(d, devices=(device(up=12e9), device(1))),
     ),
     "pinning-refused": ("error", "64.00 KiB", lambda d: gpu_machine(d, devices=(refused(), device(1)))),
@@ -295,6 +295,12 @@ def facts_of(record):
 
 def found(record):
     return {finding.id: finding for finding in examine(facts_of(record)).findings}
+
+
+def test_python_between_steps_is_told_apart(tmp_path):
+    waits = {"compute:w0": {"between steps": {"none": 0.9}, "python": {"none": 0.1}}}
+    finding = found(run(tmp_path, waits_s=waits, between_s=0.9))["host-bound"]
+    assert "900 ms of it lie between steps" in finding.evidence
 
 
 def test_every_rule_has_a_record_that_shows_it():

@@ -471,15 +471,6 @@ def test_hidden_states_are_joined_and_carry_gradients():
         assert_equal(gradients(model), gradients(plain), 1e-5)
 
 
-def test_router_losses_are_refused_rather_than_left_without_gradient():
-    with wrapped(zoo.build("qwen3_moe")) as model:
-        with pytest.raises(ConfigError, match="no router losses yet"):
-            model(**BATCH, output_router_logits=True)
-        model.config.output_router_logits = True
-        with pytest.raises(ConfigError, match="no router losses yet"):
-            model(**BATCH)
-
-
 def test_a_backward_after_the_weights_have_changed_is_refused():
     with wrapped(zoo.build("llama")) as model:
         optimizer = outsize.AdamW(model)

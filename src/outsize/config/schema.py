@@ -180,7 +180,12 @@ class TrainConfig(Section):
         default="none",
         description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
         "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
-        "the newest one of that run.",
+        "the newest one of that run; checkpoints of the Hugging Face Trainer are taken too.",
+    )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps, from the third of the process on, that torch.profiler records into run_dir/profile.json.",
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
@@ -195,7 +200,8 @@ class TrainConfig(Section):
     stall_factor: float = Field(
         default=10.0,
         ge=1,
-        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before, or "
+        "the predicted step until one was measured.",
     )
     stall_floor_s: float = Field(
         default=600.0,
@@ -360,6 +366,21 @@ class MemoryConfig(Section):
     )
 
 
+class TelemetryConfig(Section):
+    """Who is told what a run does, besides its own directory."""
+
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(),
+        strict=False,
+        description="Trackers that are told of steps too, e.g. `[tensorboard]`; each is an extra of the same name. "
+        "One that fails is left out, and the run goes on.",
+    )
+    project: str = Field(
+        default="outsize", min_length=1, description="Project that wandb and trackio keep the run in."
+    )
+    every: int = Field(default=1, ge=1, description="Steps between two that trackers are told of.")
+
+
 class Config(Section):
     """One training run."""
 
@@ -369,6 +390,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -17,6 +17,9 @@ import greenlet
 from torch import nn
 
 from outsize.errors import ModelError
+from outsize.model.recorded import WANTED, note, recording, wanted
+
+Outside = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +41,40 @@ class Finished:
 class Boundaries:
     """Replaces the forward of each unit by a boundary, until closed.
 
-    Outside a `Walk` a boundary calls the real forward, so the model still works as before.
+    Outside a `Walk` a boundary calls the real forward, so the model still works as before; or ``outside``, where
+    somebody has put a function ``(unit, real forward, args, kwargs)`` there.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.forwards: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self._reals: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self.forwards: tuple[Callable[..., Any], ...] = tuple(map(recording, self._reals))
+        self.outside: Outside | None = None
         self._modules = tuple(modules)
         self._had_own = tuple("forward" in vars(module) for module in modules)
         for index, module in enumerate(modules):
             module.forward = self._boundary(index)
 
     def _boundary(self, index: int) -> Callable[..., Any]:
-        real = self.forwards[index]
+        real = self._reals[index]
 
         def boundary(*args: Any, **kwargs: Any) -> Any:
             current = greenlet.getcurrent()
             if isinstance(current, _Coroutine):
-                return current.parent.switch(UnitCall(index, args, kwargs))
+                keys = wanted()
+                if not keys:
+                    return current.parent.switch(UnitCall(index, args, kwargs))
+                outputs, found = current.parent.switch(UnitCall(index, args, {**kwargs, WANTED: keys}))
+                note(found)
+                return outputs
+            if self.outside is not None:
+                return self.outside(index, real, args, kwargs)
             return real(*args, **kwargs)
 
         return boundary
 
     def close(self) -> None:
         """Give every unit its own forward back."""
-        for module, real, had_own in zip(self._modules, self.forwards, self._had_own, strict=True):
+        for module, real, had_own in zip(self._modules, self._reals, self._had_own, strict=True):
             if had_own:
                 module.forward = real
             elif "forward" in vars(module):

@@ -47,6 +47,8 @@ def cost_model(
     home: Tier = "host",
     below: Tier = "host",
     tile_elements: int = 0,
+    nodes: int = 1,
+    net_bytes_per_s: float = 0.0,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
@@ -64,8 +66,11 @@ def cost_model(
     }
     if disk is not None:
         capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
-    pricing = _Pricing(machine, model, layout, times, boundary_bytes, home, below, tile_elements)
-    return CostModel(cost_of=pricing.cost_of, capacity=capacity)
+    pricing = _Pricing(machine, model, layout, times, boundary_bytes, home, below, tile_elements, nodes)
+    if nodes == 1:
+        return CostModel(cost_of=pricing.cost_of, capacity=capacity)
+    capacity["network"] = net_bytes_per_s
+    return CostModel(cost_of=pricing.cost_of, capacity=capacity, exchange=pricing.exchange)
 
 
 def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
@@ -83,6 +88,7 @@ class _Pricing:
     home: Tier
     below: Tier
     tile_elements: int
+    nodes: int
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
@@ -94,7 +100,8 @@ class _Pricing:
             # An R has recomputed it, or an FK kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             apart = apart or layout.is_kept(unit, op.microbatch or 0)
-            return Cost(seconds=self.times.backward_s[unit] - apart * self.times.forward_s[unit])
+            # Where both were timed, of very small units, the forward may have come out as the longer one.
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
@@ -106,12 +113,22 @@ class _Pricing:
             return self._copy(op, self.boundary_bytes[unit], way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            return Cost(amount=ADAMW_BYTES * self._elements(op), through=through)
+            # Nodes that share a step step a share of each unit.
+            return Cost(amount=ADAMW_BYTES * self._elements(op) / self.nodes, through=through)
         if op.kind in (Kind.READ, Kind.WRITE):
             return self._disk(op)
         if op.kind is Kind.COMMIT:
             return Cost(seconds=COMMIT_S)
         return Cost()
+
+    def exchange(self, op: Op) -> Cost:
+        """Return what a node sends, and receives, for the gradient (GRAD) or the weights (STEP) of a unit.
+
+        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction.
+        """
+        size = ITEMSIZE[self.model.dtype] if op.kind is Kind.STEP else 4
+        amount = self._elements(op) * size * (self.nodes - 1) / self.nodes
+        return Cost(amount=amount, through=("network", "host memory"))
 
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""

@@ -3,9 +3,9 @@
 from outsize.planner.candidate import Candidate
 from outsize.planner.costs import cost_model
 from outsize.planner.expectation import coarser
-from outsize.planner.memory import Tier
-from outsize.planner.plan import plan_step
-from outsize.planner.question import Question, demand_of
+from outsize.planner.memory import Demand, Tier
+from outsize.planner.plan import fits_at_all, plan_step
+from outsize.planner.question import Question, demand_of, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.unit_times import unit_times
@@ -22,19 +22,19 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
     """
     model, machine = question.model, question.machine
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    options = PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches)
     plan = plan_step(
-        model, demand_of(question, work, work.held_bytes * microbatches), question.budgets, options
+        model, _demand(question, microbatches), question.budgets, _options(question, microbatches, home)
     )
     layout, tile_elements = coarser(plan, max(unit.numel for unit in model.units))
     costs = cost_model(
         machine,
         model,
         layout,
-        unit_times(machine, model.dtype, work),
+        unit_times(machine, model.compute_dtype, work),
         work.boundary_bytes,
         home=home,
         tile_elements=tile_elements,
+        **exchange_of(question),
     )
     return Candidate(
         microbatches=microbatches,
@@ -45,4 +45,20 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         layout=layout,
         programs=[build_step(layout)] * NUM_STEPS,
         costs=costs,
+        assumptions=node_assumptions(question),
     )
+
+
+def fits_one_worker(question: Question, microbatches: int, home: Tier) -> bool:
+    """Return whether any plan of `one_worker` fits."""
+    options = _options(question, microbatches, home)
+    return fits_at_all(question.model, _demand(question, microbatches), question.budgets, options)
+
+
+def _demand(question: Question, microbatches: int) -> Demand:
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    return demand_of(question, work, work.held_bytes * microbatches)
+
+
+def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
+    return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches)

@@ -29,6 +29,10 @@ class WeightOps:
         home: where the weights rest.
         slots: one byte buffer per slot, the rest's slot last where there is a rest.
         host_buffers: byte buffers for units between disk and device.
+
+    Attributes:
+        bytes_up: that crossed the link so far.
+        logical_bytes_up: the same weights as they lie in slots, decoded.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class WeightOps:
         self._slots = slots
         self._host_buffers = host_buffers
         self._decoding = Decoding(spec, device)
-        self.bytes_up = 0
+        self.bytes_up = self.logical_bytes_up = 0
 
     def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
         """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
@@ -73,6 +77,7 @@ class WeightOps:
             encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
             into = plane if encoded is None else encoded
             self.bytes_up += into.nbytes
+            self.logical_bytes_up += plane.nbytes
             if staged is not None:
                 self._device.copy(into, staged[position])
             elif isinstance(self._home, HostHome):

@@ -3,6 +3,8 @@
 import contextlib
 import resource
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -41,20 +43,22 @@ class Accounts:
         self._lanes = [f"compute:w{worker}" for worker in range(machine.num_workers)]
         self._cuda = tuple(dict.fromkeys(n for n in device_names(machine.device) if n.startswith("cuda")))
         self._moved = self._counters()
+        self._logical = trainer.engine.logical_bytes()
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
+        self._saving_s = 0.0
         self.stalled_s: dict[str, float] = {}
         self.read_bytes = self.written_bytes = 0
 
     def record(
-        self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed_saves: int
+        self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed: Mapping[str, int]
     ) -> StepRecord:
         """Return the record of a step that has just become known, from what the lanes did since the one before."""
         times = lane_times(timeline)
         for lane, seconds in times.stall_s.items():
             self.stalled_s[lane] = self.stalled_s.get(lane, 0.0) + seconds
         waits = self._waits(timeline, outcome.window)
-        moved = self.count()
+        moved, logical = self.count(), self._count_logical()
         before, self._cpu_s = self._cpu_s, time.process_time()
         kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
         return StepRecord(
@@ -87,13 +91,19 @@ class Accounts:
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
             wire_bytes=moved,
-            # No codec writes anything smaller on the way: a lane carries bytes as they are used.
-            logical_bytes=moved,
+            logical_bytes={**moved, **logical},
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
-            fallbacks=self._fallbacks(failed_saves),
+            fallbacks=self._fallbacks(failed),
         )
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Take the time of the block for checkpoints; nothing may come between it and asking for the next batch."""
+        began = time.perf_counter()
+        yield
+        self._saving_s = time.perf_counter() - began
 
     def count(self) -> dict[str, int]:
         """Return how many bytes moved since the last call, by lane."""
@@ -103,11 +113,15 @@ class Accounts:
         self.written_bytes += moved[_WRITTEN]
         return moved
 
+    def _count_logical(self) -> dict[str, int]:
+        before, self._logical = self._logical, self._trainer.engine.logical_bytes()
+        return {lane: size - before[lane] for lane, size in self._logical.items()}
+
     def _waits(self, timeline: Timeline, window: Window) -> Waits:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""
         events = (*self._overhang, *timeline.events)
         self._overhang = tuple(event for event in events if event.end_s > window.ended_s)
-        return Waits(events, window)
+        return Waits(events, replace(window, saving_s=self._saving_s))
 
     def _counters(self) -> dict[str, int]:
         read, written = self._trainer.disk_bytes()
@@ -128,9 +142,9 @@ class Accounts:
             for name, tier in self._trainer.ledger.statistics().items()
         }
 
-    def _fallbacks(self, failed_saves: int) -> dict[str, int]:
+    def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""
-        found = {**self._trainer.fallbacks(), "failed_saves": failed_saves}
+        found = {**self._trainer.fallbacks(), **failed}
         return {name: count for name, count in found.items() if count}
 
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outsize.config import Config, dump_config
@@ -18,12 +18,13 @@ from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
+from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
@@ -32,11 +33,12 @@ from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
-from outsize.train.standing import Position, check_same_method
+from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
@@ -101,14 +103,15 @@ def train(
         # Last on the way out, when no lane can write any more.
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
         if resumed is not None:
-            check_same_method(read_state(resumed), resumed, config)
+            checkpoint.check_same_method(resumed, config)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce, adapters_from=resumed)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.dtype)
+            prepared = _with_tokenizer(prepared, config)
+            checkpoint.check_same_run(resumed, config, prepared)
         record = newest_home(config, run_dir, prepared, resumed, announce)
         if resumed is not None:
-            done = position_of(resumed)
+            done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
@@ -139,6 +142,13 @@ def train(
             announce(f"frozen weights are encoded: {summary(trainer.errors)}")
             write_json(run_dir / QUANTISATION, trainer.errors)
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        named = open_writers(
+            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+        )
+        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+        profiler = stack.enter_context(
+            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
+        )
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
@@ -148,6 +158,8 @@ def train(
             trainer,
             Accounts(trainer, sampler, flops, peak),
             heartbeat,
+            writers,
+            profiler,
             watchdog,
             saver,
             progress,
@@ -169,6 +181,8 @@ class _Run:
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
+    writers: Writers
+    profiler: StepProfiler
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
@@ -189,7 +203,8 @@ class _Run:
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                self.saver.between_steps(self.position)
+                with self.accounts.saving():
+                    self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
@@ -224,8 +239,17 @@ class _Run:
         self.watchdog.step_ended(outcome.seconds)
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
-        record = self._record(outcome)
+        timeline = self.trainer.take_timeline()
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
+        # Before any other file: should one of those fail, a step that is being committed has its line.
         self.heartbeat.beat(record)
+        self.writers.tell(record)
+        if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
+            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+        self._foresee(outcome.seconds, timeline)
+        if self.profiler.step_ended():
+            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -233,13 +257,6 @@ class _Run:
                 f"step {record.step}: loss {outcome.loss:g}; no weight was changed. Loss scaling cannot mend that: try "
                 "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
             )
-
-    def _record(self, outcome: StepOutcome) -> StepRecord:
-        timeline = self.trainer.take_timeline()
-        if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
-            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        self._foresee(outcome.seconds, timeline)
-        return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
 
     def _foresee(self, seconds: float, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""
@@ -298,6 +315,16 @@ def _saver(
         announce=announce,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
+
+
+def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+        return prepared
+    return replace(prepared, directory=Path(config.model.path))
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:

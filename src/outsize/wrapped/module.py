@@ -18,6 +18,7 @@ from outsize.model.checkpoint import persistent_buffers
 from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.walk import is_walking
 from outsize.storage.home import HostHome
+from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
 
 _RUNNER = "_outsize_runner"
@@ -165,11 +166,19 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         if is_walking():
             return kind.forward(self, *args, **kwargs)
         inputs = _named(signature, self, args, kwargs)
-        return runner_of(self).forward(inputs)
+        runner = runner_of(self)
+        if runner.infers(self):
+            with runner.inferring():
+                return kind.forward(self, **on_device(inputs, runner.device))
+        return runner.forward(inputs)
 
     members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
     if hasattr(kind, "save_pretrained"):
         members["save_pretrained"] = _save_pretrained(kind)
+    if hasattr(kind, "generate"):
+        members["generate"] = generation(kind, runner_of)
+    if isinstance(getattr(kind, "device", None), property):
+        members["device"] = property(lambda self: runner_of(self).device)
     members["__qualname__"] = kind.__qualname__
     return type(kind.__name__, (Wrapped, kind), members)
 
@@ -219,12 +228,6 @@ def _named(
                 raise ConfigError(f"{type(model).__name__} takes any positional arguments; pass them by name")
             named[name] = value
     config = getattr(model, "config", None)
-    wanted = named.get("output_router_logits")
-    if getattr(config, "output_router_logits", False) if wanted is None else wanted:
-        raise ConfigError(
-            "output_router_logits=True asks for what is recorded inside units, and a recompute would not give it a "
-            "gradient; outsize.wrap has no router losses yet: set config.output_router_logits=False"
-        )
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(
         config, "use_cache", False

@@ -39,6 +39,7 @@ class HomeParameters:
         named: the parameters by name.
         in_memory: whether all of them show their bytes.
         factors: what gradients on disk are multiplied by in the next step, by name.
+        num_writes: how often `write` has replaced weights.
     """
 
     def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
@@ -50,6 +51,7 @@ class HomeParameters:
         self._given_masters: set[int] = set()
         self.named: dict[str, nn.Parameter] = {}
         self.factors: dict[str, Tensor] = {}
+        self.num_writes = 0
         for unit in split.spec.units:
             self._adopt(unit, split, fill)
 
@@ -116,6 +118,7 @@ class HomeParameters:
         """
         if plane == MASTER:
             self._given_masters.add(unit.index)
+        self.num_writes += 1
         planes = list(self._members(unit, plane))
         if plane == WEIGHTS and self._half and unit.trainable:
             planes.append((MASTER, unit.tensors))

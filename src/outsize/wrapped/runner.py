@@ -29,13 +29,13 @@ from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.engine import Engine
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, planning
+from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.passage import Passage
-from outsize.wrapped.planned import Planned
 
 
-class Runner(Planned):
+class Runner(Inferring):
     """Streams one model; arguments as of `Planned`.
 
     Attributes:
