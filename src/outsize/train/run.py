@@ -244,7 +244,7 @@ class _Run:
         record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
         # Before any other file: should one of those fail, a step that is being committed has its line.
         self.heartbeat.beat(record)
-        self.writers.tell(record.to_dict())
+        self.writers.tell(record)
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.seconds, timeline)
