@@ -17,6 +17,7 @@ import greenlet
 from torch import nn
 
 from outsize.errors import ModelError
+from outsize.model.recorded import WANTED, note, recording, wanted
 
 Outside = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -45,7 +46,8 @@ class Boundaries:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.forwards: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self._reals: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self.forwards: tuple[Callable[..., Any], ...] = tuple(map(recording, self._reals))
         self.outside: Outside | None = None
         self._modules = tuple(modules)
         self._had_own = tuple("forward" in vars(module) for module in modules)
@@ -53,12 +55,17 @@ class Boundaries:
             module.forward = self._boundary(index)
 
     def _boundary(self, index: int) -> Callable[..., Any]:
-        real = self.forwards[index]
+        real = self._reals[index]
 
         def boundary(*args: Any, **kwargs: Any) -> Any:
             current = greenlet.getcurrent()
             if isinstance(current, _Coroutine):
-                return current.parent.switch(UnitCall(index, args, kwargs))
+                keys = wanted()
+                if not keys:
+                    return current.parent.switch(UnitCall(index, args, kwargs))
+                outputs, found = current.parent.switch(UnitCall(index, args, {**kwargs, WANTED: keys}))
+                note(found)
+                return outputs
             if self.outside is not None:
                 return self.outside(index, real, args, kwargs)
             return real(*args, **kwargs)
@@ -67,7 +74,7 @@ class Boundaries:
 
     def close(self) -> None:
         """Give every unit its own forward back."""
-        for module, real, had_own in zip(self._modules, self.forwards, self._had_own, strict=True):
+        for module, real, had_own in zip(self._modules, self._reals, self._had_own, strict=True):
             if had_own:
                 module.forward = real
             elif "forward" in vars(module):

@@ -19,6 +19,7 @@ from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
 Home = Literal["auto", "host", "disk"]
+Head = Literal["streamed", "resident"]
 FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 
 
@@ -30,6 +31,7 @@ def wrap(
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
+    head: Head = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     **memory: Any,
@@ -47,6 +49,8 @@ def wrap(
         microbatches: most parts that each batch is cut into. Weights cross to the device once per pass whatever the
             number; activations and logits of one part at a time are computed.
         store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
+        head: ``resident`` keeps the head on the device throughout a pass, for a forward that uses its weight otherwise
+            than by calling it, as that of TRL's ``SFTTrainer`` does.
         base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
@@ -65,7 +69,7 @@ def wrap(
         into.copy_(parameter.detach().reshape(-1))
 
     settings = _memory(device, device_memory, home, memory)
-    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec))
+    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec), head)
 
 
 def load(
@@ -81,6 +85,7 @@ def load(
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
+    head: Head = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     **memory: Any,
@@ -100,6 +105,7 @@ def load(
         home: see `wrap`.
         microbatches: see `wrap`.
         store_dir: see `wrap`.
+        head: see `wrap`.
         base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
         table_codec: see `wrap`.
         memory: see `wrap`.
@@ -122,7 +128,7 @@ def load(
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)
 
-    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec))
+    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec), head)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -167,9 +173,12 @@ def _attach(
     store_dir: str | os.PathLike[str] | None,
     fill: Fill,
     codecs: tuple[str, str],
+    head: Head,
 ) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
+    if head not in get_args(Head):
+        raise ConfigError(f"head={head!r}: it is {' or '.join(get_args(Head))}")
     unknown = set(codecs) - set(get_args(FrozenCodec))
     if unknown:
         raise ConfigError(
@@ -180,5 +189,5 @@ def _attach(
     directory = (
         Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
     )
-    attach(model, Runner(model, memory, microbatches, directory, fill, codecs))
+    attach(model, Runner(model, memory, microbatches, directory, fill, codecs, head == "streamed"))
     return model
