@@ -79,13 +79,12 @@ def load(
     attention: str = "auto",
     trust_remote_code: bool = False,
     trainable: bool = True,
-    head: bool = True,
     device: str = "auto",
     device_memory: str | int | None = None,
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
-    head: Head = "streamed",
+    head: Literal["streamed", "resident", "none"] = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     **memory: Any,
@@ -99,13 +98,12 @@ def load(
         trust_remote_code: whether code that comes with the model may run.
         trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
             embeddings.
-        head: False leaves the head out: a model that ends in hidden states, for embeddings.
         device: see `wrap`, as for the other arguments.
         device_memory: see `wrap`.
         home: see `wrap`.
         microbatches: see `wrap`.
         store_dir: see `wrap`.
-        head: see `wrap`.
+        head: see `wrap`; ``none`` leaves it out: a model that ends in hidden states, for embeddings.
         base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
         table_codec: see `wrap`.
         memory: see `wrap`.
@@ -115,9 +113,10 @@ def load(
         OutsizeError: as `wrap`.
     """
     settings = _memory(device, device_memory, home, memory)
+    placed: Head = "streamed" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
-    model = build_skeleton(config, wanted, attention, trust_remote_code, head)
+    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none")
     reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
     reader.load_buffers(model)
     if not trainable or (base_codec, table_codec) != ("raw", "raw"):
@@ -128,7 +127,15 @@ def load(
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)
 
-    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec), head)
+    return _attach(
+        model,
+        settings,
+        microbatches,
+        store_dir,
+        fill,
+        (base_codec, table_codec),
+        placed,
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:
