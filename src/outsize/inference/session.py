@@ -25,6 +25,7 @@ from torch import Tensor
 from outsize.errors import InfeasiblePlanError
 from outsize.inference.cache import HostedCache, cache_bytes, find_cache, layers_of
 from outsize.inference.caller import Caller
+from outsize.inference.experts import ExpertCache, find_experts, without
 from outsize.inference.loader import Loader
 from outsize.inference.measure import Workspace, extent_of, ordinary
 from outsize.inference.rows import Table, is_table
@@ -103,6 +104,10 @@ class Session:
         room_bytes: int,
         prefetch: int | None,
     ) -> None:
+        experts = find_experts(split)
+        self._experts = ExpertCache(experts, source)
+        split = without(split, experts)
+        source.partly = {one.unit: split.spec.units[one.unit] for one in experts}
         self._split = split
         self._boundaries = boundaries
         self._device = device
@@ -152,7 +157,8 @@ class Session:
             if self._depth == 1:
                 self._boundaries.outside = self._unit
                 self._bind_rest()
-            yield
+            with self._experts.active() if self._depth == 1 else nullcontext():
+                yield
         finally:
             self._depth -= 1
             if not self._depth:
@@ -216,7 +222,9 @@ class Session:
         self._cache = None
         if first:
             return
-        scan = self._plan(cache, self._room_bytes - expected)
+        room = self._room_bytes - expected
+        scan = self._plan(cache, room)
+        self._experts.shrink(max(room - 2 * self._cache_bytes - scan.device_bytes, 0))
         if scan != self._scan:
             self._binder.close()
             self._bound.clear()
