@@ -60,7 +60,8 @@ def work(args: argparse.Namespace, name: str, share: int, num_shares: int, journ
         # By their names, not their order: threads come by in another one in every process.
         drawn = sorted(points, key=place_of)[: args.sample or None]
         ours = [text for text in drawn if place_of(text) % num_shares == share]
-        write(out, {"points": ours, "operations": len(campaign.operations)})
+        head = {"points": ours, "operations": len(campaign.operations)}
+        write(out, {**head, "commit": common.machine()["commit"]})
         for text in ours:
             if text in known:
                 continue
@@ -132,6 +133,7 @@ def result_of(name: str, directory: Path) -> dict[str, Any]:
     verdicts: dict[str, dict[str, Any]] = {}
     points: set[str] = set()
     operations = 0
+    commits: set[str] = set()
     for path in sorted(directory.glob(f"{name}-*-of-*.jsonl")):
         for line in read_journal(path):
             if "outcome" in line:
@@ -139,7 +141,9 @@ def result_of(name: str, directory: Path) -> dict[str, Any]:
             elif "operations" in line:
                 points |= set(line["points"])
                 operations = max(operations, line["operations"])
+                commits.add(str(line.get("commit")))
     return {
+        "commits": sorted(commits),
         "operations": operations,
         "points": len(verdicts),
         "left": len(points - verdicts.keys()),
@@ -159,6 +163,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--shard", default="1/1", help="which part of how many, e.g. 2/4")
     parser.add_argument("--journal", type=Path, help="directory of the journals; a temporary one by default")
+    parser.add_argument("--report", action="store_true", help="run nothing, say what the journals say")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
@@ -172,7 +177,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         directory = args.journal or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
-        for name in args.scenarios:
+        for name in args.scenarios if not args.report else ():
             run(args, name, directory)
         results = {name: result_of(name, directory) for name in args.scenarios}
     for result in results.values():

@@ -112,7 +112,7 @@ PLANTS: dict[str, Plant] = {
     "one slow worker of two": Plant(
         verdict="worker-bound", memory={**HOST, "device": "emulated:2"}, slowed=slow_worker
     ),
-    "slow Python in the model": Plant(verdict="compute-slow", slowed=lambda: slow_forward(0.04)),
+    "slow Python in the model": Plant(verdict="compute-slow", slowed=lambda: slow_forward(0.1)),
 }
 
 

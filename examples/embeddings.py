@@ -54,7 +54,7 @@ def compare(directory: Path, share: float = 0.25) -> dict[str, Any]:
             directory,
             dtype="fp32",
             trainable=False,
-            head=False,
+            head="none",
             device="cpu",
             device_memory=budget,
             home="disk",

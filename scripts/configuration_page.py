@@ -52,7 +52,18 @@ start at the working directory.
 def page() -> str:
     """Return the whole page."""
     sections = [_section(name, field) for name, field in Config.model_fields.items()]
-    return "\n".join([INTRODUCTION, *sections])
+    return "\n".join([INTRODUCTION, *sections, _variables()])
+
+
+def _variables() -> str:
+    """Return the names of all environment variables."""
+    names = [
+        f"OUTSIZE_{section.upper()}__{key.upper()}"
+        for section, field in Config.model_fields.items()
+        for key in getattr(field.annotation, "model_fields", ())
+    ]
+    words = "Each key has one, whose value is written as in YAML; the file is overridden, `--set` and flags override."
+    return "\n".join(["## Environment variables", "", words, "", "```", *names, "```", ""])
 
 
 def _section(name: str, field: FieldInfo) -> str:

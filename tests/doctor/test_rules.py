@@ -297,6 +297,12 @@ def found(record):
     return {finding.id: finding for finding in examine(facts_of(record)).findings}
 
 
+def test_python_between_steps_is_told_apart(tmp_path):
+    waits = {"compute:w0": {"between steps": {"none": 0.9}, "python": {"none": 0.1}}}
+    finding = found(run(tmp_path, waits_s=waits, between_s=0.9))["host-bound"]
+    assert "900 ms of it lie between steps" in finding.evidence
+
+
 def test_every_rule_has_a_record_that_shows_it():
     assert SHOWN.keys() == {rule.id for rule in RULES}
     assert len(RULES) == len({rule.id for rule in RULES})

@@ -1,6 +1,6 @@
 import pytest
 
-from outsize.planner.blame import COMPUTE, STEP_BEFORE, waits_by_cause
+from outsize.planner.blame import COMPUTE, HANDED_OUT, STEP_BEFORE, waits_by_cause
 from outsize.planner.timeline import Event, Timeline
 
 
@@ -40,6 +40,17 @@ def test_other_workers_and_the_step_before():
         event("F 0.0@w0", 7, 8, waited_for="LOAD 0@w0.0"),
     )
     assert found == {COMPUTE: 3, STEP_BEFORE: 2, "weights to arrive": 1}
+
+
+def test_threads_that_take_time_to_wake_up_do_not_end_a_chain():
+    """As measured: nothing begins in the instant in which it may."""
+    found = waits(
+        event("F 0.0@w0", 0, 1),
+        event("STEP 1", 0, 7.75, lane="host"),
+        event("LOAD 1@w0.0", 8, 9.875, lane="up:w0", waited_for="STEP 1"),
+        event("F 1.0@w0", 10, 11, waited_for="LOAD 1@w0.0"),
+    )
+    assert found == {"the optimizer on the host": 6.75, "weights to arrive": 1.875, HANDED_OUT: 0.375}
 
 
 @pytest.mark.parametrize("lane", ["compute:w0", "compute:w1"])

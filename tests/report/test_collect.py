@@ -65,7 +65,7 @@ def test_of_too_many_ops_the_shortest_are_left_out_and_counted(recorded, monkeyp
 
 
 def test_a_run_of_fifty_thousand_steps_is_a_small_page(tmp_path):
-    run = collect(make_run(tmp_path / "long", 1200))
+    run = collect(make_run(tmp_path / "long", 1010))
     assert run["downsampled"]
     assert all(len(curve["points"]) <= 1002 for curve in run["curves"])
     assert len(run["shares"]["steps"]) == 250

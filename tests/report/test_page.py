@@ -23,7 +23,7 @@ def pages(tmp_path_factory):
     """One run, a long one, and two beside each other."""
     directory = tmp_path_factory.mktemp("pages")
     first = collect(make_run(directory / "first", 10))
-    long = collect(make_run(directory / "long", 1200))
+    long = collect(make_run(directory / "long", 1010))
     second = collect(make_run(directory / "second", 10, waits={"optimizer": {"host": 0.4}}))
     for name, runs in {"one": [first], "long": [long], "two": [first, second]}.items():
         (directory / f"{name}.html").write_text(make_page(page_data(runs)))

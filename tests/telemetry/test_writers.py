@@ -36,13 +36,11 @@ def record(step=1, **changes):
         "compute:w0": {"loader": {"none": 1.0}},
         "compute:w1": {"loader": {"none": 0.5}, "workers": {"compute:w0": 0.4}},
     }
-    return StepRecord(
-        step=step, **{**values, "waits_s": waits, "wire_bytes": {"up:w0": 7}, **changes}
-    ).to_dict()
+    return StepRecord(step=step, **{**values, "waits_s": waits, "wire_bytes": {"up:w0": 7}, **changes})
 
 
 def test_what_is_told_is_finite_and_named():
-    values = values_of(record())
+    values = values_of(record().to_dict())
     assert values["loss"] == 2.5
     assert values["bytes/up:w0"] == 7.0
     assert (values["waits/loader"], values["waits/workers"]) == pytest.approx((0.375, 0.1))

@@ -126,7 +126,8 @@ def test_the_adapter_is_saved_in_peft_s_format(home: str, tmp_path: Path):
     assert_equal(loaded.state_dict(), want)
 
 
-def test_sft_trainer_trains_a_wrapped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_sft_trainer_trains_a_wrapped_model(adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
@@ -137,7 +138,7 @@ def test_sft_trainer_trains_a_wrapped_model(tmp_path: Path, monkeypatch: pytest.
     ids = [tokenizer(f"the square of {n} is {n * n}")["input_ids"] for n in range(12)]
     tokens = datasets.Dataset(datasets.table.InMemoryTable.from_pydict({"input_ids": ids}), fingerprint="t")
 
-    def fit(model: nn.Module, directory: Path) -> list[float]:
+    def fit(model: nn.Module, directory: Path, own: Any = None) -> list[float]:
         trainer = trl.SFTTrainer(
             model=model,
             args=trl.SFTConfig(
@@ -157,6 +158,7 @@ def test_sft_trainer_trains_a_wrapped_model(tmp_path: Path, monkeypatch: pytest.
             ),
             train_dataset=tokens,
             processing_class=tokenizer,
+            optimizers=(own, None),
         )
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -169,8 +171,10 @@ def test_sft_trainer_trains_a_wrapped_model(tmp_path: Path, monkeypatch: pytest.
 
         torch.manual_seed(0)
         made: nn.Module = AutoModelForCausalLM.from_config(config)
-        return made
+        lora = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear")
+        return peft.get_peft_model(made, lora) if adapters else made
 
     want = fit(make(), tmp_path / "plain")
-    with wrapped(make(), microbatches=1) as model:
-        assert fit(model, tmp_path / "streamed") == want
+    with wrapped(make(), microbatches=1, home="disk", head="resident") as model:
+        own = outsize.AdamW(model, lr=1e-2, weight_decay=0.0)
+        assert fit(model, tmp_path / "streamed", own) == want

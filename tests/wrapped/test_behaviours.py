@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import types
 import weakref
 
 import pytest
@@ -546,3 +547,42 @@ def test_unwrap_gives_the_trained_model_back(home: str):
     assert_equal(model.state_dict(), want)
     model(**BATCH).loss.backward()
     copy.deepcopy(model)
+
+
+def fused(model: nn.Module) -> None:
+    """Put a forward in as TRL does: it takes the head's weight, and never calls the head."""
+    former = model.forward
+
+    def forward(self: nn.Module, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **inputs):
+        if not fused_lm_head:
+            return former(labels=labels, **inputs)
+        hidden = self.model(**{**inputs, "use_cache": False}).last_hidden_state[:, :-1]
+        scores = (hidden @ self.get_output_embeddings().weight.T).log_softmax(-1)
+        assert labels is not None
+        return {"log_probs": scores.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]}
+
+    model.forward = types.MethodType(forward, model)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_forward_that_takes_the_head_s_weight_itself_is_streamed(home: str):
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), home=home, head="resident") as model:
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        for one in (plain, model):
+            fused(one)
+            loss = -one(**BATCH, fused_lm_head=True)["log_probs"].mean()
+            loss.backward()
+        optimizer.step()
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True).step()
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+        assert torch.equal(model(**BATCH).loss, plain(**BATCH).loss)
+        del model.forward
+
+
+def test_such_a_forward_with_a_streamed_head_is_refused_with_the_remedy():
+    with wrapped(zoo.build("llama")) as model:
+        fused(model)
+        with pytest.raises(ModelError, match=r'head="resident"'):
+            model(**BATCH, fused_lm_head=True)
+        del model.forward

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 # A model with more layers than this, or wider by more, is none that anyone would train.
-MOST_LAYERS, WIDEST = 4096, 64
+MOST_LAYERS, WIDEST = 1024, 64
 # Widths grow by eighths.
 _PARTS = 8
 _WIDTHS = (

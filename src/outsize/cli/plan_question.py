@@ -14,7 +14,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Machine
-from outsize.model.lora_from_config import adapted_workload, parse_modules, with_adapters
+from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
 from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
@@ -112,7 +112,7 @@ def ask(
             "memory.host_memory": host_memory,
             "memory.home": home,
             **({"train.method": "lora", "lora.r": lora_r} if adapters else {}),
-            **({"lora.target_modules": ",".join(adapters[1])} if adapters and lora_modules else {}),
+            **({"lora.target_modules": _named(lora_modules)} if adapters and lora_modules else {}),
         },
         environ={},
     )
@@ -201,6 +201,11 @@ def train_yaml(asked: Asked, prediction: Prediction) -> str:
 def _devices(count: int, device: str) -> str:
     """Return the first ``count`` GPUs as a configuration names them; of one, what was asked for."""
     return "cuda:" + ",".join(map(str, range(count))) if count > 1 else device
+
+
+def _named(modules: str) -> str | tuple[str, ...]:
+    """Return adapted modules as a configuration names them, where a text by itself is a regular expression."""
+    return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
 
 
 def _share_of(sequences: int, nodes: int) -> int:

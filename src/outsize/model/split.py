@@ -41,6 +41,7 @@ def split(
     decays: Callable[[str], bool] = lambda _: True,
     freeze: tuple[str, ...] = (),
     apart: Callable[[str], PartKind | None] = lambda _: None,
+    with_head: bool = True,
 ) -> Split:
     """Split ``model`` into units.
 
@@ -50,6 +51,7 @@ def split(
         decays: whether weight decay applies to the parameter of that name.
         freeze: glob patterns of parameter names that are not trained.
         apart: in which frozen part of its unit the parameter of that name lies; None for none.
+        with_head: whether the head is a unit; otherwise its parameters belong to the rest.
 
     Raises:
         ModelError: there is no list of blocks, a freeze pattern matches nothing, or what trains is to lie apart.
@@ -57,7 +59,7 @@ def split(
     owners = _owners(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _check_patterns(freeze, names.values())
-    modules = list(_unit_modules(model))
+    modules = [found for found in _unit_modules(model) if with_head or found[1] != "head"]
     claims: dict[str, int] = {}
     for _, _, module in modules:
         for parameter in module.parameters():

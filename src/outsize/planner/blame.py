@@ -28,7 +28,11 @@ CAUSES = {
 }
 COMPUTE = "another GPU's compute"
 STEP_BEFORE = "the step before to end"
+# Between two ops of a chain, where lanes are threads that were measured; in a simulation nothing lies there.
+HANDED_OUT = "Python to hand out work"
 _NEAR_S = 1e-9
+# What a thread takes at most to wake up and begin the next op of its lane, on a machine that is busy.
+_WAKING_S = 1e-3
 
 
 def waits_by_cause(timeline: Timeline, lanes: Iterable[str]) -> list[dict[str, float]]:
@@ -45,6 +49,10 @@ def _waits(stalls: Iterable[Stall], index: "_Index") -> dict[str, float]:
     for stall in stalls:
         event, end_s = index.latest(stall.waited_for, stall.end_s), stall.end_s
         while event is not None and end_s > stall.start_s + _NEAR_S:
+            ready_s = min(end_s, max(event.end_s, stall.start_s))
+            if end_s - ready_s > _NEAR_S:
+                totals[HANDED_OUT] += end_s - ready_s
+            end_s = ready_s
             start_s = max(event.start_s, stall.start_s)
             totals[CAUSES.get(event.op.partition(" ")[0], COMPUTE)] += max(0.0, end_s - start_s)
             end_s = min(end_s, start_s)
@@ -70,6 +78,11 @@ class _Index:
         return runs[at - 1] if at else None
 
     def cause(self, event: Event) -> Event | None:
-        """Return what had to end for ``event`` to start: the op it waited for, or the one before it on its lane."""
+        """Return what had to end for ``event`` to start: the op it waited for, or the one before it on its lane.
+
+        One before it on its lane that ended long before was not what it waited for: it was submitted late.
+        """
         before = self.latest(event.waited_for or f"lane {event.lane}", event.start_s)
-        return None if before is event or before is None or before.end_s < event.start_s - 1e-6 else before
+        if before is event or before is None:
+            return None
+        return before if event.waited_for or before.end_s >= event.start_s - _WAKING_S else None

@@ -3,8 +3,8 @@
 from outsize.planner.candidate import Candidate
 from outsize.planner.costs import cost_model
 from outsize.planner.expectation import coarser
-from outsize.planner.memory import Tier
-from outsize.planner.plan import plan_step
+from outsize.planner.memory import Demand, Tier
+from outsize.planner.plan import fits_at_all, plan_step
 from outsize.planner.question import Question, demand_of, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
@@ -22,9 +22,8 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
     """
     model, machine = question.model, question.machine
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    options = PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches)
     plan = plan_step(
-        model, demand_of(question, work, work.held_bytes * microbatches), question.budgets, options
+        model, _demand(question, microbatches), question.budgets, _options(question, microbatches, home)
     )
     layout, tile_elements = coarser(plan, max(unit.numel for unit in model.units))
     costs = cost_model(
@@ -48,3 +47,18 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         costs=costs,
         assumptions=node_assumptions(question),
     )
+
+
+def fits_one_worker(question: Question, microbatches: int, home: Tier) -> bool:
+    """Return whether any plan of `one_worker` fits."""
+    options = _options(question, microbatches, home)
+    return fits_at_all(question.model, _demand(question, microbatches), question.budgets, options)
+
+
+def _demand(question: Question, microbatches: int) -> Demand:
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    return demand_of(question, work, work.held_bytes * microbatches)
+
+
+def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
+    return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches)

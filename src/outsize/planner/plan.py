@@ -192,6 +192,24 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     return _make(sizing, demand, budgets, knobs, memory_of(knobs))
 
 
+def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
+    """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
+    sizing = Sizing(model, options)
+    least = sizing.least()
+    layout = sizing.layout(least)
+    table = memory_table(
+        model,
+        demand,
+        layout,
+        peak_activations(insert_saves(v_cycle(layout), layout), layout, demand.boundary_bytes),
+        home=options.home,
+        below=options.below,
+        tile_elements=least.tile_elements,
+        host_buffer_bytes=sizing.host_buffer_bytes,
+    )
+    return not _shortage(table, budgets)
+
+
 def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
     options, dtype = sizing.options, sizing.model.dtype
     layout = sizing.layout(knobs)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.candidate import Candidate
 from outsize.planner.memory import Tier
-from outsize.planner.one_worker import one_worker
+from outsize.planner.one_worker import fits_one_worker, one_worker
 from outsize.planner.prediction import Prediction, predict
 from outsize.planner.question import Question
-from outsize.planner.several_workers import several_workers
+from outsize.planner.several_workers import fits_several_workers, several_workers
 
 # Sequences per microbatch that are tried.
 SIZES = (1, 2, 4, 8, 16)
@@ -69,10 +69,7 @@ def _candidate(question: Question, microbatches: int) -> Candidate:
     """Return the candidate with the home that was asked for, or the first that fits."""
     if len(question.machine.gpus) > 1:
         return several_workers(question, microbatches)
-    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
-    if question.home == "disk" and question.machine.disk is None:
-        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
-    tiers = homes[question.home] if question.machine.disk is not None else ("host",)
+    tiers = _tiers(question)
     for tier in tiers[:-1]:
         try:
             return one_worker(question, microbatches, tier)
@@ -82,14 +79,20 @@ def _candidate(question: Question, microbatches: int) -> Candidate:
     return one_worker(question, microbatches, tiers[-1])
 
 
+def _tiers(question: Question) -> tuple[Tier, ...]:
+    """Return where one GPU's home may be, the fastest first."""
+    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
+    if question.home == "disk" and question.machine.disk is None:
+        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
+    return homes[question.home] if question.machine.disk is not None else ("host",)
+
+
 def fits_at_all(question: Question) -> bool:
     """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
     assert question.microbatches is not None
-    try:
-        _candidate(question, question.microbatches)
-    except InfeasiblePlanError:
-        return False
-    return True
+    if len(question.machine.gpus) > 1:
+        return fits_several_workers(question, question.microbatches)
+    return any(fits_one_worker(question, question.microbatches, tier) for tier in _tiers(question))
 
 
 def missing_host_bytes(question: Question, microbatches: int) -> int:

@@ -102,6 +102,18 @@ def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> 
     return pipeline.step_s(layout.stages)
 
 
+def fits_several_workers(question: Question, microbatches: int) -> bool:
+    """Return whether stages of single units, which need the least memory, fit."""
+    model = without_rest(question.model)
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    try:
+        _check_count(len(question.machine.gpus), model)
+        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, (), (), 0)
+    except (ConfigError, InfeasiblePlanError):
+        return False
+    return True
+
+
 def without_rest(model: ModelSpec) -> ModelSpec:
     """Return ``model`` with its rest dealt out to the head, and to the embedding where the two are tied."""
     units = list(model.units[: model.num_streamed])

@@ -199,7 +199,8 @@ class _Pass:
                     if not isinstance(call, UnitCall) or call.unit != unit:
                         raise ModelError(
                             f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
-                            "streams models that call each of their units once per forward, in order"
+                            "streams models that call each of their units once per forward, in order. Where the "
+                            'forward takes the weight of the head itself (TRL): outsize.wrap(..., head="resident")'
                         )
                     received = self._receive(call)
                     several = several or len(received) > 1

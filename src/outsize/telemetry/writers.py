@@ -36,6 +36,17 @@ class Writer(Protocol):
         """Hand over what is left; idempotent."""
 
 
+class Record(Protocol):
+    """What a run knows of a step."""
+
+    @property
+    def step(self) -> int:
+        """From 1."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its line in the heartbeat."""
+
+
 class TensorBoard:
     """Event files below ``directory``."""
 
@@ -93,12 +104,12 @@ class Writers:
         self._announce = announce
         self.num_failed = 0
 
-    def tell(self, record: Mapping[str, Any]) -> None:
+    def tell(self, record: Record) -> None:
         """Tell of a step, as its line in the heartbeat does."""
-        if not self._writers or record["step"] % self._every:
-            return
-        values = values_of(record)
-        self._each(lambda writer: writer.write(record["step"], values))
+        step = record.step
+        if self._writers and step % self._every == 0:
+            values = values_of(record.to_dict())
+            self._each(lambda writer: writer.write(step, values))
 
     def close(self) -> None:
         """Close all of them; idempotent."""

@@ -3,7 +3,7 @@
 Rates are over wall-clock time. Trained tokens are those that carry loss: neither padding nor masked prompts.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -102,7 +102,9 @@ class StepRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes and ``tokens_per_s``, ready for JSON."""
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+        # Not asdict, which copies every mapping: this is asked for in every step.
+        told = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**told, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,9 +239,15 @@ class _Run:
         self.watchdog.step_ended(outcome.seconds)
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
-        record = self._record(outcome)
+        timeline = self.trainer.take_timeline()
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
+        # Before any other file: should one of those fail, a step that is being committed has its line.
         self.heartbeat.beat(record)
-        self.writers.tell(record.to_dict())
+        self.writers.tell(record)
+        if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
+            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+        self._foresee(outcome.seconds, timeline)
         if self.profiler.step_ended():
             self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
@@ -251,14 +257,6 @@ class _Run:
                 f"step {record.step}: loss {outcome.loss:g}; no weight was changed. Loss scaling cannot mend that: try "
                 "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
             )
-
-    def _record(self, outcome: StepOutcome) -> StepRecord:
-        timeline = self.trainer.take_timeline()
-        if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
-            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        self._foresee(outcome.seconds, timeline)
-        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
-        return self.accounts.record(outcome, timeline, self.position.skipped, failed)
 
     def _foresee(self, seconds: float, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""

@@ -146,7 +146,7 @@ class Saving:
             units = [split.spec.units[unit] for unit in self._prepared.plan.layout.step_order]
             self._writer = AdapterWriter(self._staging, adapters, units)
         else:
-            self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._moved)
+            self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._check)
         return self._writer
 
     def _write(self, resting: UnitAtRest, writer: CheckpointWriter | AdapterWriter) -> None:
@@ -162,10 +162,10 @@ class Saving:
             chunks = (
                 self._low_halves(resting, excepted) if plane == MASTER_LOW else self._chunks(resting, plane)
             )
-            self._files[name] = write_plane(self._staging / name, unit, dtype, chunks, moved=self._moved)
+            self._files[name] = write_plane(self._staging / name, unit, dtype, chunks, moved=self._check)
             if plane == MASTER_LOW:
                 name = file_of(unit, MASTER_EXCEPTED)
-                self._files[name] = write_file(self._staging / name, _joined(excepted), self._moved)
+                self._files[name] = write_file(self._staging / name, _joined(excepted), self._check)
         self._updates.update(resting.updates)
 
     def _link(self, resting: UnitAtRest, writer: CheckpointWriter) -> bool:
@@ -196,6 +196,7 @@ class Saving:
                 yield start + first, low
 
     def _check(self) -> None:
+        """After every piece: say that the checkpoint gets on, and go no further where it is given up."""
         self._moved()
         if self.cancelled:
             raise _CancelledError

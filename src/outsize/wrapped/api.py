@@ -19,6 +19,7 @@ from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
 Home = Literal["auto", "host", "disk"]
+Head = Literal["streamed", "resident"]
 FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 
 
@@ -30,6 +31,7 @@ def wrap(
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
+    head: Head = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     **memory: Any,
@@ -47,6 +49,8 @@ def wrap(
         microbatches: most parts that each batch is cut into. Weights cross to the device once per pass whatever the
             number; activations and logits of one part at a time are computed.
         store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
+        head: ``resident`` keeps the head on the device throughout a pass, for a forward that uses its weight otherwise
+            than by calling it, as that of TRL's ``SFTTrainer`` does.
         base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
@@ -65,7 +69,7 @@ def wrap(
         into.copy_(parameter.detach().reshape(-1))
 
     settings = _memory(device, device_memory, home, memory)
-    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec))
+    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec), head)
 
 
 def load(
@@ -75,12 +79,12 @@ def load(
     attention: str = "auto",
     trust_remote_code: bool = False,
     trainable: bool = True,
-    head: bool = True,
     device: str = "auto",
     device_memory: str | int | None = None,
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
+    head: Literal["streamed", "resident", "none"] = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     **memory: Any,
@@ -94,12 +98,12 @@ def load(
         trust_remote_code: whether code that comes with the model may run.
         trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
             embeddings.
-        head: False leaves the head out: a model that ends in hidden states, for embeddings.
         device: see `wrap`, as for the other arguments.
         device_memory: see `wrap`.
         home: see `wrap`.
         microbatches: see `wrap`.
         store_dir: see `wrap`.
+        head: see `wrap`; ``none`` leaves it out: a model that ends in hidden states, for embeddings.
         base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
         table_codec: see `wrap`.
         memory: see `wrap`.
@@ -109,9 +113,10 @@ def load(
         OutsizeError: as `wrap`.
     """
     settings = _memory(device, device_memory, home, memory)
+    placed: Head = "streamed" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
-    model = build_skeleton(config, wanted, attention, trust_remote_code, head)
+    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none")
     reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
     reader.load_buffers(model)
     if not trainable or (base_codec, table_codec) != ("raw", "raw"):
@@ -122,7 +127,15 @@ def load(
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)
 
-    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec))
+    return _attach(
+        model,
+        settings,
+        microbatches,
+        store_dir,
+        fill,
+        (base_codec, table_codec),
+        placed,
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -167,9 +180,12 @@ def _attach(
     store_dir: str | os.PathLike[str] | None,
     fill: Fill,
     codecs: tuple[str, str],
+    head: Head,
 ) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
+    if head not in get_args(Head):
+        raise ConfigError(f"head={head!r}: it is {' or '.join(get_args(Head))}")
     unknown = set(codecs) - set(get_args(FrozenCodec))
     if unknown:
         raise ConfigError(
@@ -180,5 +196,5 @@ def _attach(
     directory = (
         Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
     )
-    attach(model, Runner(model, memory, microbatches, directory, fill, codecs))
+    attach(model, Runner(model, memory, microbatches, directory, fill, codecs, head == "streamed"))
     return model

@@ -7,7 +7,7 @@ were. (PyTorch's FSDP2 does the same.)
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -22,6 +22,8 @@ from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
 
 _RUNNER = "_outsize_runner"
+# What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
+_FUSED = "fused_lm_head"
 
 
 class StateAtRest(Mapping[str, Tensor]):
@@ -59,10 +61,16 @@ class Wrapped(nn.Module):
     """What a wrapped model does otherwise than its own class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; inside a walk without hooks of the model itself, which have run outside."""
+        """Call the model; inside a walk without hooks of the model itself, which have run outside.
+
+        TRL puts a forward of its own in the place of the model's. It runs inside the walk where it is asked for; others
+        that people put there (autocasts) call the model's, and run around it.
+        """
+        fused = bool(kwargs.get(_FUSED)) and "forward" in vars(self)
         if is_walking():
-            return own_class(self).forward(self, *args, **kwargs)
-        return super().__call__(*args, **kwargs)
+            own = vars(self)["forward"] if fused else partial(own_class(self).forward, self)
+            return own(*args, **kwargs)
+        return type(self).forward(self, *args, **kwargs) if fused else super().__call__(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """See `torch.nn.Module.named_parameters`; waits for a step under way."""

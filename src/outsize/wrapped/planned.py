@@ -54,6 +54,7 @@ class Planned:
         store_dir: directory of the disk home.
         fill: copies weights into the home.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
+        with_head: whether the head is a unit, see `split`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Planned:
         store_dir: Path,
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
+        with_head: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
         self._memory = memory
@@ -82,7 +84,8 @@ class Planned:
         self._engine_stack = contextlib.ExitStack()
         self._flags = tuple(p.requires_grad for p in model.parameters())
         dtype, self._apart = dtype_and_parts(model, *codecs)
-        self.split = split(model, dtype, apart=self._apart)
+        self._with_head = with_head
+        self.split = split(model, dtype, apart=self._apart, with_head=with_head)
         with contextlib.ExitStack() as stack:
             self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
@@ -182,6 +185,7 @@ class Planned:
             self.split.spec.dtype,
             decays=(lambda _: True) if decays is None else decays.__contains__,
             apart=self._apart,
+            with_head=self._with_head,
         )
         if isinstance(self.tiers.home, HostHome):
             self.tiers.extend(parts.spec)

@@ -50,8 +50,9 @@ class Runner(Inferring):
         store_dir: Path,
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
+        with_head: bool = True,
     ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill, codecs)
+        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head)
         self.coefficient: Tensor | None = None
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device

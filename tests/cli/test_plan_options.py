@@ -1,0 +1,156 @@
+"""LoRA, nodes, hub ids and the largest model: what `outsize plan` takes, and what it says of mistakes."""
+
+import json
+
+import pytest
+
+from cli.test_plan import LLAMA, answer, run
+from outsize.cli import model_config
+from outsize.cli.model_config import read_config
+from outsize.cli.plan_largest import largest
+from outsize.config import load_config
+from outsize.errors import ModelError
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_lora_trains_little_and_says_so(model_dir, capsys, gpus, tmp_path):
+    options = (model_dir, "--gpus", gpus, "--seq-len", 128, "--no-advice")
+    full = answer(capsys, *options)
+    written = tmp_path / "train.yaml"
+    lora = answer(
+        capsys, *options, "--method", "lora", "--lora-modules", "q_proj,o_proj", "--output", written
+    )
+    assert lora["num_trainable"] == 4 * 2 * 8 * (64 + 64)
+    assert lora["num_parameters"] == full["num_parameters"] + lora["num_trainable"]
+    assert (
+        lora["memory_bytes"]["host"]["optimizer state"]
+        < 0.2 * full["memory_bytes"]["host"]["optimizer state"]
+    )
+    assert lora["memory_bytes"]["host"]["frozen weights"] > 0
+    assert (lora["dtype"], lora["method"]) == ("bf16", "lora")
+    config = load_config(written, [])
+    assert (config.train.method, config.lora.r, config.lora.target_modules) == (
+        "lora",
+        8,
+        ("q_proj", "o_proj"),
+    )
+    assert run(*options, "--method", "lora") == 0
+    assert "LoRA of rank 8 on q_proj, v_proj on" in " ".join(capsys.readouterr().out.split())
+
+
+def test_nodes_share_the_step(model_dir, capsys):
+    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice")
+    one = answer(capsys, *options, "--tokens-per-step", 64 * 128)
+    four = answer(capsys, *options, "--tokens-per-step", 256 * 128, "--nodes", 4, "--net", "100Gb")
+    assert (four["nodes"], four["tokens_per_step"]) == (4, 256 * 128)
+    assert four["tokens_per_s"] > 2 * one["tokens_per_s"]
+    assert "network" in four["usage"]
+    assert run(*options, "--nodes", 2, "--net", "3GB") == 0
+    assert "on 2 nodes of 1x4090" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_largest_models_that_fit_are_larger_and_no_larger(model_dir, capsys):
+    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens-per-step", 512, "--no-advice")
+    found = answer(capsys, *options, "--largest", "--host-memory", "64MiB", "--home", "host")
+    base = found["num_parameters"]
+    assert {model["what"] for model in found["largest"]} == {"more layers", "wider layers"}
+    assert all(model["num_parameters"] > base for model in found["largest"])
+    assert run(*options, "--largest", "--host-memory", "64MiB", "--home", "host") == 0
+    assert "the largest of this family that fits" in capsys.readouterr().out
+
+
+def test_the_search_for_the_largest_ends_at_the_limit():
+    found = largest(
+        LLAMA, lambda config: config["num_hidden_layers"] if config["num_hidden_layers"] <= 100 else None
+    )
+    layers = next(model for model in found if model.what == "more layers")
+    assert 97 <= layers.layers <= 100
+    assert largest(LLAMA, lambda config: None) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--method", "lora", "--lora-modules", "q_porj"), "did you mean q_proj"),
+        (("--method", "lora", "--lora-r", 0), "at least 1"),
+        (("--method", "prefix"), "lora"),
+        (("--nodes", 2), "--net 25Gb"),
+        (("--nodes", 0, "--net", "1Gb"), "train nothing"),
+        (("--nodes", 3, "--net", "1Gb"), "not shared evenly"),
+        (("--nodes", 2, "--net", "fast"), "gigabits"),
+        (("--nodes", 2, "--net", "0Gb"), "gigabits"),
+        (("--net", "25Gb"), "no effect"),
+        (("--tokens-per-step", 0), "tokens_per_step"),
+        (("--tokens", "0"), "zero tokens"),
+        (("--gpus", "4091"), "did you mean"),
+        (("--gpus", "16x4090"), "at most 11 GPUs"),
+        (("--device-memory", "1MiB"), "first try"),
+        (("--host-memory", "1MiB", "--home", "host"), "first try"),
+    ],
+)
+def test_bad_input_is_named_with_what_to_try(model_dir, capsys, options, words):
+    given = (model_dir, *(() if "--gpus" in options else ("--gpus", "4090")), "--seq-len", 128, "--no-advice")
+    assert run(*given, *options) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_short_is_said_in_bytes_by_tier(model_dir, capsys):
+    assert (
+        run(
+            model_dir, "--gpus", "4090", "--seq-len", 128, "--host-memory", "1MiB", "--home", "host", "--json"
+        )
+        != 0
+    )
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["short_by"]["host"] > 0
+
+
+def test_a_plan_for_another_model_s_config_is_refused(tmp_path, capsys):
+    """Not a causal decoder, and a config that lacks a size."""
+    for config, words in (({"model_type": "t5"}, "no sizes"), ({"model_type": "llama"}, "lacks a size")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert run(tmp_path, "--gpus", "4090") != 0
+        assert words in capsys.readouterr().err
+
+
+def test_of_a_hub_id_the_config_is_fetched_and_nothing_else(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def download(repo, file, *, local_files_only):
+        asked.append((repo, file, local_files_only))
+        path = tmp_path / "cached.json"
+        path.write_text(json.dumps(LLAMA))
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(model_config, "_is_there", lambda endpoint: True)
+    written = tmp_path / "train.yaml"
+    assert run("owner/tiny", "--gpus", "4090", "--seq-len", 128, "--no-advice", "--output", written) == 0
+    assert asked == [("owner/tiny", "config.json", False)]
+    assert load_config(written, []).model.path == "owner/tiny"
+    monkeypatch.setattr(model_config, "_is_there", lambda endpoint: False)
+    assert read_config("tiny")[1] == LLAMA
+    assert asked[-1] == ("tiny", "config.json", True)  # without a network, what lies in the cache
+
+
+def test_a_hub_that_cannot_be_asked_is_a_clear_error(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def nothing(*_, **__):
+        raise LocalEntryNotFoundError("not cached")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", nothing)
+    monkeypatch.setattr(model_config, "_is_there", lambda endpoint: False)
+    with pytest.raises(
+        ModelError, match="owner/tiny: no such file or directory, and the hub cannot be asked"
+    ):
+        read_config("owner/tiny")
+    with pytest.raises(ModelError, match="give a model directory"):
+        read_config("no/such/place")

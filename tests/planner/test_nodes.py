@@ -1,0 +1,85 @@
+"""Several nodes that share a step: what they exchange, and when."""
+
+import pytest
+
+from outsize.errors import ConfigError
+from outsize.hardware.spec import Figure
+from outsize.planner.one_worker import one_worker
+from outsize.planner.prediction import predict
+from outsize.planner.search import fastest
+from outsize.planner.simulate import simulate
+from outsize.planner.what_if import outcome
+from planner.questions import ask
+
+
+def nodes(count, rate=25e9 / 8, gpus="4090", **changes):
+    net = None if count == 1 else Figure(value=rate, source="test")
+    changes = {"sequences": 16, "microbatches": 4, **changes}
+    return ask(gpus, nodes=count, net_bytes_per_s=net, **changes)
+
+
+def exchanged(timeline, word):
+    return [event for event in timeline.events if event.op.startswith(word)]
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_every_unit_s_gradient_is_reduced_and_its_weights_are_gathered_once_a_step(gpus, clip):
+    question = nodes(4, gpus=gpus, clip=clip, microbatches=8)
+    found = fastest(question)
+    steps = 3 if gpus == "4090" else 2
+    trained = 9 if gpus == "4090" else 8  # several GPUs have the norm in the head
+    for word in ("REDUCE", "GATHER"):
+        assert len(exchanged(found.timeline, word)) == steps * trained
+    assert found.tokens_per_s == pytest.approx(4 * 16 * 1024 / found.step_s)
+    assert found.usage["network"] > 0
+    assert any("several nodes" in line for line in found.assumptions)
+
+
+def test_a_step_waits_for_its_reduction_and_the_next_load_for_its_gather():
+    candidate = one_worker(nodes(2), 4, "host")
+    done = simulate(candidate.programs, candidate.layout, candidate.costs)
+    ends, starts = {}, {}
+    for event in done.timeline.events:
+        ends.setdefault(event.op, event.end_s)
+        starts.setdefault(event.op, event.start_s)
+    for unit in range(1, 7):
+        assert starts[f"STEP {unit}"] >= ends[f"REDUCE {unit}"]
+        assert starts[f"GATHER {unit}"] >= ends[f"STEP {unit}"]
+    assert starts["CLIP"] >= max(end for op, end in ends.items() if op.startswith("REDUCE"))
+    loads = [event for event in done.timeline.events if event.op.startswith("LOAD 3@")]
+    (gather, *_) = exchanged(done.timeline, "GATHER 3")
+    assert any(load.start_s >= gather.end_s for load in loads)
+
+
+def test_the_network_costs_what_its_bytes_cost():
+    """(N - 1) / N of gradients in fp32 and weights in bf16, at its rate and no faster."""
+    question = nodes(4, rate=1e6)  # so slow that nothing else counts
+    parameters = sum(unit.numel for unit in question.model.units)
+    found = predict(question, one_worker(question, 4, "host"))
+    assert found.step_s == pytest.approx(0.75 * 6 * parameters / 1e6, rel=0.02)
+    assert found.binding == "network"
+    assert set(found.stalls) >= {"gradients of other nodes", "weights of other nodes"}
+
+
+def test_a_fast_network_costs_nothing_and_steps_share_the_optimizer():
+    alone = fastest(nodes(1))
+    many = fastest(nodes(4, rate=1e13))
+    assert many.step_s <= alone.step_s * 1.01
+    assert many.usage["optimizer on the host"] == pytest.approx(
+        alone.usage["optimizer on the host"] * alone.step_s / many.step_s / 4
+    )
+
+
+def test_more_nodes_and_a_faster_network_are_changes():
+    question = nodes(2, rate=2e8)
+    base = fastest(question)
+    assert outcome(question, base, "net=x2").gain > 0.1
+    assert outcome(question, base, "nodes=+2").prediction.tokens_per_s > base.tokens_per_s
+    with pytest.raises(ConfigError, match="there is one node"):
+        outcome(nodes(1), None, "net=x2")
+
+
+def test_nodes_without_a_network():
+    with pytest.raises(ValueError, match="a network between"):
+        ask(nodes=2)
