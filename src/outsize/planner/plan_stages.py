@@ -9,6 +9,7 @@ a stage of its own and a round takes all microbatches: sums are then taken use b
 from dataclasses import dataclass, replace
 from functools import partial
 
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.planner.hazards import SAVE_WINDOW
@@ -21,6 +22,7 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.stages import Span, Stages, cursor_after, slots_for
+from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
 
 # A backward with recompute takes about three forwards.
@@ -69,13 +71,13 @@ def plan_stages(
         )
     layout = partial(_layout, model, options, wanted)
     smallest = _single_units(model, options, wanted, bottom)
-    memory = _memory(model, demand, layout(smallest))
+    memory = _memory(model, demand, layout(smallest), options.transport)
     short_by = _shortage(memory, budgets)
     if short_by:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
     def holds(stages: Stages) -> bool:
-        return not _shortage(_memory(model, demand, layout(stages)), budgets)
+        return not _shortage(_memory(model, demand, layout(stages), options.transport), budgets)
 
     if wanted.stages is not None:
         stages = wanted.stages if holds(wanted.stages) else smallest
@@ -180,7 +182,9 @@ def _make(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout
 ) -> Plan:
     programs = _programs(layout)
-    traffic = partial(count_traffic, home=options.home, below=options.below, tile_elements=0)
+    traffic = partial(
+        count_traffic, home=options.home, below=options.below, tile_elements=0, transport=options.transport
+    )
     return Plan(
         home=options.home,
         below=options.below,
@@ -190,10 +194,11 @@ def _make(
         tile_elements=0,
         tile_buffer_bytes=0,
         store_buffer_bytes=0,
-        memory=_memory(model, demand, layout),
+        memory=_memory(model, demand, layout, options.transport),
         budgets=budgets,
         traffic=traffic(programs[0], model, layout, demand.boundary_bytes),
         later_programs=tuple(programs[1:]),
+        transport=options.transport,
     )
 
 
@@ -209,7 +214,9 @@ def _programs(layout: StepLayout) -> list[Program]:
     return programs
 
 
-def _memory(model: ModelSpec, demand: Demand, layout: StepLayout) -> dict[str, dict[str, int]]:
+def _memory(
+    model: ModelSpec, demand: Demand, layout: StepLayout, transport: Transport
+) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each worker."""
     stages = layout.stages
     assert stages is not None
@@ -224,8 +231,10 @@ def _memory(model: ModelSpec, demand: Demand, layout: StepLayout) -> dict[str, d
             "workspace": max(_workspace(model, demand, *span) for span in spans),
             "shared": demand.shared_bytes,
             "fixed": demand.fixed_bytes,
+            "codecs": device_bytes(transport, model, demand.boundary_bytes),
         },
         "host": {
+            "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
             "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
         },

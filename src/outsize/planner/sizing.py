@@ -5,9 +5,10 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from outsize.codecs.transport import Transport
 from outsize.model.spec import ModelSpec
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
@@ -38,6 +39,7 @@ class PlanOptions:
         commits: whether a home on disk keeps what a step changes twice, and commits every step.
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
+        transport: codecs on the link.
     """
 
     home: Tier
@@ -50,6 +52,7 @@ class PlanOptions:
     offload: bool | None = None
     commits: bool = True
     cut: bool = False
+    transport: Transport = field(default_factory=Transport)
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":

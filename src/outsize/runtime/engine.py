@@ -26,6 +26,7 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
+from outsize.runtime.carriers import encode_weights
 from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps
 from outsize.runtime.context import COMPUTE_KINDS, StepContext
@@ -125,13 +126,14 @@ class Engine:
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
         )
         spec = split.spec
+        encoded = encode_weights(plan.transport, split.spec, home, host)
         crew = make_crew if layout.stages is not None else make_single
-        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings)
+        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings, encoded)
         self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
         slots = [plane for worker in self._crew.workers for plane in worker.slots]
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
-        self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
+        self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements, encoded)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
@@ -259,6 +261,15 @@ class Engine:
             weights, activations, gradients = worker.weights, worker.activations, worker.gradients
             moved[f"up:w{index}"] = weights.bytes_up + activations.bytes_up + gradients.bytes_up
             moved[f"down:w{index}"] = gradients.bytes_down + activations.bytes_down
+        return moved
+
+    def logical_bytes(self) -> dict[str, int]:
+        """What `link_bytes` stood for, by lane: bytes as they are used, before codecs."""
+        moved: dict[str, int] = {}
+        for index, worker in enumerate(self._crew.workers):
+            weights, activations, gradients = worker.weights, worker.activations, worker.gradients
+            moved[f"up:w{index}"] = weights.logical_up + activations.logical_up + gradients.bytes_up
+            moved[f"down:w{index}"] = gradients.logical_down + activations.logical_down
         return moved
 
     @property

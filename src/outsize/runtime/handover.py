@@ -37,6 +37,16 @@ class HandoverOps:
         self.bytes_up = 0
         self.bytes_down = 0
 
+    @property
+    def logical_up(self) -> int:
+        """Of activations; they go as they are."""
+        return self.bytes_up
+
+    @property
+    def logical_down(self) -> int:
+        """The same on the way down."""
+        return self.bytes_down
+
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: the input goes below; the device memory is free afterwards."""
         unit, run = _find(op, context)

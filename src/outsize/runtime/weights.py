@@ -1,6 +1,6 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -9,6 +9,7 @@ from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.ops import Op
 from outsize.runtime.binding import TORCH_DTYPE, weight_planes
+from outsize.runtime.carriers import EncodedWeights, bring_up
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.storage.home import DiskHome, HostHome
@@ -28,6 +29,12 @@ class WeightOps:
         home: where the weights rest.
         slots: one byte buffer per slot, the rest's slot last where there is a rest.
         host_buffers: byte buffers for units between disk and device.
+        encoded: the weights as they go over the link; None where they go as they are.
+        staging: two byte buffers on the device for what arrives encoded.
+
+    Attributes:
+        bytes_up: that went over the link.
+        logical_up: of weights that they were.
     """
 
     def __init__(
@@ -37,13 +44,17 @@ class WeightOps:
         home: HostHome | DiskHome,
         slots: list[Tensor],
         host_buffers: list[Tensor],
+        encoded: EncodedWeights | None = None,
+        staging: Sequence[Tensor] = (),
     ) -> None:
         self._spec = spec
         self._device = device
         self._home = home
         self._slots = slots
         self._host_buffers = host_buffers
-        self.bytes_up = 0
+        self._encoded = encoded
+        self._staging = staging
+        self.bytes_up = self.logical_up = 0
 
     def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
         """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
@@ -66,6 +77,12 @@ class WeightOps:
         staged = self._staged(unit, op.buffer) if op.buffer is not None else None
         for position, (name, plane) in enumerate(zip(_names(unit), planes, strict=True)):
             if not plane.numel():
+                continue
+            self.logical_up += plane.nbytes
+            pieces = self._encoded.pieces(unit.index, name) if self._encoded is not None else []
+            if self._encoded is not None and pieces:
+                codec = self._encoded.codec
+                self.bytes_up += bring_up(self._device, codec, pieces, plane, self._staging)
                 continue
             self.bytes_up += plane.nbytes
             if staged is not None:

@@ -12,6 +12,7 @@ a file. Both pass the same contract (`outsize.testing`):
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +95,7 @@ class HostHome:
             memory = arena.take(extent.num_bytes, f"home: {plane}")
             self._planes[unit, plane] = memory.view(extent.dtype)
         self._statistics = HomeStatistics(num_bytes=self._layout.num_bytes)
+        self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
 
     def view(self, unit: int, plane: str) -> Tensor:
@@ -104,6 +106,10 @@ class HostHome:
         """
         self._layout.extent(unit, plane)
         return self._planes[unit, plane]
+
+    def version(self, unit: int, plane: str) -> int:
+        """Return how often a plane was written by `write`; what is done on views is not seen."""
+        return self._versions[unit, plane]
 
     def extend(self, model: ModelSpec, planes: Mapping[str, int], arena: Arena) -> None:
         """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
@@ -132,6 +138,7 @@ class HostHome:
         self._planes[unit, plane][start : start + source.numel()].copy_(source.detach())
         elapsed = time.perf_counter() - started
         with self._lock:
+            self._versions[unit, plane] += 1
             former = self._statistics
             self._statistics = replace(
                 former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed

@@ -41,6 +41,7 @@ class Accounts:
         self._lanes = [f"compute:w{worker}" for worker in range(machine.num_workers)]
         self._cuda = tuple(dict.fromkeys(n for n in device_names(machine.device) if n.startswith("cuda")))
         self._moved = self._counters()
+        self._stood_for = trainer.engine.logical_bytes()
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
         self.stalled_s: dict[str, float] = {}
@@ -87,8 +88,7 @@ class Accounts:
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
             wire_bytes=moved,
-            # No codec writes anything smaller on the way: a lane carries bytes as they are used.
-            logical_bytes=moved,
+            logical_bytes={**moved, **self._count_logical()},
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
@@ -102,6 +102,11 @@ class Accounts:
         self.read_bytes += moved[_READ]
         self.written_bytes += moved[_WRITTEN]
         return moved
+
+    def _count_logical(self) -> dict[str, int]:
+        """What lanes moved since the last call, as it is used, before codecs."""
+        before, self._stood_for = self._stood_for, self._trainer.engine.logical_bytes()
+        return {lane: size - before[lane] for lane, size in self._stood_for.items()}
 
     def _waits(self, timeline: Timeline, window: Window) -> Waits:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""
