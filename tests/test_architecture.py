@@ -27,10 +27,10 @@ ARROWS = {
     "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "codecs.transport", "optim.spec"},
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
-    "probe": GROUND | {"hardware", "model.spec", "optim", "storage"},
+    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "train.data"},
     "doctor": GROUND | {"hardware"},
     "telemetry": GROUND | {"hardware"},
-    "report": GROUND | {"planner"},
+    "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
     | {

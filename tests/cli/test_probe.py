@@ -2,10 +2,15 @@ import json
 
 import pytest
 
-from hardware.fake_machine import CGROUP_V2, SERVER, build, probed
+from doctor.records import gpu_machine
+from hardware.fake_machine import CGROUP_V2, SERVER, build, measured, probed
 from outsize.cli import main
 from outsize.cli.probe_text import describe
-from outsize.hardware.machine_file import parse
+from outsize.hardware.all_reduce import summarize
+from outsize.hardware.machine_file import DataRates, parse
+from outsize.hardware.readings import Fact
+from outsize.hardware.streaming import FeedRates, ShapeRate
+from outsize.testing.tiny import tiny_model
 
 
 @pytest.fixture
@@ -14,8 +19,8 @@ def found(tmp_path, monkeypatch):
     found = probed(build(tmp_path / "root", SERVER, CGROUP_V2), tmp_path)
     asked = []
 
-    def stand_in(effort, directories, *, announce):
-        asked.append((effort.mode, list(directories)))
+    def stand_in(effort, directories, *, announce, wishes):
+        asked.append((effort.mode, list(directories), wishes))
         announce("host memory and optimizer", 0, 4)
         return found
 
@@ -48,9 +53,70 @@ def test_json_and_file_are_the_machine(found, tmp_path, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert parse(line) == found[0]
     assert parse((tmp_path / "machine.json").read_text()) == found[0]
-    ((mode, directories),) = found[1]
+    ((mode, directories, wishes),) = found[1]
     assert mode == "full"
     assert list(map(str, directories)) == [str(tmp_path), "/"]
+    assert (wishes.model, wishes.emulated, wishes.link_bytes_per_s) == (None, 0, None)
+
+
+def test_wishes_reach_the_probe(found, tmp_path):
+    model = tiny_model(tmp_path / "model")
+    asked = ("--emulated", 2, "--link-gb-per-s", 1.5, "--ranks", 3, "--model", model, "--tokenizer", model)
+    assert run(*asked) == 0
+    ((_, _, wishes),) = found[1]
+    assert (wishes.emulated, wishes.link_bytes_per_s, wishes.num_ranks) == (2, 1.5e9, 3)
+    assert wishes.model.units[0].kind == "embedding"
+    assert wishes.tokenizer == model
+
+
+def test_rows_of_everything_that_a_probe_may_find(tmp_path):
+    machine = gpu_machine(tmp_path)
+    sums = summarize({2**20: (0.001,), 2**21: (0.002,)}, backend="gloo", num_ranks=2, note="")
+    data = DataRates(
+        tokenizer=Fact.read("BPE", "x"),
+        tokenizer_tokens_per_s={"1": measured(1.5e6)},
+        loader_tokens_per_s={"2": measured(1.2e8)},
+    )
+    feed = FeedRates(
+        source="host memory",
+        chunk_bytes=2**23,
+        compute_s=measured(0.001),
+        bytes_per_s={"four buffers": measured(2**22 / 0.001)},
+    )
+    shape = ShapeRate(
+        name="q_proj", num_inputs=64, num_outputs=32, num_tokens=128, flops_per_s={"bf16": measured(3e14)}
+    )
+    first, second = machine.devices
+    first = first.model_copy(
+        update={"feed": feed, "shapes": (shape,), "throttle_bytes_per_s": Fact.read(2e9, "a test")}
+    )
+    text = describe(
+        machine.model_copy(
+            update={
+                "devices": (first, second),
+                "all_reduce": sums,
+                "data": data,
+                "left_out": Fact.read("sums over processes", "after 9 s"),
+            }
+        )
+    )
+    for expected in (
+        "79% of 31.50 GB/s in theory",
+        "compute busy 50%",
+        "cuda:0 up while all copy",
+        "25.00 GB/s alone",
+        "PCIe peer by rate, PCIe peer by topology",
+        "bus bandwidth 1.05 GB/s",
+        "tokenizer, threads: 1",
+        "120 M tokens/s",
+        "32 x 64, 128 tokens",
+        "cuda:1 from memory of node 0",
+        "link is held to",
+        "left out, after 9 s: sums over processes",
+        "beside each other: product 1.10x, copies 1.10x",
+        "80.00 MiB for 80.00 MiB",
+    ):
+        assert expected in text, expected
 
 
 def test_comparison_shows_what_differs(found, tmp_path, capsys):
@@ -70,6 +136,11 @@ def test_mistakes_are_told_before_anything_is_measured(found, tmp_path, capsys):
     assert "cannot read absent.json" in capsys.readouterr().err
     assert run("-o", "no/such/machine.json") == 2
     assert "there is no such directory; create it first" in capsys.readouterr().err
+    assert run("--link-gb-per-s", 2) == 2
+    assert "add --emulated N" in capsys.readouterr().err
+    assert run("--tokenizer", "absent.json") == 2
+    assert "no such file" in capsys.readouterr().err
+    assert run("--model", "absent") == 2
     assert found[1] == []
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize import files
 from outsize.errors import CheckpointError
 from outsize.model import checkpoint_format
 from outsize.model.checkpoint_format import (
@@ -35,6 +36,28 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     for name, tensor in ours.items():
         assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape)
         assert bytes_of(tensor) == bytes_of(theirs[name])
+
+
+def test_a_large_file_is_synced_on_its_way_and_says_that_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.arange(40.0), "b": torch.arange(30.0)}
+    plain = write_file(tmp_path / "plain", tensors)
+    synced: list[int] = []
+
+    class Counting(files.System):
+        def fdatasync(self, descriptor: int) -> None:
+            synced.append(descriptor)
+            super().fdatasync(descriptor)
+
+    monkeypatch.setattr(checkpoint_format, "_STAGING_BYTES", 16)
+    monkeypatch.setattr(checkpoint_format, "_SYNC_BYTES", 100)
+    moved: list[None] = []
+    with files.replaced(Counting()):
+        assert write_file(tmp_path / "often", tensors, lambda: moved.append(None)) == plain
+    assert len(synced) >= 2
+    assert len(moved) >= len(synced) + 280 // 16 + 1
+    assert (tmp_path / "often").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path):

@@ -4,30 +4,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from outsize.hardware.machine_file import parse
+from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.readings import Measurement
 from outsize.probe.compute import measure_matmul
 from outsize.probe.disk import measure_disk
-from outsize.probe.effort import FULL, QUICK, within_memory
+from outsize.probe.effort import FULL, shared, within_memory
 from outsize.probe.link import measure_links, sizes
-from outsize.probe.run import probe
+from outsize.probe.run import Wishes, probe
 from outsize.probe.timing import sample
-
-MIB = 2**20
-TINY = replace(
-    QUICK,
-    sample_s=0.0,
-    num_samples_min=2,
-    array_bytes=MIB,
-    plane_bytes=MIB,
-    disk_bytes=64 * MIB,
-    disk_s=0.0,
-    queue_depths=(1, 4),
-    copy_bytes_max=MIB,
-    num_copy_rounds=9,
-    copy_s=0.0,
-    matmul_s=0.0,
-)
+from probe.efforts import MIB, TINY
 
 
 def test_a_whole_probe_and_what_it_leaves_behind(tmp_path):
@@ -42,7 +27,45 @@ def test_a_whole_probe_and_what_it_leaves_behind(tmp_path):
     assert all(depth.read_bytes_per_s.median > 0 for depth in found.disks[0].depths)
     assert found.devices[0].matmul_flops_per_s["fp32"].median > 0
     assert found.devices[0].attention_flops_per_s["bf16"].median > 0
+    (cpu,) = found.devices
+    assert cpu.overlap.hidden_share() <= 1
+    assert all(rate.median > 0 for rate in cpu.feed.bytes_per_s.values())
+    assert found.host.adamw_beside_copies_params_per_s.median > 0
+    assert found.host.pinning[0].way == "mlock"
+    assert found.data.loader_tokens_per_s["1"].median > 0
+    assert found.data.tokenizer.status == "assumed"
+    assert "--full" in found.all_reduce.note
+    assert found.left_out.value == ""
     assert parse(found.to_json()) == found
+    for name, reading in readings(found):
+        assert reading.source, name
+
+
+def test_what_plans_need_comes_first_and_the_rest_only_within_the_time(tmp_path):
+    found = probe(replace(TINY, limit_s=0.0), [tmp_path])
+    assert found.devices[0].links[0].fit is not None
+    assert found.devices[0].overlap is found.data is found.all_reduce is None
+    assert "tokenizer and loader" in found.left_out.value
+
+
+def test_several_devices_share_the_time_of_one():
+    assert shared(FULL, 8).copy_s == FULL.copy_s / 8
+    assert shared(FULL, 1) is FULL
+
+
+def test_emulated_devices_report_their_throttle(tmp_path):
+    wishes = Wishes(emulated=2, link_bytes_per_s=2e9)
+    found = probe(TINY, [tmp_path], wishes=wishes)
+    assert [device.device for device in found.devices] == ["emulated:0", "emulated:1"]
+    for device in found.devices:
+        assert device.throttle_bytes_per_s.value == 2e9
+        assert "held to 2 GB/s" in device.links[0].note
+        # Never faster than that: the emulation waits, and a busy machine makes it wait longer.
+        assert device.links[0].fit.bytes_per_s < 2.1e9
+    assert (
+        probe(replace(TINY, limit_s=0.0), [], wishes=Wishes(emulated=1)).devices[0].throttle_bytes_per_s.value
+        is None
+    )
 
 
 def test_without_proc_and_sys_everything_is_still_timed(tmp_path):

@@ -128,10 +128,21 @@ def test_a_disk_home_passes_through_a_buffer_that_was_planned(tmp_path: Path) ->
             for plane in ("weights", "exp_avg"):
                 sizes.extend(chunk.nbytes for _, (chunk,) in resting.chunks(plane))
 
-        trainer.engine.wait(trainer.engine.store(sink))
+        trainer.engine.wait(trainer.engine.store(sink).tasks)
         assert max(sizes) <= planned == trainer.prepared.plan.store_buffer_bytes
     with trainer_of(make_run(tmp_path), tmp_path) as trainer:
         assert trainer.prepared.plan.store_buffer_bytes == 0
+
+
+def test_a_unit_that_takes_long_shows_that_it_gets_on(tmp_path: Path) -> None:
+    """One STORE is one op, but a slow disk is not one that does not answer: every piece counts as progress."""
+    config = make_run(tmp_path)
+    with trainer_of(config, tmp_path) as trainer, saver_of(trainer, tmp_path / "run", config) as saver:
+        num_stores = len(trainer.spec.units)
+        before = trainer.engine.num_ended
+        saver.finish(Position(1, 64, 0))
+        tensors = sum(len(unit.tensors) for unit in trainer.spec.units)
+        assert trainer.engine.num_ended - before >= num_stores + 3 * tensors  # of weights and two moments
 
 
 # --- when one is due ----------------------------------------------------------------------------------------
@@ -157,12 +168,15 @@ def test_checkpoints_are_due_by_steps_and_by_the_clock(
     started: list[int] = []
 
     class Engine:
-        def store(self, saving: Saving) -> list[Any]:
+        def store(self, saving: Saving) -> engine.StoreHandle:
             started.append(saving.step)
             saving.path = tmp_path
-            return []
+            return engine.StoreHandle(saving, [], [])
 
         def wait(self, tasks: list[Any]) -> None:
+            pass
+
+        def note_progress(self) -> None:
             pass
 
     class Trainer:
@@ -431,7 +445,7 @@ def test_a_checkpoint_can_be_taken_elsewhere(tmp_path: Path) -> None:
 def test_a_program_of_stores_holds_every_unit_with_weights_once(tmp_path: Path) -> None:
     with trainer_of(make_run(tmp_path, "gpt2"), tmp_path) as trainer:
         stored: list[str] = []
-        tasks = trainer.engine.store(lambda resting: stored.append(resting.unit.name))
+        tasks = trainer.engine.store(lambda resting: stored.append(resting.unit.name)).tasks
         trainer.engine.wait(tasks)
     assert sorted(stored) == sorted(unit.name for unit in trainer.spec.units if unit.tensors)
     assert {task.op.kind for task in tasks} == {Kind.STORE}

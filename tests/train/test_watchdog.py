@@ -39,7 +39,9 @@ class Engine:
 class Kennel:
     """A watchdog whose looks are taken by hand, one second apart; nothing may stand still for ten."""
 
-    def __init__(self, run_dir: Path, action: str = "report", step: int = 1) -> None:
+    def __init__(
+        self, run_dir: Path, action: str = "report", step: int = 1, predicted_step_s: float | None = None
+    ) -> None:
         self.said: list[str] = []
         self.statuses: list[int] = []
         self.engine = Engine()
@@ -49,6 +51,7 @@ class Kennel:
             action=action,
             factor=10.0,
             floor_s=10.0,
+            predicted_step_s=predicted_step_s,
             grace_s=0.0,
             end_process=self.statuses.append,
         )
@@ -63,7 +66,10 @@ def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads
     kennel = Kennel(tmp_path, step=7)
     kennel.look(20)
     (line,) = kennel.said
-    assert line.startswith("stalled: step 7: nothing has ended for 11.0 s; up:w0: LOAD 3@w0.1 is running")
+    assert line.startswith(
+        "stalled: step 7: nothing has ended for 11.0 s, more than train.stall_floor_s=10; "
+        "up:w0: LOAD 3@w0.1 is running"
+    )
     text = (tmp_path / "stall-00000007.txt").read_text()
     assert "-->     3  LOAD 3@w0.1" in text
     assert "test_watchdog.py" in text  # the stack of this thread
@@ -130,12 +136,12 @@ def test_progress_is_no_stall(tmp_path: Path):
     assert kennel.said == []
 
 
-def test_what_is_not_a_step_is_not_watched(tmp_path: Path):
+def test_what_is_not_a_step_is_called_by_its_name(tmp_path: Path):
     kennel = Kennel(tmp_path)
-    with kennel.dog.paused():
-        kennel.look(100)
-    kennel.look(9)
-    assert kennel.said == []
+    with kennel.dog.during("the checkpoint after step 3"):
+        kennel.look(20)
+    (line,) = kennel.said
+    assert line.startswith("stalled: the checkpoint after step 3: nothing has ended for 11.0 s, more than")
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path):
@@ -150,6 +156,19 @@ def test_the_limit_is_a_multiple_of_the_median_step(tmp_path: Path):
     for seconds in (1.0, 2.0, 300.0):
         dog.step_ended(seconds)
     assert dog.limit_s == 20.0
+
+
+def test_until_a_step_was_measured_the_limit_is_a_multiple_of_the_predicted_one(tmp_path: Path):
+    kennel = Kennel(tmp_path, predicted_step_s=3.0)
+    assert kennel.dog.limit_s == 30.0
+    kennel.look(29)
+    assert kennel.said == []
+    kennel.look(3)
+    assert ", more than 10 times the predicted step, 3.0 s; " in kennel.said[0]
+    kennel.dog.step_ended(2.0)
+    assert kennel.dog.limit_s == 20.0
+    kennel.look(22)
+    assert ", more than 10 times the median of 1 steps, 2.0 s; " in kennel.said[1]
 
 
 def test_nobody_watches_before_the_first_step_or_if_told_not_to(tmp_path: Path):

@@ -12,6 +12,7 @@ from outsize.cli.export import export
 from outsize.cli.inspect import inspect
 from outsize.cli.plan import plan
 from outsize.cli.probe import probe
+from outsize.cli.report import report
 from outsize.cli.train import train
 from outsize.cli.verify import verify
 from outsize.errors import OutsizeError
@@ -59,5 +60,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, doctor, plan, train, verify, inspect, export):
+for _command in (probe, doctor, plan, train, verify, inspect, export, report):
     app.command()(_command)

@@ -12,6 +12,7 @@ from outsize.cli.console import Output
 from outsize.cli.options import JsonOption
 
 if TYPE_CHECKING:
+    from outsize.model.spec import ModelSpec
     from outsize.probe.run import Announce
 
 
@@ -31,14 +32,40 @@ def probe(
             "--directory", metavar="DIR", help="Time the disk of DIR; repeatable. Default: the current one."
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="Also time the matrix products of this model's shapes."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer", metavar="FILE", help="Time this tokenizer.json instead of one made here."
+        ),
+    ] = None,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=2, help="Processes that sum (with --full). Default: GPUs, or processors."
+        ),
+    ] = None,
+    emulated: Annotated[
+        int, typer.Option("--emulated", min=0, metavar="N", help="Describe N emulated devices instead.")
+    ] = 0,
+    link_gb_per_s: Annotated[
+        float | None,
+        typer.Option("--link-gb-per-s", min=1e-6, help="What links of emulated devices are held to."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine: memory, optimizer, disks, compute and links. Needs no rights and leaves no files."""
+    """Measure this machine: memory, optimizer, disks, compute, links, data. Needs no rights and leaves no files."""
     from outsize.cli import probe_text
     from outsize.errors import ConfigError
     from outsize.hardware import machine_file
     from outsize.hardware.compare import compare
     from outsize.probe.effort import FULL, QUICK
+    from outsize.probe.run import Wishes
     from outsize.probe.run import probe as run_probe
 
     output = Output(as_json=as_json)
@@ -46,8 +73,23 @@ def probe(
         old = machine_file.read(old_file) if old_file else None
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
+        if link_gb_per_s is not None and not emulated:
+            raise ConfigError("--link-gb-per-s is of emulated devices: add --emulated N")
+        if tokenizer is not None and not tokenizer.exists():
+            raise ConfigError(
+                f"--tokenizer {tokenizer}: no such file; name a tokenizer.json or its directory"
+            )
+        wishes = Wishes(
+            model=_spec(model) if model is not None else None,
+            tokenizer=tokenizer,
+            num_ranks=num_ranks,
+            emulated=emulated,
+            link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
+        )
         with _progress(output) as announce:
-            found = run_probe(FULL if full else QUICK, directories or [Path()], announce=announce)
+            found = run_probe(
+                FULL if full else QUICK, directories or [Path()], announce=announce, wishes=wishes
+            )
         if output_file is not None:
             try:
                 output_file.write_text(found.to_json(), encoding="utf-8")
@@ -59,6 +101,14 @@ def probe(
         output.print_result(probe_text.describe(found))
         if old:
             output.print_result(probe_text.describe_changes(changes))
+
+
+def _spec(model: str) -> "ModelSpec":
+    """Return the units of a model; reads no weights."""
+    from outsize.model.build import build_skeleton, load_hf_config
+    from outsize.model.split import split
+
+    return split(build_skeleton(load_hf_config(model), "fp32"), "fp32").spec
 
 
 @contextmanager

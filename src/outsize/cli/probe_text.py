@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from outsize.cli.probe_rows import several_rows, streaming_rows
 from outsize.hardware.compare import Change
+from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import DeviceRates, DiskRates, MachineFile, readings
+from outsize.hardware.pcie import theory_bytes_per_s
 from outsize.hardware.readings import Fact, Measurement
 from outsize.units import format_bytes, format_rate, format_seconds
 
@@ -16,6 +19,8 @@ def describe(found: MachineFile) -> str:
     missing = _missing(found)
     if missing:
         lines += ["", "not measured:", *missing]
+    if found.left_out.value:
+        lines += ["", f"left out, {found.left_out.source}: {found.left_out.value}"]
     lines.append(f"\n{found.mode} probe in {format_seconds(found.duration_s)}")
     return "\n".join(lines)
 
@@ -70,10 +75,24 @@ def _rows(found: MachineFile) -> Iterable[tuple[str, ...]]:
     yield ("DRAM triad", *_rate(host.dram_triad_bytes_per_s))
     for dtype, rate in host.adamw_params_per_s.items():
         yield (f"AdamW {dtype}", *_count(rate, 1e9, "G parameters/s"))
+    yield ("AdamW fp32 beside copies", *_count(host.adamw_beside_copies_params_per_s, 1e9, "G parameters/s"))
+    yield ("copies beside AdamW", *_rate(host.copies_beside_adamw_bytes_per_s))
+    for cost in host.pinning:
+        taken = (
+            ""
+            if cost.taken_bytes.value is None
+            else f"{_bytes(cost.taken_bytes)} for {format_bytes(cost.asked_bytes)}"
+        )
+        yield (f"{cost.way}, per GB", _seconds(cost.pin_s_per_gb), taken)
+    for numa in host.numa:
+        yield (f"memory of node {numa.memory_node} by {numa.by}", *_rate(numa.copy_bytes_per_s))
     for disk in found.disks:
         yield from _disk_rows(disk)
-    for device in found.devices:
+    for index, device in enumerate(found.devices):
         yield from _device_rows(device)
+        yield from _link_rows(device, found.inventory.gpus[index : index + 1])
+        yield from streaming_rows(device)
+    yield from several_rows(found)
 
 
 def _disk_rows(disk: DiskRates) -> Iterable[tuple[str, ...]]:
@@ -84,12 +103,19 @@ def _disk_rows(disk: DiskRates) -> Iterable[tuple[str, ...]]:
     for depth in disk.depths:
         for verb, rate in (("read", depth.read_bytes_per_s), ("write", depth.write_bytes_per_s)):
             yield (f"{disk.directory}: {kind} {verb}, depth {depth.queue_depth}", *_rate(rate))
+    if disk.sustained_write_bytes_per_s.median is not None:
+        yield (f"{disk.directory}: {kind} write, without a pause", *_rate(disk.sustained_write_bytes_per_s))
 
 
 def _device_rows(device: DeviceRates) -> Iterable[tuple[str, ...]]:
     for what, rates in (("matmul", device.matmul_flops_per_s), ("attention", device.attention_flops_per_s)):
         for dtype, rate in rates.items():
             yield (f"{device.device} {what} {dtype}", *_count(rate, 1e12, "TFLOP/s"))
+
+
+def _link_rows(device: DeviceRates, gpus: Sequence[GpuFacts]) -> Iterable[tuple[str, ...]]:
+    """Return a row for each link, with its share of what the bus carries in theory where that is known."""
+    theory = _theory_bytes_per_s(device, gpus)
     for link in device.links:
         name = f"{device.device} link, {link.path}, {link.direction}"
         if link.fit is None:
@@ -100,12 +126,31 @@ def _device_rows(device: DeviceRates) -> Iterable[tuple[str, ...]]:
             if link.fit.held_out_median is None
             else f"off by {link.fit.held_out_median:.0%} on held-out sizes"
         )
+        if theory is not None:
+            error = f"{link.fit.bytes_per_s / theory:.0%} of {format_rate(theory)} in theory; {error}"
         fit = f"{link.fit.latency_s * 1e6:.1f} us + {format_rate(link.fit.bytes_per_s)}"
         yield (name, f"{fit} each way" if link.direction == "both" else fit, error)
 
 
+def _theory_bytes_per_s(device: DeviceRates, gpus: Sequence[GpuFacts]) -> float | None:
+    """Return what the link carries as negotiated under load; where that was not read, at its highest generation."""
+    generation, lanes = device.pcie_generation_loaded.number(), device.pcie_lanes_loaded.number()
+    if gpus and (generation is None or lanes is None):
+        generation, lanes = gpus[0].pcie_generation_max.number(), gpus[0].pcie_lanes.number()
+    if generation is None or lanes is None:
+        return None
+    try:
+        return theory_bytes_per_s(int(generation), int(lanes))
+    except ValueError:
+        return None
+
+
 def _rate(rate: Measurement) -> tuple[str, str]:
     return (_UNKNOWN, "") if rate.median is None else (format_rate(rate.median), f"±{rate.spread:.0%}")
+
+
+def _seconds(duration: Measurement) -> str:
+    return _UNKNOWN if duration.median is None else format_seconds(duration.median)
 
 
 def _count(rate: Measurement, factor: float, unit: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from itertools import combinations
 
 from outsize.doctor.facts import Facts, LackingError, fit_of, link_of, number, text
 from outsize.doctor.finding import Seen
+from outsize.hardware.cpu import listed
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import DeviceRates
 from outsize.hardware.pcie import SOUND_SHARE, theory_bytes_per_s
@@ -110,12 +111,12 @@ def wrong_node(facts: Facts) -> Seen | None:
     cpu = facts.machine.inventory.cpu
     if len(cpu.numa_nodes) < 2:
         return None
-    usable = _numbers(text(cpu.usable_cpus, "usable CPUs"))
+    usable = listed(text(cpu.usable_cpus, "usable CPUs"))
     for index, gpu in _gpus(facts):
         node = next(
             (node for node in cpu.numa_nodes if node.index == number(gpu.numa_node, "NUMA node")), None
         )
-        if node is None or usable & _numbers(text(node.cpus, f"CPUs of node {node.index}")):
+        if node is None or usable & listed(text(node.cpus, f"CPUs of node {node.index}")):
             continue
         return Seen(
             severity="warning",
@@ -209,9 +210,3 @@ def _common(one: list[str], other: list[str]) -> list[str]:
     while length < min(len(one), len(other)) and one[length] == other[length]:
         length += 1
     return one[:length]
-
-
-def _numbers(listed: str) -> set[int]:
-    """Return the numbers of a list such as ``0-3,8``."""
-    ends = [part.partition("-") for part in listed.split(",") if part]
-    return {index for first, _, last in ends for index in range(int(first), int(last or first) + 1)}

@@ -52,9 +52,11 @@ def _rates(found: MachineFile) -> dict[str, tuple[float, float]]:
     """Return median and spread of each rate by its name."""
     rates = {
         name: (reading.median, reading.spread)
-        for part in ("host", "disks", "devices")
+        for part in ("host", "disks", "devices", "together", "peers", "all_reduce", "data")
         for name, reading in readings(getattr(found, part), part)
-        if isinstance(reading, Measurement) and reading.median is not None and not name.endswith(".copy_s")
+        if isinstance(reading, Measurement)
+        and reading.median is not None
+        and not name.endswith((".copy_s", ".seconds"))
     }
     for device in found.devices:
         for link in device.links:

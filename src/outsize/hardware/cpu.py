@@ -96,7 +96,7 @@ def read_cpu(root: Path) -> Cpu:
     return Cpu(
         model=Fact.of(info, lambda: _field(info, "model name", "Model", "Hardware", "CPU part")),
         num_physical_cores=Fact.of(info, lambda: _num_physical_cores(root)),
-        num_usable_cpus=Fact.of(status, lambda: _num_listed(_field(status, "Cpus_allowed_list"))),
+        num_usable_cpus=Fact.of(status, lambda: len(listed(_field(status, "Cpus_allowed_list")))),
         quota_cores=cgroup.cpu_quota_cores(root),
         simd=Fact.of(info, lambda: _simd(_field(info, "flags", "Features"))),
         last_level_cache_bytes=Fact.of("sys/devices/system/cpu/cpu0/cache", lambda: _cache_bytes(root)),
@@ -143,10 +143,10 @@ def _num_physical_cores(root: Path) -> int:
     return len(cores)
 
 
-def _num_listed(text: str) -> int:
-    """Return how many numbers a list such as ``0-3,8`` has."""
+def listed(text: str) -> set[int]:
+    """Return the numbers of a list such as ``0-3,8``, as the kernel writes processors."""
     ends = [part.partition("-") for part in text.split(",") if part]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
+    return {index for first, _, last in ends for index in range(int(first), int(last or first) + 1)}
 
 
 def _simd(flags: str) -> str:

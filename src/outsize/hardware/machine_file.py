@@ -97,14 +97,15 @@ class LinkRates(Record):
     """One way of moving bytes between host and device.
 
     Attributes:
-        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device.
+        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device;
+            ``emulated`` where the link is.
         direction: ``up`` to the device, ``down`` from it, or ``both`` at once.
         points: from the smallest size to the largest.
         fit: None where nothing was measured.
         note: what the path is, or why there is no fit.
     """
 
-    path: Literal["pinned", "pageable", "dram copy"]
+    path: Literal["pinned", "pageable", "dram copy", "emulated"]
     direction: Direction
     points: tuple[LinkPoint, ...]
     fit: LinkFit | None
@@ -179,6 +180,7 @@ class MachineFile(Record):
         peers: copies between GPUs, each ordered pair.
         all_reduce: sums over several processes; None where it was not tried.
         data: tokenizer and loader; None where an older probe did not try.
+        left_out: parts for which a probe's time did not suffice; empty for none.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -193,6 +195,7 @@ class MachineFile(Record):
     peers: tuple[PeerLink, ...] = ()
     all_reduce: AllReduceRates | None = None
     data: DataRates | None = None
+    left_out: Fact = Fact.unread()
 
     def to_json(self) -> str:
         """Return the file's text; `parse` reads it back."""

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -46,6 +46,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _STAGING_BYTES = 8 * 2**20
+# A file is synced every so often while it is written: pages that wait for the disk stay few, and no sync takes long.
+_SYNC_BYTES = 256 * 2**20
+
+Moved = Callable[[], object]
+"""Told that something was written: whoever watches knows a slow disk from one that does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +172,18 @@ class TensorWriter:
         path: a new file.
         entries: name, dtype and shape of each tensor, in the order in which their bytes will come. All of one itemsize,
             or the larger ones first, so that every tensor is aligned for its dtype.
+        moved: called after every piece that was written or synced.
 
     Raises:
         OSError: as the system says; the caller knows what to clean up.
     """
 
-    def __init__(self, path: Path, entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+        moved: Moved = lambda: None,
+    ) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, dtype, shape in entries:
@@ -181,7 +192,8 @@ class TensorWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(align_up(len(text), _LENGTH_BYTES))
         self._expected = _LENGTH_BYTES + len(text) + end
-        self._num_bytes = self._crc32 = 0
+        self._num_bytes = self._num_synced = self._crc32 = 0
+        self._moved = moved
         self._fd = files.system().open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             self.write(memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
@@ -195,6 +207,12 @@ class TensorWriter:
             piece = data[start : start + _STAGING_BYTES]
             self._crc32 = zlib.crc32(piece, self._crc32)
             self._num_bytes = _write_all(self._fd, piece, self._num_bytes)
+            self._moved()
+            if self._num_bytes - self._num_synced >= _SYNC_BYTES:
+                files.system().fdatasync(self._fd)
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                self._num_synced = self._num_bytes
+                self._moved()
 
     def sync(self) -> FileSum:
         """Wait until everything is on the disk, and let it go from the page cache.
@@ -205,6 +223,7 @@ class TensorWriter:
         if self._num_bytes != self._expected:
             raise ValueError(f"{self._num_bytes} bytes came, the header says {self._expected}")
         files.system().fsync(self._fd)
+        self._moved()
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return FileSum(self._num_bytes, self._crc32)
 
@@ -215,15 +234,17 @@ class TensorWriter:
         files.system().close(self._fd)
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+def write_file(path: Path, tensors: Mapping[str, Tensor], moved: Moved = lambda: None) -> FileSum:
     """Write ``tensors`` to a new file at ``path``, sync it, and return its size and checksum.
+
+    ``moved`` is called after every piece.
 
     Raises:
         OSError: as the system says; the caller knows what to clean up.
     """
     # Largest itemsize first, as the library does, so that every tensor is aligned for its dtype.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    with TensorWriter(path, ((name, t.dtype, tuple(t.shape)) for name, t in ordered)) as file:
+    with TensorWriter(path, ((name, t.dtype, tuple(t.shape)) for name, t in ordered), moved) as file:
         for _, tensor in ordered:
             file.write(bytes_of(tensor.detach().cpu().contiguous()))
         return file.sync()

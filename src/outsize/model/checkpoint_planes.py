@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import (
     FileSum,
+    Moved,
     StoredTensor,
     TensorWriter,
     bytes_of,
@@ -30,6 +31,7 @@ def write_plane(
     dtype: torch.dtype,
     chunks: Iterable[Chunk],
     names: Mapping[str, str] | None = None,
+    moved: Moved = lambda: None,
 ) -> FileSum:
     """Write a plane of ``unit`` to a new file, sync it, and return its size and checksum.
 
@@ -39,12 +41,13 @@ def write_plane(
         dtype: of the plane.
         chunks: the whole plane, in order.
         names: what tensors are called in the file; None for their own names.
+        moved: called after every piece that was written.
 
     Raises:
         OSError: as the system says.
     """
     entries = ((names[t.name] if names else t.name, dtype, t.shape) for t in unit.tensors)
-    with TensorWriter(path, entries) as file:
+    with TensorWriter(path, entries, moved) as file:
         for start, chunk in chunks:
             for _, _, piece in _pieces(unit, start, chunk):
                 file.write(bytes_of(piece))

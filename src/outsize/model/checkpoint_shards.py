@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outsize import files
 from outsize.model.checkpoint import CheckpointReader, persistent_buffers
 from outsize.model.checkpoint_files import INDEX, locate_checkpoint
-from outsize.model.checkpoint_format import FileSum, bytes_of, sum_of_file, write_file
+from outsize.model.checkpoint_format import FileSum, Moved, bytes_of, sum_of_file, write_file
 from outsize.model.checkpoint_planes import Chunk, write_plane
 from outsize.model.spec import UnitSpec
 
@@ -44,13 +44,17 @@ class CheckpointWriter:
         directory: is there, and holds no checkpoint.
         model: for names and rules; its buffers are written, its parameters are not read.
         units: all units of the model.
+        moved: called after every piece that was written.
 
     Attributes:
         files: size and checksum of each file written, by name; all are synced.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, units: Sequence[UnitSpec]) -> None:
+    def __init__(
+        self, directory: Path, model: nn.Module, units: Sequence[UnitSpec], moved: Moved = lambda: None
+    ) -> None:
         self.files: dict[str, FileSum] = {}
+        self._moved = moved
         self._directory = directory
         self._model = model
         self._buffers = _saved_buffers(model)
@@ -76,7 +80,7 @@ class CheckpointWriter:
             self._stream_converted(unit, dtype, chunks)
             return
         shard = self.shard_of(unit)
-        written = write_plane(self._directory / shard, unit, dtype, chunks, names)
+        written = write_plane(self._directory / shard, unit, dtype, chunks, names, self._moved)
         self._note_plain(unit, dtype, written, names.values())
 
     def link_unit(self, unit: UnitSpec, dtype: torch.dtype, former: Path, known: FileSum) -> bool:
@@ -123,7 +127,7 @@ class CheckpointWriter:
 
     def _write_tensors(self, shard: str, tensors: dict[str, Tensor]) -> None:
         stored = _in_original_layout(self._model, tensors)
-        self.files[shard] = write_file(self._directory / shard, stored)
+        self.files[shard] = write_file(self._directory / shard, stored, self._moved)
         self._weight_map.update(dict.fromkeys(stored, shard))
         self._total_bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored.values())
         if tensors is not self._buffers:

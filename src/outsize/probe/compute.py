@@ -55,7 +55,9 @@ def measure_matmul(device: str, dtype: str, effort: Effort) -> Measurement:
     sides = _SIDES
     if device == "cpu":  # three matrices beside everything else: each no larger than a DRAM array
         sides = tuple(n for n in _SIDES if n == _SIDES[0] or 4 * n * n <= effort.array_bytes)
-    return _measure(device, effort, sides, prepare, lambda n: 2.0 * n**3, f"{dtype} n x n product, n =")
+    return measure_growing(
+        device, effort, sides, prepare, lambda n: 2.0 * n**3, f"{dtype} n x n product, n ="
+    )
 
 
 def measure_attention(device: str, dtype: str, effort: Effort) -> Measurement:
@@ -71,11 +73,11 @@ def measure_attention(device: str, dtype: str, effort: Effort) -> Measurement:
     def flops(s: int) -> float:
         return 2.0 * s * s * _HEADS * _HEAD_DIM
 
-    return _measure(device, effort, _SEQ_LENS, prepare, flops, f"{dtype} causal attention, tokens =")
+    return measure_growing(device, effort, _SEQ_LENS, prepare, flops, f"{dtype} causal attention, tokens =")
 
 
 @torch.no_grad()
-def _measure(
+def measure_growing(
     device: str,
     effort: Effort,
     sizes: tuple[int, ...],
@@ -83,7 +85,16 @@ def _measure(
     flops: Callable[[int], float],
     what: str,
 ) -> Measurement:
-    """Grow until one call takes ``effort.matmul_s``, then sample that size."""
+    """Return what ``prepare(size)()`` does per second, at the first of ``sizes`` that takes ``effort.matmul_s``.
+
+    Args:
+        device: that is waited for.
+        effort: how long.
+        sizes: to try, from the smallest.
+        prepare: makes the work of a size.
+        flops: operations of a size.
+        what: it is, for the source; the size is added.
+    """
     finish = finisher(device)
     try:
         for size in sizes:

@@ -1,5 +1,6 @@
 """Direct reads and writes of a directory's disk by queue depth, through the engine's own file and pool."""
 
+import statistics
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from outsize.storage.pool import IOPool
 
 # One sample moves this much: each queue depth up to 16 has its requests in flight.
 _SAMPLE_BYTES = 16 * DEFAULT_REQUEST_BYTES
+# Samples of the writes without a pause.
+_NUM_SUSTAINED = 12
 
 
 def measure_disk(directory: Path, effort: Effort) -> DiskRates:
@@ -29,6 +32,7 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
     num_bytes = max(_SAMPLE_BYTES, effort.disk_bytes // _SAMPLE_BYTES * _SAMPLE_BYTES)
     depths: list[DepthRates] = []
     direct = Fact.absent("nothing was measured")
+    sustained = Measurement.absent("a quick probe is too short for it: outsize probe --full")
     try:
         with Arena() as arena:
             buffer = arena.take(_SAMPLE_BYTES, "disk buffer")
@@ -40,13 +44,15 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
                     DirectFile(path, num_bytes, pool=pool, temporary=True) as file,
                 ):
                     depths.append(_measure_depth(file, buffer, depth, effort))
+                    if depth == max(effort.queue_depths) and effort.sustained_s > 0:
+                        sustained = _sustained(file, buffer, effort)
                     buffered = file.statistics().num_buffered_fallbacks > 0
                     direct = Fact.read(not buffered, "O_DIRECT on the file system")
     except (StorageError, OSError) as error:
         why = explain(error)
         if not depths:
             direct = Fact.absent(why)
-            absent = Measurement.absent(why)
+            absent = sustained = Measurement.absent(why)
             depths = [
                 DepthRates(queue_depth=depth, read_bytes_per_s=absent, write_bytes_per_s=absent)
                 for depth in effort.queue_depths
@@ -56,6 +62,7 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
         direct=direct,
         request_bytes=DEFAULT_REQUEST_BYTES,
         depths=tuple(depths),
+        sustained_write_bytes_per_s=sustained,
     )
 
 
@@ -71,6 +78,19 @@ def _measure_depth(file: DirectFile, buffer: Tensor, depth: int, effort: Effort)
         write_bytes_per_s=Measurement.of(writes, f"sequential writes, {how}"),
         read_bytes_per_s=Measurement.of(reads, f"sequential reads, {how}"),
     )
+
+
+def _sustained(file: DirectFile, buffer: Tensor, effort: Effort) -> Measurement:
+    """Write without a pause; each sample is a good part of a second, so that what drives buffer does not show."""
+    rates = _rates(file.write_from, buffer, 0, file.num_bytes, seconds=effort.sustained_s)
+    together = max(1, len(rates) // _NUM_SUSTAINED)
+    samples = [
+        statistics.harmonic_mean(rates[start : start + together])
+        for start in range(0, len(rates) - together + 1, together)
+    ]
+    seconds = len(rates) * _SAMPLE_BYTES / statistics.harmonic_mean(rates)
+    how = f"{len(rates)} x {_SAMPLE_BYTES // 2**20} MiB without a pause, {seconds:.1f} s"
+    return Measurement.of(samples, how)
 
 
 def _rates(

@@ -23,6 +23,17 @@ class Effort:
         num_copy_rounds: samples of each size of copy.
         copy_s: seconds after which no further round begins, beyond ``num_samples_min`` of them.
         matmul_s: how long one matrix product may take, which sets its size.
+        sustained_s: seconds of writes without a pause; 0 leaves them out.
+        overlap_s: seconds of products, and of copies, over all samples of each.
+        feed_chunk_bytes: of each chunk that a device is fed.
+        feed_num_chunks: chunks of a pass.
+        feed_passes: samples of each way to feed.
+        pin_bytes: what is locked, a power of two; a quarter more is asked for.
+        peer_bytes: of each copy between GPUs, and of those at once.
+        data_chars: text that is tokenised, per thread.
+        loader_tokens: tokens of the array that the loader reads.
+        all_reduce_bytes_max: largest sum over ranks, a power of two; 0 leaves the sums out.
+        limit_s: seconds after which no further part begins; the parts that plans need come first.
     """
 
     mode: Literal["quick", "full"]
@@ -37,6 +48,17 @@ class Effort:
     num_copy_rounds: int
     copy_s: float
     matmul_s: float
+    sustained_s: float
+    overlap_s: float
+    feed_chunk_bytes: int
+    feed_num_chunks: int
+    feed_passes: int
+    pin_bytes: int
+    peer_bytes: int
+    data_chars: int
+    loader_tokens: int
+    all_reduce_bytes_max: int
+    limit_s: float
 
 
 QUICK = Effort(
@@ -50,8 +72,19 @@ QUICK = Effort(
     queue_depths=(1, 4, 16),
     copy_bytes_max=128 * MIB,
     num_copy_rounds=11,
-    copy_s=1.0,
+    copy_s=0.6,
     matmul_s=0.02,
+    sustained_s=0.0,
+    overlap_s=0.1,
+    feed_chunk_bytes=4 * MIB,
+    feed_num_chunks=12,
+    feed_passes=3,
+    pin_bytes=32 * MIB,
+    peer_bytes=32 * MIB,
+    data_chars=100_000,
+    loader_tokens=2**21,
+    all_reduce_bytes_max=0,
+    limit_s=9.0,
 )
 FULL = Effort(
     mode="full",
@@ -64,8 +97,19 @@ FULL = Effort(
     queue_depths=(1, 2, 4, 8, 16),
     copy_bytes_max=1024 * MIB,
     num_copy_rounds=25,
-    copy_s=15.0,
+    copy_s=12.0,
     matmul_s=0.5,
+    sustained_s=8.0,
+    overlap_s=1.5,
+    feed_chunk_bytes=8 * MIB,
+    feed_num_chunks=32,
+    feed_passes=5,
+    pin_bytes=256 * MIB,
+    peer_bytes=256 * MIB,
+    data_chars=1_000_000,
+    loader_tokens=2**24,
+    all_reduce_bytes_max=64 * MIB,
+    limit_s=150.0,
 )
 # Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.
 _SHARE = 0.1
@@ -86,4 +130,20 @@ def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
         array_bytes=min(effort.array_bytes, most),
         plane_bytes=min(effort.plane_bytes, most),
         copy_bytes_max=min(effort.copy_bytes_max, most),
+        feed_chunk_bytes=min(effort.feed_chunk_bytes, most),
+        pin_bytes=min(effort.pin_bytes, most),
+        loader_tokens=min(effort.loader_tokens, max(2**16, most // 16)),
+        all_reduce_bytes_max=min(effort.all_reduce_bytes_max, most),
+    )
+
+
+def shared(effort: Effort, num_devices: int) -> Effort:
+    """Return ``effort`` with the time of what is done to each device divided, so that eight take as long as one."""
+    if num_devices < 2:
+        return effort
+    return replace(
+        effort,
+        sample_s=effort.sample_s / num_devices,
+        copy_s=effort.copy_s / num_devices,
+        overlap_s=effort.overlap_s / num_devices,
     )

@@ -1,18 +1,25 @@
 """Host memory and the optimizer that it bounds: copy, triad, AdamW parameters per second."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from outsize.hardware.machine_file import HostRates
 from outsize.hardware.readings import Measurement
 from outsize.model.spec import pack_unit
 from outsize.optim.adamw import AdamW, step_planes
+from outsize.probe.compute import finisher
 from outsize.probe.effort import Effort
 from outsize.probe.timing import sample
-from outsize.storage.arena import Arena
+from outsize.storage.arena import Arena, CudaPinner
 from outsize.units import format_bytes
 
 _SCALAR = 3.0  # of STREAM's triad
 _MATRIX_COLUMNS = 2048  # the planes hold one parameter of this width, as large as the effort allows
+
+_BESIDE_BYTES = 16 * 2**20
 
 
 def measure_dram(effort: Effort) -> tuple[Measurement, Measurement]:
@@ -68,6 +75,46 @@ def measure_adamw(effort: Effort, dtype: str) -> Measurement:
         )
     how = f"the engine's AdamW, {unit.numel} parameters, {torch.get_num_threads()} threads, {dtype} compute"
     return Measurement.of((unit.numel / seconds for seconds in samples), how)
+
+
+def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Measurement]:
+    """Return the parameters per second of the fp32 step while copies go both ways, and the bytes per second of those.
+
+    Args:
+        device: whose link the copies take; on a CPU they are copies from memory to memory.
+        effort: how long.
+    """
+    copied = 0
+    stop = threading.Event()
+
+    def copy_on() -> float:
+        """Copy until told to stop; return the seconds."""
+        nonlocal copied
+        with Arena(pinner=CudaPinner() if device.startswith("cuda") else None) as arena:
+            host, back = (arena.take(_BESIDE_BYTES, "copies beside the optimizer").fill_(1) for _ in range(2))
+            other = torch.empty_like(host, device=device).fill_(1)
+            finish = finisher(device)
+            finish()
+            started = time.perf_counter()
+            while not stop.is_set():
+                other.copy_(host, non_blocking=True)
+                back.copy_(other, non_blocking=True)
+                finish()
+                copied += 2 * _BESIDE_BYTES
+            return time.perf_counter() - started
+
+    with ThreadPoolExecutor(1, "probe-beside") as thread:
+        copying = thread.submit(copy_on)
+        try:
+            rate = measure_adamw(effort, "fp32")
+        finally:
+            stop.set()
+        seconds = copying.result()
+    how = f"copies of {format_bytes(_BESIDE_BYTES)} up to {device} and down again"
+    beside = rate.model_copy(update={"source": f"{rate.source}, beside {how}"})
+    if copied == 0:
+        return beside, Measurement.absent("no copy ended beside the optimizer")
+    return beside, Measurement.of([copied / seconds], f"{how}, both directions added")
 
 
 def measure_host(effort: Effort) -> HostRates:

@@ -4,7 +4,7 @@ from typing import Any
 
 from outsize.planner.timeline import Timeline
 
-_ORDER = ("compute", "up", "down", "host", "read", "write")
+_ORDER = ("compute", "up", "down", "host", "read", "write", "commit", "store")
 
 
 def to_chrome(timeline: Timeline) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
     Each op is a complete event named by its text; ``args`` tells how long its lane waited for other ops
     before it, and for which.
     """
-    rows = {lane: row for row, lane in enumerate(sorted(timeline.lanes, key=_rank))}
+    rows = {lane: row for row, lane in enumerate(sorted(timeline.lanes, key=lane_order))}
     trace: list[dict[str, Any]] = []
     for lane, row in rows.items():
         trace.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}})
@@ -39,7 +39,7 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
 
 
-def _rank(lane: str) -> tuple[int, str]:
+def lane_order(lane: str) -> tuple[int, str]:
     """Order rows as work flows: compute first, then the links, the host and the disk; unknown lanes last."""
     kind = lane.split(":", 1)[0]
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER)), lane

@@ -90,6 +90,15 @@ class StepHandle:
     decisive: list[Task]
 
 
+@dataclass(slots=True)
+class StoreHandle:
+    """A checkpoint under way: who takes the units, the tasks of its STOREs, and those of the step before them."""
+
+    sink: Sink
+    tasks: list[Task]
+    behind: list[Task]
+
+
 class Engine:
     """Walks the program of a plan.
 
@@ -203,9 +212,24 @@ class Engine:
         """
         self._executor.wait(handle.tasks)
 
-    def store(self, sink: Sink) -> list[Task]:
+    def store(self, sink: Sink) -> StoreHandle:
         """Submit a checkpoint of the state after the steps begun so far; returns at once, `wait` for its tasks."""
-        return self._executor.submit(build_store(self.plan.layout), sink)
+        behind = self._last.tasks if self._last is not None else []
+        return StoreHandle(sink, self._executor.submit(build_store(self.plan.layout), sink), behind)
+
+    def store_rest(self, handle: StoreHandle) -> None:
+        """After an op has failed: run the STOREs that were skipped, if the state that they store is there.
+
+        It is where all ops of the step before had ended well. A later step has not changed it: its STEP of a unit waits
+        for the unit's STORE, and once an op has failed none begins.
+
+        Raises:
+            OutsizeError: another op failed.
+        """
+        self.recover()
+        if all(task.done for task in handle.behind):
+            skipped = [task.op for task in handle.tasks if not task.done]
+            self._executor.wait(self._executor.submit(skipped, handle.sink))
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Return when ``tasks`` are done.
@@ -241,8 +265,12 @@ class Engine:
 
     @property
     def num_ended(self) -> int:
-        """Ops that have ended, more or less: it is there to be compared with what it was."""
+        """Ops that have ended, and progress within ops; it is there to be compared with what it was."""
         return self._executor.num_ended
+
+    def note_progress(self) -> None:
+        """Say that an op which takes long is getting on; for whoever watches `num_ended`."""
+        self._executor.num_ended += 1
 
     def give_up(self, error: BaseException) -> None:
         """Begin no more ops; whoever waits gets ``error`` as soon as the ops under way are done."""

@@ -34,11 +34,12 @@ MOST_TIMED = 100_000
 class Task:
     """An op on its way: its gate is a lock that the lane's thread releases when the op is done."""
 
-    __slots__ = ("context", "dependencies", "gate", "lane", "mark", "op")
+    __slots__ = ("context", "dependencies", "done", "gate", "lane", "mark", "op")
 
     def __init__(self, op: Op, lane: str, context: Any, dependencies: tuple["Task", ...]) -> None:
         self.op, self.lane, self.context, self.dependencies = op, lane, context, dependencies
         self.mark: Any = None
+        self.done = False  # as against skipped
         self.gate = threading.Lock()
         self.gate.acquire()
 
@@ -81,7 +82,7 @@ class Executor:
 
     Attributes:
         events: ops that have ended, where they end with their handler.
-        num_ended: tells whether anything has ended since it was looked at last.
+        num_ended: tells whether anything has ended since it was looked at last; long ops add to it on their way.
     """
 
     def __init__(
@@ -249,6 +250,7 @@ class Executor:
         except BaseException as error:  # kept for the thread that waits: a lane never dies and never prints
             self._fail(error, f"{task.op} failed on lane {lane}")
         else:
+            task.done = True
             self._note(task, begun, ready, start, last)
         task.context = None
 

@@ -17,6 +17,7 @@ from outsize.telemetry.nvml import GpuSampler
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
+from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
 from outsize.train.data.batch import Batch
@@ -105,8 +106,11 @@ def train(
                 action=config.train.on_stall,
                 factor=config.train.stall_factor,
                 floor_s=config.train.stall_floor_s,
+                predicted_step_s=None,
             )
         )
+        # Entered before what it speaks of, so that it speaks when every lane has ended.
+        aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
         trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
@@ -128,6 +132,7 @@ def train(
             announce,
             trainer.position,
         )
+        aftermath.begun = True
         return run.go(dataset, interrupt)
 
 
@@ -163,7 +168,7 @@ class _Run:
                 self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
-            with self.watchdog.paused():
+            with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
             saved = latest(self.run_dir)
             if saved is not None and self.position.step >= config.train.steps:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config.schema import TrainConfig
-from outsize.runtime.executor import Task
+from outsize.errors import OutsizeError, StalledError
+from outsize.runtime.engine import StoreHandle
 from outsize.train.checkpoint_dir import latest
 from outsize.train.saving import Saving
 from outsize.train.standing import Position
@@ -59,7 +60,7 @@ class Saver:
         self._saved_step = saved_step
         self._clock = clock
         self._started_s = clock()
-        self._under_way: tuple[Saving, list[Task]] | None = None
+        self._under_way: tuple[Saving, StoreHandle] | None = None
 
     def between_steps(self, position: Position) -> None:
         """Report a checkpoint that is complete, and start one that is due.
@@ -67,7 +68,7 @@ class Saver:
         Raises:
             OutsizeError: an op failed.
         """
-        if self._under_way is not None and all(task.passed() for task in self._under_way[1]):
+        if self._under_way is not None and all(task.passed() for task in self._under_way[1].tasks):
             self._report(self._collect())
         every = self._config.save_every
         counted = bool(every) and position.step % every == 0
@@ -97,10 +98,32 @@ class Saver:
         if self._under_way is not None:
             self._under_way[0].cancelled = True
 
+    def rescue(self) -> None:
+        """After an op of a later step has failed: complete the checkpoint that is under way, where that can be done.
+
+        What was to be saved is still there, and it may be the only copy of the last steps.
+        """
+        if self._under_way is None:
+            return
+        engine = self._trainer.engine
+        saving, handle = self._under_way
+        try:
+            try:
+                engine.wait(handle.tasks)
+            except OutsizeError:  # what the run ends with, if it was an op that failed
+                engine.store_rest(handle)
+        except OutsizeError:
+            return
+        self._under_way = None
+        self._report(saving)
+
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        # Who stops at once does not want to wait; a lane that hangs cannot be waited for.
+        if kind is not None and issubclass(kind, Exception) and not issubclass(kind, StalledError):
+            self.rescue()
         self.cancel()
 
     def _start(self, position: Position) -> None:
@@ -108,15 +131,18 @@ class Saver:
             return
         self._started_s = self._clock()
         state, limit = self._state_of(position), self._config.save_total_limit
-        saving = Saving(self._trainer.prepared, self._run_dir, state, position.step, limit)
-        self._under_way = saving, self._trainer.engine.store(saving)
+        engine = self._trainer.engine
+        saving = Saving(
+            self._trainer.prepared, self._run_dir, state, position.step, limit, engine.note_progress
+        )
+        self._under_way = saving, engine.store(saving)
 
     def _collect(self) -> Saving | None:
         """Wait for the checkpoint under way, if any."""
         if self._under_way is None:
             return None
-        saving, tasks = self._under_way
-        self._trainer.engine.wait(tasks)
+        saving, handle = self._under_way
+        self._trainer.engine.wait(handle.tasks)
         self._under_way = None
         return saving
 

@@ -9,6 +9,7 @@ The story of one checkpoint:
 3. After the last unit it writes the rest, ``trainer_state.json`` last, and syncs the directories. Then it renames the
    directory, syncs, writes ``latest``, syncs, and only then removes checkpoints beyond the limit.
 4. The `Saver` tells, between steps, what became of it.
+5. Where a later step fails, the units that are left are written before the run ends; their state is still there.
 
 At every moment ``latest`` names a checkpoint that is whole on the disk. One that cannot be written is given up, with
 what was written of it; the run goes on, says so, and tries again when the next one is due. Only at the end of the run
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from outsize import files
 from outsize.errors import CheckpointError, StorageError
-from outsize.model.checkpoint_format import FileSum, write_file
+from outsize.model.checkpoint_format import FileSum, Moved, write_file
 from outsize.model.checkpoint_planes import Chunk, write_plane
 from outsize.model.checkpoint_shards import CheckpointWriter
 from outsize.model.spec import UnitSpec
@@ -71,6 +72,7 @@ class Saving:
         state: what `trainer_state.json` says besides what is found out on the way.
         step: steps done.
         limit: checkpoints to keep; None keeps all.
+        moved: called after every piece that was read or written.
 
     Attributes:
         path: of the checkpoint, once it is complete and ``latest`` names it.
@@ -81,7 +83,13 @@ class Saving:
     """
 
     def __init__(
-        self, prepared: Prepared, directory: Path, state: dict[str, Any], step: int, limit: int | None
+        self,
+        prepared: Prepared,
+        directory: Path,
+        state: dict[str, Any],
+        step: int,
+        limit: int | None,
+        moved: Moved = lambda: None,
     ) -> None:
         self.path: Path | None = None
         self.error: StorageError | None = None
@@ -94,6 +102,7 @@ class Saving:
         self._staging = self._final.with_name(self._final.name + PARTIAL)
         self._state = state
         self._limit = limit
+        self._moved = moved
         self._updates: dict[str, int] = {}
         self._files: dict[str, FileSum] = {}
         self._writer: CheckpointWriter | None = None
@@ -132,7 +141,7 @@ class Saving:
         self._former = known_files(self._checkpoints.parent, self._state["run"])
         files.make_directories(self._staging / OPTIMIZER)
         split = self._prepared.split
-        self._writer = CheckpointWriter(self._staging, split.model, split.spec.units)
+        self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._moved)
         return self._writer
 
     def _write(self, resting: UnitAtRest, writer: CheckpointWriter) -> None:
@@ -147,10 +156,10 @@ class Saving:
             chunks = (
                 self._low_halves(resting, excepted) if plane == MASTER_LOW else self._chunks(resting, plane)
             )
-            self._files[name] = write_plane(self._staging / name, unit, dtype, chunks)
+            self._files[name] = write_plane(self._staging / name, unit, dtype, chunks, moved=self._moved)
             if plane == MASTER_LOW:
                 name = file_of(unit, MASTER_EXCEPTED)
-                self._files[name] = write_file(self._staging / name, _joined(excepted))
+                self._files[name] = write_file(self._staging / name, _joined(excepted), self._moved)
         self._updates.update(resting.updates)
 
     def _link(self, resting: UnitAtRest, writer: CheckpointWriter) -> bool:
@@ -181,6 +190,7 @@ class Saving:
                 yield start + first, low
 
     def _check(self) -> None:
+        self._moved()
         if self.cancelled:
             raise _CancelledError
 
@@ -208,6 +218,7 @@ class Saving:
 
     def _give_up(self) -> None:
         """Leave nothing of a checkpoint that is not complete."""
+        self.cancelled = True
         self._num_left = -1
         self._writer = None
         remove_litter(self._checkpoints)

@@ -1,8 +1,9 @@
 """A thread that notices when a step no longer gets anywhere, says where it stands, and gives it up if it may.
 
-It looks at one number, how many ops have ended. A step is stalled when that number has not changed for a multiple of
-the median step, and for some minutes at least: an op that takes ten steps' time is stuck, a slow step whose ops end one
-after the other is not.
+It looks at one number: how many ops have ended, and how many pieces of a checkpoint were written. A step is stalled
+when that number has not changed for a multiple of the median step, and for some minutes at least: an op that takes ten
+steps' time is stuck, a slow step whose ops end one after the other is not. Before there is a measured step the multiple
+is that of the predicted one.
 
 Time is counted in ticks. A tick that took longer than it should counts as one tick, whatever the clock says: while the
 process is stopped, or the machine sleeps, the run is not stalled.
@@ -46,7 +47,7 @@ class Watched(Protocol):
 
     @property
     def num_ended(self) -> int:
-        """Changes when an op ends."""
+        """Changes when an op ends, or a piece of a checkpoint was written."""
 
     def waiting(self) -> dict[str, str]:
         """For each lane with unfinished work: its first unfinished op and what it waits for."""
@@ -67,6 +68,7 @@ class Watchdog:
         action: ``abort``, ``report`` or ``ignore``.
         factor: limit in median steps.
         floor_s: least limit, in seconds.
+        predicted_step_s: stands for the median until a step was measured; None where nothing was predicted.
         tick_s: seconds between two looks.
         grace_s: seconds that a run has to end after it was given up.
         end_process: ends the process with a status, without leave.
@@ -80,6 +82,7 @@ class Watchdog:
         action: str,
         factor: float,
         floor_s: float,
+        predicted_step_s: float | None = None,
         tick_s: float = TICK_S,
         grace_s: float = GRACE_S,
         end_process: Callable[[int], object] = os._exit,
@@ -90,11 +93,12 @@ class Watchdog:
         self._action = action
         self._factor = factor
         self._floor_s = floor_s
+        self._predicted_step_s = predicted_step_s or 0.0
         self._tick_s = min(tick_s, floor_s / 4)
         self._grace_s = grace_s
         self._end_process = end_process
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        self._paused = False
+        self._doing = ""
         self._step = 0
         self._reported = -1
         self._ended = -1
@@ -104,9 +108,20 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without the end of an op after which a step is stalled."""
-        median = statistics.median(self._steps_s) if self._steps_s else 0.0
-        return max(self._floor_s, self._factor * median)
+        """Seconds without progress after which a step is stalled."""
+        return max(self._floor_s, self._factor * self._typical_step_s)
+
+    @property
+    def _typical_step_s(self) -> float:
+        return statistics.median(self._steps_s) if self._steps_s else self._predicted_step_s
+
+    @property
+    def _reason(self) -> str:
+        """What the limit is made of."""
+        if self.limit_s <= self._floor_s:
+            return f"more than train.stall_floor_s={self._floor_s:g}"
+        kind = f"median of {len(self._steps_s)} steps," if self._steps_s else "predicted step,"
+        return f"more than {self._factor:g} times the {kind} {format_seconds(self._typical_step_s)}"
 
     def watch(self, engine: Watched, step: int) -> None:
         """Watch from now on; ``engine`` begins with ``step``, counted from 1."""
@@ -118,13 +133,13 @@ class Watchdog:
         self._step += 1
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not watch while the body runs: it does something else than steps."""
-        self._paused = True
+    def during(self, what: str) -> Iterator[None]:
+        """Call what is watched ``what`` while the body runs: it is no step."""
+        self._doing = what
         try:
             yield
         finally:
-            self._paused = False
+            self._doing = ""
 
     def __enter__(self) -> "Watchdog":
         if self._action != "ignore":
@@ -142,7 +157,7 @@ class Watchdog:
         if self._engine is None:
             return
         ended = self._engine.num_ended
-        quiet = ended == self._ended and not self._paused
+        quiet = ended == self._ended
         self._quiet_s = self._quiet_s + min(elapsed_s, 2 * self._tick_s) if quiet else 0.0
         self._ended = ended
         if self._quiet_s > self.limit_s and self._reported != self._step:
@@ -159,7 +174,8 @@ class Watchdog:
         step = self._step
         waiting = engine.waiting()
         lanes = "; ".join(f"{lane}: {what}" for lane, what in waiting.items()) or "no op is under way"
-        summary = f"step {step}: nothing has ended for {format_seconds(quiet_s)}; {lanes}"
+        what = self._doing or f"step {step}"
+        summary = f"{what}: nothing has ended for {format_seconds(quiet_s)}, {self._reason}; {lanes}"
         path = self._run_dir / f"stall-{step:08d}.txt"
         # On a thread of its own: the disk that does not answer may be the one that reports go to.
         reporter = threading.Thread(

@@ -17,6 +17,7 @@ from outsize.errors import ConfigError, DataError
 from outsize.train.data.batch import IGNORED, Batch
 from outsize.train.data.detected import Detected
 from outsize.train.data.permute import SeededPermutation
+from outsize.train.data.recycled import RecycledArrays
 from outsize.train.data.tokens import TokenStore
 
 
@@ -40,6 +41,7 @@ class Packed:
     def __init__(self, store: TokenStore, seq_len: int) -> None:
         self._store = store
         self._seq_len = seq_len
+        self._arrays = RecycledArrays()
         self.num_sequences = store.num_tokens // seq_len
         if not self.num_sequences:
             raise DataError(
@@ -49,12 +51,15 @@ class Packed:
 
     def batch(self, indices: NDArray[np.int64]) -> Batch:
         """Return the sequences of these numbers."""
-        ids = np.empty((len(indices), self._seq_len), np.int64)
-        labels = np.empty_like(ids)
+        ids, labels = (self._arrays.take(len(indices), self._seq_len) for _ in range(2))
         for row, index in enumerate(indices.tolist()):
-            start = index * self._seq_len
-            ids[row] = self._store.read(start, self._seq_len)
-            labels[row] = _labels(ids[row], self._store.read_trained(start, self._seq_len))
+            ids[row] = self._store.read(index * self._seq_len, self._seq_len)
+        np.copyto(labels, ids)
+        for row, index in enumerate(indices.tolist()):
+            trained = self._store.read_trained(index * self._seq_len, self._seq_len)
+            if trained is None:
+                break  # no mask for one, no mask for any
+            labels[row, ~trained] = IGNORED
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
 
 

@@ -35,7 +35,7 @@ class TokenStore(Protocol):
         """Return ``count`` tokens from ``start``, int32 ``[count]``."""
 
     def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
-        """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
+        """Return which of these tokens are targets, ``[count]``; ``None`` where all are, and then everywhere."""
 
     def document_range(self, index: int) -> tuple[int, int]:
         """Return the first token of a document and the token after its last."""

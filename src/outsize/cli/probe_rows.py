@@ -1,0 +1,67 @@
+"""What streaming, several devices and data reach, in rows of name, figure and remark."""
+
+from collections.abc import Iterable
+
+from outsize.hardware.machine_file import DeviceRates, MachineFile
+from outsize.hardware.readings import Measurement
+from outsize.units import format_bytes, format_rate, format_seconds
+
+_Row = tuple[str, str, str]
+
+
+def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
+    """Yield the throttle of an emulated device, overlap, ways of feeding, the model's shapes, memory of other nodes."""
+    name = device.device
+    throttle = device.throttle_bytes_per_s.number()
+    if throttle is not None:
+        yield (f"{name} link is held to", format_rate(throttle), device.throttle_bytes_per_s.source)
+    if device.overlap is not None and device.overlap.hidden_share() is not None:
+        overlap, slower = device.overlap, device.overlap.slowdown()
+        told = (
+            "" if slower is None else f"beside each other: product {slower[0]:.2f}x, copies {slower[1]:.2f}x"
+        )
+        yield (f"{name} copies hidden behind a product", f"{overlap.hidden_share():.0%}", told)
+    if device.feed is not None and device.feed.compute_s.median is not None:
+        feed, compute_s = device.feed, device.feed.compute_s.median
+        most = feed.chunk_bytes / compute_s
+        for way, rate in feed.bytes_per_s.items():
+            share = None if rate.median is None else f"compute busy {rate.median / most:.0%}"
+            yield (f"{name} fed from {feed.source}, {way}", _rate(rate), share or "")
+    for shape in device.shapes:
+        for dtype, rate in shape.flops_per_s.items():
+            figure = "not measured" if rate.median is None else f"{rate.median / 1e12:.3g} TFLOP/s"
+            size = f"{shape.num_outputs} x {shape.num_inputs}, {shape.num_tokens} tokens"
+            yield (f"{name} {shape.name} {dtype}", figure, size)
+    for numa in device.numa:
+        near = {True: "its own", False: "another one", None: ""}[numa.local]
+        yield (f"{name} from memory of node {numa.memory_node}", _rate(numa.copy_bytes_per_s), near)
+
+
+def several_rows(found: MachineFile) -> Iterable[_Row]:
+    """Yield copies of all GPUs at once and between them, sums over processes, tokenizer and loader."""
+    for rate in found.together:
+        alone = f"{_rate(rate.alone_bytes_per_s)} alone"
+        yield (f"{rate.device} {rate.direction} while all copy", _rate(rate.together_bytes_per_s), alone)
+    for peer in found.peers:
+        kinds = f"{peer.by_rate.value or 'not known'} by rate, {peer.by_topology.value or 'not known'} by topology"
+        yield (f"{peer.target} from {peer.source}", _rate(peer.copy_bytes_per_s), kinds)
+    if found.all_reduce is not None and found.all_reduce.points:
+        sums = found.all_reduce
+        for point in (sums.points[0], sums.points[-1]):
+            bus = f"bus bandwidth {_rate(point.bus_bytes_per_s)}"
+            size = format_bytes(point.num_bytes)
+            seconds = format_seconds(point.seconds.median or 0.0)
+            yield (f"all-reduce of {size}, {sums.backend}, {sums.num_ranks} ranks", seconds, bus)
+    if found.data is not None:
+        for count, tokens in found.data.tokenizer_tokens_per_s.items():
+            yield (f"tokenizer, threads: {count}", _tokens(tokens), str(found.data.tokenizer.value or ""))
+        for count, tokens in found.data.loader_tokens_per_s.items():
+            yield (f"loader, threads: {count}", _tokens(tokens), "")
+
+
+def _rate(rate: Measurement) -> str:
+    return "not measured" if rate.median is None else format_rate(rate.median)
+
+
+def _tokens(rate: Measurement) -> str:
+    return "not measured" if rate.median is None else f"{rate.median / 1e6:.3g} M tokens/s"

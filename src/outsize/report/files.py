@@ -1,0 +1,62 @@
+"""The other files of a run directory, read as far as they are there; a report is made of whatever a run has left."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outsize.errors import ConfigError
+from outsize.planner.timeline import Event, Timeline
+
+# Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.
+MOST_OPS = 30_000
+
+
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """Return what a JSON or YAML file holds; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        # JSON is YAML too, but its own reader is faster and stricter.
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not what a run writes")
+    return found
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """Return the timeline that `chrome.to_chrome` wrote; None where there is none, in seconds from its first event.
+
+    Raises:
+        ConfigError: it is not a trace.
+    """
+    trace = read_mapping(path)
+    if not trace:
+        return None
+    try:
+        events = trace["traceEvents"]
+        names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+        found = tuple(
+            Event(
+                lane=names[e["tid"]],
+                op=e["name"],
+                start_s=e["ts"] / 1e6,
+                end_s=(e["ts"] + e["dur"]) / 1e6,
+                waited_s=e["args"]["waited_us"] / 1e6,
+                waited_for=e["args"].get("waited_for", ""),
+            )
+            for e in events
+            if e["ph"] == "X"
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a timeline that outsize wrote") from error
+    return Timeline(found)

@@ -1,0 +1,128 @@
+"""The heartbeat of a run as columns: read once, and from then on only what has been added since.
+
+A line is some kilobytes and a run may have 50,000 of them, so lines are not kept: each is taken apart when it is
+read. A step that was repeated after a crash counts once, as it ended the last time.
+"""
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outsize.errors import ConfigError
+
+HEARTBEAT = "heartbeat.jsonl"
+# Lines that are kept whole, for verdicts: what the run is doing now.
+KEPT_LINES = 500
+# Fields of a line that become columns as they are.
+FIELDS = (
+    "time",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "tokens",
+    "seconds",
+    "mfu",
+    "rss_bytes",
+    "peak_rss_bytes",
+    "bytes_up",
+    "bytes_down",
+    "bytes_read",
+    "bytes_written",
+    "skipped_steps",
+)
+COMPUTE = "compute"
+
+
+class History:
+    """What a heartbeat holds so far.
+
+    Args:
+        directory: of the run.
+
+    Attributes:
+        steps: numbers of the steps, ascending.
+        columns: values by field; None where a line does not have it.
+        shares: of each step, by what compute lanes did or waited for, 0 to 1; from schema 4 on.
+        tiers: bytes used, by tier.
+        recent: the last lines, whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / HEARTBEAT
+        self._offset = 0
+        self._line_number = 0
+        self.steps: list[int] = []
+        self.columns: dict[str, list[float | None]] = {name: [] for name in FIELDS}
+        self.shares: list[dict[str, float]] = []
+        self.tiers: list[dict[str, int]] = []
+        self.recent: deque[Mapping[str, Any]] = deque(maxlen=KEPT_LINES)
+
+    def advance(self) -> int:
+        """Read what was added since the last call, and return how many steps that was.
+
+        Raises:
+            ConfigError: there is no heartbeat, or what is in it are no steps.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                added = file.read()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {self._path}: {error.strerror}; name the directory of a run"
+            ) from error
+        count = 0
+        for line in added.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # being written
+            self._offset += len(line)
+            self._line_number += 1
+            self._take(line)
+            count += 1
+        return count
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value of a column that is one."""
+        return next((value for value in reversed(self.columns[name]) if value is not None), None)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            step = json.loads(line)
+            number, seconds = int(step["step"]), float(step["seconds"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self._path}, line {self._line_number}: not a step of a run") from error
+        while self.steps and self.steps[-1] >= number:
+            self._drop()
+        self.steps.append(number)
+        for name, column in self.columns.items():
+            value = step.get(name)
+            column.append(float(value) if isinstance(value, int | float) else None)
+        self.shares.append(shares_of(step, seconds))
+        self.tiers.append({name: tier["used_bytes"] for name, tier in step.get("tiers", {}).items()})
+        self.recent.append(step)
+
+    def _drop(self) -> None:
+        """Forget the newest step, which was repeated."""
+        self.steps.pop()
+        for column in self.columns.values():
+            column.pop()
+        self.shares.pop()
+        self.tiers.pop()
+        if self.recent:
+            self.recent.pop()
+
+
+def shares_of(step: Mapping[str, Any], seconds: float) -> dict[str, float]:
+    """Return what share of a step compute lanes worked, and waited by cause, on the mean over workers."""
+    waits = step.get("waits_s", {})
+    if not waits or seconds <= 0:
+        return {}
+    found: dict[str, float] = {}
+    for lane, causes in waits.items():
+        found[COMPUTE] = found.get(COMPUTE, 0.0) + 1 - step["idle_s"][lane] / seconds
+        for cause, owners in causes.items():
+            found[cause] = found.get(cause, 0.0) + sum(owners.values()) / seconds
+    return {cause: max(0.0, share / len(waits)) for cause, share in found.items()}

@@ -1,0 +1,57 @@
+"""After a run has failed: from which step the next one goes on."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from outsize.config import Config
+from outsize.errors import OutsizeError
+from outsize.model.spec import ModelSpec
+from outsize.storage.committed import find_record
+from outsize.train.checkpoint_dir import latest
+from outsize.train.checkpoint_state import position_of
+from outsize.train.machine import home_file
+
+
+class Aftermath:
+    """A context manager that tells what a run which fails has left; it tells nothing of one that did not begin.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        spec: its model.
+        announce: told.
+
+    Attributes:
+        begun: whether there have been steps.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path, spec: ModelSpec, announce: Callable[[str], None]
+    ) -> None:
+        self.begun = False
+        self._config = config
+        self._run_dir = run_dir
+        self._spec = spec
+        self._announce = announce
+
+    def __enter__(self) -> "Aftermath":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and self.begun:
+            with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
+                self._announce(self._what_is_left())
+
+    def _what_is_left(self) -> str:
+        """Say what `--resume auto` will do, by what lies on the disk."""
+        saved = latest(self._run_dir)
+        found = [(position_of(saved).step, saved.name)] if saved is not None else []
+        home = home_file(self._config.memory, self._run_dir)
+        record, _ = find_record(home, self._spec)
+        if record is not None:
+            found.append((record.state["step"], str(home)))
+        if not found:
+            return "the run failed before anything was saved: --resume auto starts with step 1 again"
+        step, where = max(found)
+        return f"the run failed: --resume auto goes on after step {step}, from {where}"

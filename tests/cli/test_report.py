@@ -1,0 +1,46 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from outsize.cli.app import app
+from report.recorded import make_run
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_a_report_lies_in_the_run_and_its_bottleneck_is_printed(tmp_path):
+    run = make_run(tmp_path / "first", 5)
+    done = invoke(run)
+    assert done.exit_code == 0, done.output
+    assert "first: limited by the link between host and device: 28% of a step" in done.stdout
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    assert not list(run.glob("*.partial"))
+
+
+def test_two_runs_make_one_page_and_json_tells_what_is_in_it(tmp_path):
+    first, second = make_run(tmp_path / "first", 5), make_run(tmp_path / "second", 5)
+    done = invoke(first, second, "--json")
+    told = json.loads(done.stdout)
+    assert told["path"] == str(first / "compare-second.html")
+    assert told["bytes"] == (first / "compare-second.html").stat().st_size
+    assert [run["name"] for run in told["runs"]] == ["first", "second"]
+    assert told["runs"][0]["verdict"]["bottleneck"]["id"] == "link-bound"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "name the directory of a run"),
+        (["first", "-o", "nowhere/page.html"], "name another place"),
+    ],
+)
+def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "first", 2)
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not list(tmp_path.glob("**/*.html"))

@@ -1,0 +1,113 @@
+"""A run that fails completes the checkpoint under way where its state is there, and says where a resume goes on."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.config import Config
+from outsize.errors import ExecutionError, StorageError
+from outsize.testing.campaign import digest
+from outsize.testing.faults import LANE, Fault, Key, Layer, layered
+from outsize.train.records import StepRecord
+from outsize.train.run import train
+from outsize.train.saving import Saving
+from support import make_run
+
+PATIENCE_S = 30.0
+
+
+def run_of(directory: Path, name: str, home: str = "host", **train_section: Any) -> Config:
+    """Three steps in ``directory / name``, saved after each."""
+    settings = {"steps": 3, "save_every": 1, "run_dir": str(directory / name), **train_section}
+    return make_run(directory, train=settings, memory={"home": home})
+
+
+def fail(config: Config, layer: Layer) -> list[str]:
+    """Have a run fail, and return what it said."""
+    said: list[str] = []
+    with layered(layer), pytest.raises(ExecutionError):
+        train(config, announce=said.append)
+    assert layer.sprung
+    return said
+
+
+def assert_resumes_to_the_same_end(directory: Path, config: Config) -> None:
+    train(run_of(directory, "whole", config.memory.home))
+    train(config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})}))
+    assert digest(Path(config.train.run_dir or "")) == digest(directory / "whole")
+
+
+def latest_of(directory: Path) -> str:
+    return (directory / "run/checkpoints/latest").read_text().strip()
+
+
+def test_the_checkpoint_under_way_is_completed_when_the_next_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_of(tmp_path, "run")
+    layer = Layer(tmp_path, {Key(LANE, "F 1.0@w0", 1, 0, 0): Fault.EXCEPTION})
+    write, failed = Saving._write, threading.Event()
+    monkeypatch.setattr(layer, "lane_op", telling(layer, failed))
+
+    def hold(self: Saving, resting: Any, writer: Any) -> None:
+        """Until the next step has failed, so that the STOREs behind this one are skipped."""
+        assert failed.wait(PATIENCE_S)
+        write(self, resting, writer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Saving, "_write", hold)
+        said = fail(config, layer)
+    assert latest_of(tmp_path) == "step-00000001"
+    assert said[-1] == "the run failed: --resume auto goes on after step 1, from step-00000001"
+    assert_resumes_to_the_same_end(tmp_path, config)
+
+
+def telling(layer: Layer, failed: threading.Event) -> Any:
+    """The layer's own, which also tells that an op has failed."""
+    lane_op = layer.lane_op
+
+    def told(*arguments: Any) -> None:
+        try:
+            lane_op(*arguments)
+        except RuntimeError:
+            failed.set()
+            raise
+
+    return told
+
+
+@pytest.mark.parametrize("op", ["STEP 1", "CLIP"])
+def test_a_state_that_was_never_whole_is_not_saved(op: str, tmp_path: Path) -> None:
+    """The optimizer of step 2 fails: the checkpoint after step 2 may have begun, and the one before it stands."""
+    config = run_of(tmp_path, "run")
+    said = fail(config, Layer(tmp_path, {Key(LANE, op, 1, 0, 0): Fault.EXCEPTION}))
+    assert latest_of(tmp_path) == "step-00000001"
+    assert said[-1] == "the run failed: --resume auto goes on after step 1, from step-00000001"
+    assert_resumes_to_the_same_end(tmp_path, config)
+
+
+def test_what_fails_beside_the_lanes_loses_no_checkpoint_either(tmp_path: Path) -> None:
+    config = run_of(tmp_path, "run")
+
+    def full(record: StepRecord) -> None:
+        if record.step == 2:
+            raise StorageError("no space for what the caller writes")
+
+    said: list[str] = []
+    with pytest.raises(StorageError, match="no space"):
+        train(config, progress=full, announce=said.append)
+    assert latest_of(tmp_path) == "step-00000001"
+    assert "goes on after step 1, from step-00000001" in said[-1]
+    assert_resumes_to_the_same_end(tmp_path, config)
+
+
+def test_a_home_on_disk_says_how_far_it_is_and_a_run_without_anything_says_so(tmp_path: Path) -> None:
+    layer = {Key(LANE, "F 1.0@w0", 2, 0, 0): Fault.EXCEPTION}
+    said = fail(run_of(tmp_path, "disk", "disk", save_every=0), Layer(tmp_path, layer))
+    assert said[-1] == (
+        f"the run failed: --resume auto goes on after step 2, from {tmp_path / 'disk/store/home.bin'}"
+    )
+    said = fail(run_of(tmp_path, "host", save_every=0), Layer(tmp_path, layer))
+    assert said[-1] == "the run failed before anything was saved: --resume auto starts with step 1 again"
