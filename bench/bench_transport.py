@@ -111,7 +111,9 @@ def run(
             trainer.fill()
             outcomes = list(trainer.steps(batches))
             trainer.settle()
-            wire, logical = trainer.engine.link_bytes(), trainer.engine.logical_bytes()
+            moved = trainer.engine.moved()
+    wire = {lane: each.wire for lane, each in moved.items()}
+    logical = {lane: each.logical for lane, each in moved.items()}
     return [o.seconds for o in outcomes][2:], [o.loss for o in outcomes], wire, logical
 
 

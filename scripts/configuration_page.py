@@ -82,6 +82,8 @@ def _type(annotation: Any, metadata: list[Any] | None = None) -> str:
     if origin is UnionType or str(origin) == "typing.Union":
         words = ["null" if argument is NoneType else _type(argument) for argument in arguments]
         return " or ".join(words).replace("true or false or", "true, false or")
+    if origin is dict:
+        return f"{_type(arguments[1])} by name"
     if origin is tuple:
         return f"list of {_type(arguments[0])}" if Ellipsis in arguments else f"{len(arguments)} numbers"
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}[annotation]

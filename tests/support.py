@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedT
 
 import zoo
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.model.split import Split
 from outsize.planner.plan import Plan
 from outsize.runtime.compute import seed_of
 from outsize.train.checkpoint_dir import latest
 from outsize.train.checkpoint_state import describe
-from outsize.train.data.batch import Batch
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.saver import Saver
 from outsize.train.standing import Position

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import reference
 import zoo
+from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ModelError
-from outsize.train.data.batch import IGNORED, Batch
 from reference import Trace
 from support import (
     Streamed,
@@ -43,6 +43,8 @@ FAMILIES = (
 )  # fmt: skip
 SHARES_ITS_LAYERS = "albert"
 OTHERS = tuple(name for name in zoo.ARCHITECTURES if name not in (*FAMILIES, SHARES_ITS_LAYERS))
+# What backwards need takes turns as well.
+KEPT = ("recompute", "keep")
 COMBINATIONS = tuple(itertools.product((1, 2, 3), (2, 4), ("host", "disk")))
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -128,13 +130,16 @@ def compare_model(
 def test_every_family_is_exact(name: str, count: int, tmp_path: Path):
     """Each family with 1, 2 and 3 microbatches (4 sequences by 3: uneven); slots and homes take turns."""
     _, slots, home = COMBINATIONS[(FAMILIES.index(name) + count) % 4]
-    compare(name, tmp_path, train={"microbatches": count}, memory={"slots": slots, "home": home})
+    memory = {"slots": slots, "home": home, "activations": KEPT[(FAMILIES.index(name) + count) % 2]}
+    compare(name, tmp_path, train={"microbatches": count}, memory=memory)
 
 
 @pytest.mark.parametrize(("count", "slots", "home"), COMBINATIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_every_combination_is_exact(name: str, count: int, slots: int, home: str, tmp_path: Path):
-    compare(name, tmp_path, train={"microbatches": count}, memory={"slots": slots, "home": home})
+    kept = KEPT[(COMBINATIONS.index((count, slots, home)) + (name == "llama")) % 2]
+    memory = {"slots": slots, "home": home, "activations": kept}
+    compare(name, tmp_path, train={"microbatches": count}, memory=memory)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -227,7 +232,7 @@ def test_bf16_is_exact(name: str, count: int, home: str, tmp_path: Path):
         model={"dtype": "bf16"},
         train={"microbatches": count},
         optimizer={"max_grad_norm": 0.5},
-        memory={"home": home},
+        memory={"home": home, "activations": KEPT[(count > 1) == (home == "disk")]},
     )
 
 
@@ -300,7 +305,8 @@ def test_schedules_and_optimizer_settings_are_exact(schedule: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "bert", "phi", "persimmon"])
 def test_dropout_is_exact(name: str, count: int, tmp_path: Path):
     """Seeds depend on step, unit and microbatch alone; equal gradients mean equal masks in forward and recompute."""
-    compare(name, tmp_path, dropout=0.2, train={"microbatches": count}, memory={"home": "disk"})
+    memory = {"home": "disk", "activations": KEPT[count - 1]}
+    compare(name, tmp_path, dropout=0.2, train={"microbatches": count}, memory=memory)
 
 
 def test_another_seed_draws_other_masks(tmp_path: Path):

@@ -81,6 +81,17 @@ def test_throttled_links_change_no_bit(tmp_path: Path):
     assert verify(make_run(tmp_path, memory=memory, train={"microbatches": 4, "steps": 2})).equal
 
 
+@pytest.mark.parametrize("halves", [(2, 1), (1, 1)])
+def test_one_set_of_slots_and_accumulators_changes_no_bit(
+    halves: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("outsize.planner.plan_stages.HALVES", (halves,))
+    got = compare("llama", tmp_path, memory=on(2), train={"microbatches": 4})
+    stages = got.plan.layout.stages
+    assert stages is not None
+    assert (stages.slot_halves, stages.accumulator_halves) == halves
+
+
 def test_a_run_ends_where_one_worker_ends_and_resumes_there(tmp_path: Path):
     """Four steps on one worker; two on three workers, and two more on two of them from what was saved."""
     sections: dict[str, Any] = {"optimizer": {"warmup_steps": 1}}

@@ -26,9 +26,9 @@ import torch
 from random_weights import RandomWeights
 
 from outsize.config import Config, load_config
+from outsize.data.batch import Batch
 from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
-from outsize.train.data.batch import Batch
 from outsize.train.machine import available_ram_bytes
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.stream import StepOutcome, StreamedTrainer

@@ -73,7 +73,7 @@ def make_model(directory: Path, size: str, max_positions: int) -> int:
 
 def draw_batches(tokens: Path, steps: int, microbatches: int, sequences: int, seq_len: int) -> Any:
     """Return the token ids that a run with seed 0 trains on, shape [step, microbatch, sequence, position]."""
-    from outsize.train.data import open_data
+    from outsize.data import open_data
 
     with (
         tempfile.TemporaryDirectory() as cache,

@@ -125,6 +125,7 @@ MODEL_CODE: dict[str, tuple[Kind, Callable[[Trap, pytest.MonkeyPatch], None], st
     "forward": (Kind.FORWARD, break_forward, r"F 2\.1@w0, unit model\.layers\.1"),
     "recompute": (Kind.BACKWARD, break_forward, r"B 2\.1@w0, unit model\.layers\.1"),
     "backward": (Kind.BACKWARD, break_backward, r"B 2\.1@w0, unit model\.layers\.1"),
+    "forward that keeps": (Kind.FORWARD_KEEP, break_forward, r"FK 2\.1@w0, unit model\.layers\.1"),
 }
 
 
@@ -134,10 +135,11 @@ def test_an_exception_of_the_model_names_op_and_unit(
 ) -> None:
     """In the second microbatch of the second step, in one unit's own code."""
     kind, break_it, where = MODEL_CODE[case]
+    memory = {"activations": "keep"} if kind is Kind.FORWARD_KEEP else {}
     with monkeypatch.context() as patched:
         break_it(Trap(patched, kind, microbatch=1, unit=2), patched)
         match = rf"the model raised in {where}: FloatingPointError: no way back"
-        error = world.fails(ModelError, match, begins=True)
+        error = world.fails(ModelError, match, begins=True, memory=memory)
     assert type(error.__cause__) is FloatingPointError
     check_unsaved(world, "library")
 
@@ -177,20 +179,21 @@ def test_the_run_before_the_exception_can_be_continued(world: World, monkeypatch
 
 
 @pytest.mark.parametrize("memory", [DIRECT, HOST], ids=["disk", "host"])
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.FORWARD_KEEP])
 def test_nothing_of_a_failed_run_stays_alive(
     world: World, monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], kind: Kind
 ) -> None:
     """Coroutines, activations and slots are gone; the model has its own forwards and no weights again."""
     alive: list[weakref.ref[Any]] = []
     prepared: list[Prepared] = []
+    activations = "keep" if kind is Kind.FORWARD_KEEP else "recompute"
     with monkeypatch.context() as patched:
         break_forward(Trap(patched, kind, microbatch=1), patched)
         remember_runs(patched, alive)
         remember_outputs(patched, alive)
         remember_prepared(patched, prepared)
         with pytest.raises(ModelError):
-            train(world.config(memory=memory))
+            train(world.config(memory={**memory, "activations": activations}))
     split = prepared[0].split
     assert all("forward" not in vars(module) for module in split.modules)
     assert {parameter.device.type for parameter in split.model.parameters()} == {"meta"}

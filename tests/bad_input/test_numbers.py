@@ -17,9 +17,9 @@ import zoo
 from bad_input.traps import Trap
 from bad_input.world import SEQ_LEN, WEIGHTS, World, change_weight
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.errors import NonFiniteError
 from outsize.planner.ops import Kind
-from outsize.train.data.batch import Batch
 from outsize.train.prepare import prepare
 from outsize.train.run import train
 from outsize.train.stream import StepOutcome, StreamedTrainer

@@ -114,6 +114,7 @@ class World:
             "memory": {
                 "device": "cpu",
                 "home": "disk",
+                "activations": "recompute",
                 "device_memory": "64MiB",
                 "host_memory": "64MiB",
                 "disk_memory": "64MiB",

@@ -57,9 +57,9 @@ class Backend:
         progress(record(2, loss=math.nan, skipped=True))
         return train_result(stall_owner="read", steps=self.steps_done or config.train.steps)
 
-    def plan(self, config):
+    def foresee(self, config):
         self.calls.append(config)
-        return SimpleNamespace(table="slots 4", to_dict=lambda: {"slots": 4})
+        return SimpleNamespace(table="slots 4", to_dict=lambda: {"slots": 4}), SimpleNamespace(step_s=1.5)
 
     def verify(self, config, announce=print):
         self.calls.append(config)
@@ -73,7 +73,8 @@ class Backend:
             differing=[] if self.equal else ["model.norm.weight"],
         )
 
-    def export(self, run_dir, out_dir):
+    def export(self, run_dir, out_dir, *, merge=False):
+        assert not merge
         self.calls.append((run_dir, out_dir))
         return out_dir
 
@@ -85,7 +86,7 @@ def backend(monkeypatch):
 
     fake = Backend()
     parts = {
-        "run": {"train": fake.train, "plan": fake.plan},
+        "run": {"train": fake.train, "foresee": fake.foresee},
         "verify": {"verify": fake.verify},
         "export": {"export": fake.export},
     }
@@ -133,6 +134,7 @@ def test_every_flag_sets_its_key(backend):
         "--device-memory": "64MiB",
         "--home": "disk",
         "--dtype": "bf16",
+        "--method": "lora",
         "--resume": "auto",
         "--seq-len": "4",
     }
@@ -168,7 +170,8 @@ def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
     assert json.loads(line)["plan"] == {"slots": 4}
     assert run("verify", *PATHS, "--dry-run") == 0
     text = capsys.readouterr().out
-    assert text.endswith("slots 4\n")
+    assert "slots 4\n" in text
+    assert text.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
     assert yaml.safe_load(text.removesuffix("slots 4\n"))["model"]["path"] == "m"
 
 

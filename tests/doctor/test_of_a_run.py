@@ -1,11 +1,11 @@
 import time
 from pathlib import Path
 
+from outsize.data.packed import PackedDataset
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
 from outsize.testing.tiny import tiny_run
-from outsize.train.data.packed import PackedDataset
 from outsize.train.run import train
 
 

@@ -16,6 +16,8 @@ from fuzz.damage import JUNK, documents, holes, texts
 from fuzz.guard import survives
 from hardware.fake_machine import CGROUP_V2, SERVER, build, probed
 from outsize.config.load import load_config
+from outsize.data.cache import CachedTokens
+from outsize.data.detected import Detected
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
 from outsize.model.build import load_hf_config
@@ -33,8 +35,6 @@ from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, Record, _digest
 from outsize.testing.tiny import SIZES, tiny_run
 from outsize.train import checkpoint, checkpoint_dir, checkpoint_state
-from outsize.train.data.cache import CachedTokens
-from outsize.train.data.detected import Detected
 from outsize.train.standing import checked
 
 ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outsize.planner.layout import StepLayout
-from outsize.planner.stages import Stages, slots_for, spans_down, spans_up
+from outsize.planner.stages import HALVES, Stages, slots_for, spans_down, spans_up
 
 
 def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:
@@ -29,7 +29,7 @@ def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> StepLayout:
-    """Any layout: rest or none, frozen and empty units, uneven sizes, any number of slots, tiles, staging."""
+    """Any layout: rest or none, frozen and empty units, uneven sizes, any slots, kept units, tiles, staging."""
     num_streamed = draw(st.integers(1, 6))
     has_rest = draw(st.booleans())
     num_units = num_streamed + has_rest
@@ -62,7 +62,9 @@ def layouts(draw: st.DrawFn) -> StepLayout:
         commits=on_disk and draw(st.booleans()),
     )
     offload = draw(st.sets(st.sampled_from(layout.offloadable))) if layout.offloadable else set()
-    return replace(layout, offload=frozenset(offload))
+    kept = [draw(st.integers(0, layout.num_microbatches)) for _ in layout.keepable]
+    whole = (*[0] * layout.first_backward, *kept, 0) if any(kept) else ()
+    return replace(layout, offload=frozenset(offload), kept=whole)
 
 
 @st.composite
@@ -98,6 +100,8 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         backward=spans_down([num_streamed - fused, *below], num_streamed),
         round_size=draw(st.integers(1, 4)),
     )
+    slot_halves, accumulator_halves = draw(st.sampled_from(HALVES))
+    stages = replace(stages, slot_halves=slot_halves, accumulator_halves=accumulator_halves)
     num_workers = draw(st.integers(1, min(4, stages.num_stages)))
     num_units = num_streamed + has_rest
     tiles = (
@@ -115,6 +119,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         tiles=tiles,
         staged=False,
         offload=frozenset(),
+        kept=(),
         num_workers=num_workers,
         stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),
         rest_users=frozenset(users),

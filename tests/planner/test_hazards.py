@@ -154,11 +154,11 @@ class Oracle:
             case Kind.ACC:
                 writes.add(("acc", op.slot))
                 self.acc_of[u] = op.slot
-            case Kind.FORWARD | Kind.FORWARD_BACKWARD | Kind.BACKWARD:
+            case Kind.FORWARD | Kind.FORWARD_KEEP | Kind.FORWARD_BACKWARD | Kind.BACKWARD:
                 units = {u, self.layout.rest}
                 reads |= {("slot", self.slot_of[v]) for v in units if v in self.slot_of}
                 writes.add(("act", u, m))
-                if op.kind is Kind.FORWARD:
+                if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
                     writes.add(("act", u + 1, m))
                 else:
                     writes |= {("acc", self.acc_of[v]) for v in units if v in self.acc_of} | {("dact", u, m)}

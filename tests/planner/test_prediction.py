@@ -1,6 +1,7 @@
 import pytest
 
-from outsize.planner.one_worker import SIMULATED_TILES, one_worker
+from outsize.planner.expectation import SIMULATED_TILES
+from outsize.planner.one_worker import one_worker
 from outsize.planner.prediction import predict
 from outsize.planner.search import fastest
 from planner.questions import ask
@@ -47,7 +48,7 @@ def test_tiles_are_simulated_coarsely_and_take_the_same_time():
     candidate = one_worker(question, 2, "disk")
     assert max(candidate.layout.tiles) == SIMULATED_TILES
     coarse_s = predict(question, candidate).step_s
-    import outsize.planner.one_worker as module
+    import outsize.planner.expectation as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIMULATED_TILES", 10**6)

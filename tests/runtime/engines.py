@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import planes_for
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.planner.schedule import build_step
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings
@@ -76,12 +77,16 @@ def engine_over(
     max_grad_norm: float = 0.0,
     freeze: tuple[str, ...] = (),
     settings: dict[str, Any] | None = None,
+    kept: tuple[int, ...] = (),
     **options: Any,
 ) -> Iterator[Rig]:
     """An engine that trains ``model`` in fp32; ``options`` are those of the planner."""
     decaying = set(Trainer.get_decay_parameter_names(None, model))
     parts = split(model, decays=decaying.__contains__, freeze=freeze)
     plan = plan_for(parts, device=device, home=home, clip=max_grad_norm > 0, **options)
+    if any(kept):
+        layout = replace(plan.layout, kept=kept)
+        plan = replace(plan, layout=layout, program=build_step(layout))
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena())
         pool = stack.enter_context(IOPool(2))

@@ -24,6 +24,18 @@ def test_seconds_by_lane_by_kind_and_by_owner():
     assert (times.forward_s, times.backward_s, times.update_s) == pytest.approx((2.0, 3.0, 0.5))
 
 
+def test_of_several_workers_the_one_that_waits_longest_is_told():
+    timeline = Timeline(
+        (
+            event("compute:w0", "F 0.0@w0", 0.0, 4.0),
+            event("up:w1", "LOAD 1@w1.0", 0.0, 3.0),
+            event("compute:w1", "F 1.0@w1", 3.0, 4.0, "LOAD 1@w1.0"),
+        )
+    )
+    times = lane_times(timeline)
+    assert times.stall_s == {"up:w1": 3.0}
+
+
 def test_nothing_happened():
     times = lane_times(Timeline(()))
     assert (times.busy_s, times.stall_s, times.forward_s) == ({}, {}, 0)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import reference
 import zoo
-from outsize.train.data.batch import IGNORED, Batch
+from outsize.data.batch import IGNORED, Batch
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.resident import materialise
 from outsize.train.verify import run_resident

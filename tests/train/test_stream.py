@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import zoo
+from outsize.data.batch import IGNORED, Batch
 from outsize.errors import BudgetExceededError, InfeasiblePlanError, NonFiniteError
 from outsize.planner.ops import Kind
 from outsize.runtime.context import Microbatch
-from outsize.train.data.batch import IGNORED, Batch
 from outsize.train.prepare import prepare
 from outsize.train.stream import StreamedTrainer, microbatches_of, schedule_of
 from support import make_batches, make_config, read_weights, save_model

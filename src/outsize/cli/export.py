@@ -14,13 +14,16 @@ def export(
     out_dir: Annotated[
         Path | None, typer.Option("--out", "-o", help="Where to write it; default: RUN_DIR/export.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the adapters of a LoRA run into its model, unit by unit.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model of a run as Hugging Face safetensors, with its config and tokenizer."""
+    """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
     from outsize.train import export as exporter
 
     output = Output(as_json=as_json)
     with output.guarded():
-        written = exporter.export(run_dir, out_dir or run_dir / "export")
+        written = exporter.export(run_dir, out_dir or run_dir / "export", merge=merge)
         output.emit({"run_dir": str(run_dir), "model_dir": str(written)})
         output.print_result(f"wrote {written}")

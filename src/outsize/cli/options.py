@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--model", "model.path", str, "Directory of the model: config.json, safetensors, tokenizer."),
     ("--data", "data.path", str, "File or directory to train on."),
+    ("--method", "train.method", str, "full or lora (adapters; their keys are in section lora)."),
     ("--steps", "train.steps", int, "Optimizer steps."),
     (
         "--tokens-per-step",

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from outsize.cli.console import Output
+from outsize.units import format_seconds
 
 if TYPE_CHECKING:
     from outsize.config import Config
@@ -15,6 +16,10 @@ def print_plan(config: "Config", output: Output) -> None:
 
     for note in config.notes():
         output.say(f"note: {note}")
-    plan = run.plan(config)
-    output.emit({"config": config.model_dump(mode="json"), "plan": plan.to_dict()})
-    output.print_result(f"{dump_config(config)}\n{plan.table}")
+    plan, forecast = run.foresee(config)
+    predicted_s = None if forecast is None else forecast.step_s
+    output.emit(
+        {"config": config.model_dump(mode="json"), "plan": plan.to_dict(), "predicted_step_s": predicted_s}
+    )
+    told = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
+    output.print_result(f"{dump_config(config)}\n{plan.table}{told}")

@@ -6,6 +6,7 @@ from functools import partial
 from outsize.codecs.blockwise import BlockwiseCodec
 from outsize.codecs.codec import Codec, RawCodec
 from outsize.codecs.delta import DeltaCodec
+from outsize.codecs.nf4 import NF4Codec
 from outsize.codecs.planes import PlanesCodec
 from outsize.codecs.spec import CodecSpec, codec_spec
 from outsize.codecs.window import WindowCodec
@@ -22,6 +23,8 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
     "int4": partial(BlockwiseCodec, bits=4),
     "int4-asymmetric": partial(BlockwiseCodec, bits=4, symmetric=False),
     "int4-stochastic": partial(BlockwiseCodec, bits=4, stochastic=True),
+    "nf4": NF4Codec,
+    "nf4-double": partial(NF4Codec, double=True),
 }
 
 

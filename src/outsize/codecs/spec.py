@@ -181,8 +181,67 @@ INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, steps=14, scale_b
 INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, steps=7)
 BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC)
 
+# Dettmers et al. (2023), appendix E: quantiles of the normal distribution, with an exact zero, from -1 to 1.
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+# Elements that share a magnitude, and magnitudes that share a range: section 3 of the same paper.
+NF4_BLOCK, NF4_DOUBLE_BLOCKS = 64, 256
+# Half of the widest gap between two levels, and what fp32 arithmetic adds.
+_NF4_ERROR = (NF4_LEVELS[1] - NF4_LEVELS[0]) / 2 * (1 + 2**-20)
+
+
+def _nf4_bytes(numel: int, dtype: str) -> int:
+    return -(-numel // NF4_BLOCK) * (NF4_BLOCK // 2 + 4)
+
+
+def _nf4_double_bytes(numel: int, dtype: str) -> int:
+    blocks = -(-numel // NF4_BLOCK)
+    return blocks * (NF4_BLOCK // 2 + 1) + -(-blocks // NF4_DOUBLE_BLOCKS) * 8
+
+
+NF4 = CodecSpec(
+    name="nf4",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=False,
+    fixed_rate=True,
+    max_bytes=_nf4_bytes,
+    expected_bytes=_nf4_bytes,
+    error=_NF4_ERROR,
+    group=NF4_BLOCK,
+    encode_bytes_per_s=0.1e9,
+    decode_bytes_per_s=0.8e9,
+)
+NF4_DOUBLE = CodecSpec(
+    name="nf4-double",
+    dtypes=("fp32", "bf16", "fp16"),
+    lossless=False,
+    fixed_rate=True,
+    max_bytes=_nf4_double_bytes,
+    expected_bytes=_nf4_double_bytes,
+    error=_NF4_ERROR + (1 + 2**-16) / (2 * 255),
+    group=NF4_BLOCK * NF4_DOUBLE_BLOCKS,
+    encode_bytes_per_s=0.1e9,
+    decode_bytes_per_s=0.8e9,
+)
+
 SPECS: dict[str, CodecSpec] = {
-    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, ENTROPY, DELTA, *BLOCKWISE)
+    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, ENTROPY, DELTA, *BLOCKWISE, NF4, NF4_DOUBLE)
 }
 
 

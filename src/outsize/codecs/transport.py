@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from typing import Final
 
-from outsize.codecs.spec import RAW, CodecSpec, codec_spec
+from outsize.codecs.spec import RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.units import align_up
 
 # What is sent is encoded in pieces of so many elements: one is decoded while the next one is under way.
 PIECE_ELEMENTS: Final = 2**20
 # Their encodings begin at multiples of so many bytes.
 PIECE_ALIGN: Final = 64
-# Room for an encoding at home, beyond what weights are expected to take; a plane that needs more is sent as it is.
+# Room for an encoding at home, beyond what weights are expected to take: a share, and bytes, for small planes are
+# rarely alike. None needs more than its elements.
 SLACK: Final = 1.02
+SLACK_BYTES: Final = 16_384
 # A gradient codec of this ending remembers on the device what it lost, and adds it to the next gradient.
 FEEDBACK: Final = "-ef"
 # Of bf16, kept per trained element on the device.
@@ -74,7 +76,8 @@ class Transport:
 def room_bytes(spec: CodecSpec, numel: int, dtype: str) -> int:
     """Return the bytes that are set aside at home for the encoding of a plane."""
     pieces = -(-numel // PIECE_ELEMENTS)
-    return align_up(int(spec.expected_bytes(numel, dtype) * SLACK) + pieces * PIECE_ALIGN, 4096)
+    expected = int(spec.expected_bytes(numel, dtype) * SLACK) + SLACK_BYTES
+    return align_up(min(expected, raw_bytes(numel, dtype)) + pieces * PIECE_ALIGN, 4096)
 
 
 def staging_bytes(transport: Transport, crossing: str) -> int:

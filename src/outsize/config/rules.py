@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    return [line for rule in (_portions, _warmup, _prefetch) for line in rule(config)]
+    return [line for rule in (_portions, _warmup, _prefetch, _lora) for line in rule(config)]
 
 
 def _portions(config: "Config") -> list[str]:
@@ -53,6 +53,12 @@ def _prefetch(config: "Config") -> list[str]:
     return []
 
 
+def _lora(config: "Config") -> list[str]:
+    if config.train.method == "lora" and config.model.freeze:
+        return ["model.freeze: with train.method=lora the whole model is frozen; leave it out"]
+    return []
+
+
 def settings_without_effect(config: "Config") -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
     data, train, memory = config.data, config.train, config.memory
@@ -61,6 +67,7 @@ def settings_without_effect(config: "Config") -> list[str]:
     several = memory.device == "cuda:all" or "," in memory.device
     several |= emulated and memory.device not in ("emulated", "emulated:1")
     stages = "several workers have slots for their stages, and hand inputs over"
+    full = train.method == "full"
     unused_resume = train.resume == "auto" and train.run_dir is None
     idle = [
         (data, "data.text_field", unread_text_field, f"{data.format} records have no such field"),
@@ -72,10 +79,15 @@ def settings_without_effect(config: "Config") -> list[str]:
             train.save_every >= train.steps,
             "the run ends before, and saves at its end",
         ),
+        *(
+            (config.lora, f"lora.{key}", full, "train.method is full")
+            for key in type(config.lora).model_fields
+        ),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
         (memory, "memory.slots", several, stages),
         (memory, "memory.prefetch", several, stages),
         (memory, "memory.offload", several, stages),
+        (memory, "memory.activations", several, "several workers recompute"),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
         (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),

@@ -9,7 +9,14 @@ import os
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from outsize.config import rules
 from outsize.units import parse_bytes
@@ -31,6 +38,14 @@ def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _modules(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise ValueError("must be a text, or a list of names of modules")
+
+
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
         raise ValueError(
@@ -43,6 +58,7 @@ Size = Annotated[int, BeforeValidator(_size)]
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
 Device = Annotated[str, AfterValidator(_device)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Modules = Annotated[str | tuple[str, ...], BeforeValidator(_modules)]
 
 
 class Section(BaseModel):
@@ -106,6 +122,11 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long it is trained, in which portions, and where the run is kept."""
 
+    method: Literal["full", "lora"] = Field(
+        default="full",
+        description="full: all parameters that model.freeze does not name; lora: adapters beside a frozen model, see "
+        "section lora.",
+    )
     steps: int = Field(
         default=100, ge=1, description="Optimizer steps in all, those before a resume included."
     )
@@ -186,6 +207,65 @@ class TrainConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
+
+    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where a codec does not say otherwise.
+    """
+
+    r: int = Field(default=8, ge=1, description="Rank of the adapters.")
+    lora_alpha: int = Field(
+        default=8, ge=1, description="Adapters are scaled by lora_alpha / r, or lora_alpha / sqrt(r)."
+    )
+    lora_dropout: Fraction = Field(default=0.0, description="Dropout on the inputs of adapters.")
+    target_modules: Modules | None = Field(
+        default=None,
+        description="Modules that get an adapter: names or ends of names; a text is a regular expression, or "
+        "all-linear for every linear layer but the head; null is PEFT's choice for the architecture.",
+    )
+    exclude_modules: Modules | None = Field(
+        default=None, description="Modules that get none, written likewise."
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="Biases of the model that train as well; fp32 models only."
+    )
+    use_rslora: bool = Field(
+        default=False,
+        description="Whether adapters are scaled by lora_alpha / sqrt(r) (rank-stabilised LoRA).",
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Modules that train whole and are saved with the adapters; fp32 models only.",
+    )
+    init_lora_weights: Literal[True, False, "gaussian"] = Field(
+        default=True, description="How adapters begin; true and gaussian change nothing at the first step."
+    )
+    rank_pattern: dict[str, int] = Field(
+        default={}, description="Ranks of modules that have another, by name."
+    )
+    alpha_pattern: dict[str, int] = Field(
+        default={}, description="lora_alpha of modules with another, by name."
+    )
+    layers_to_transform: tuple[int, ...] | None = Field(
+        default=None, strict=False, description="Numbers of the layers that get adapters; null is all."
+    )
+    layers_pattern: str | None = Field(
+        default=None, description="Name of the list of layers, for layers_to_transform."
+    )
+    fan_in_fan_out: bool = Field(
+        default=False, description="Whether weights are stored (in, out), as in GPT-2; PEFT sets it there."
+    )
+    base_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw",
+        description="How the frozen matrices of layers are held and streamed; they are decoded on the device. nf4 is "
+        "4.5 bits per weight (QLoRA), nf4-double 4.13, int8 8.1; the error is printed and kept in quantisation.json.",
+    )
+    table_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw", description="The same for the embedding table and the head."
+    )
+
+
 class OptimizerConfig(Section):
     """How a parameter steps: AdamW with fp32 master weights and moments."""
 
@@ -260,6 +340,11 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
+    activations: Literal["auto", "recompute", "keep"] = Field(
+        default="auto",
+        description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
+        "stays on the device; auto: it stays as far as there is room when all else has.",
+    )
     tile_elements: int | None = Field(
         default=None,
         ge=2048,
@@ -312,6 +397,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     transport: TransportConfig = TransportConfig()

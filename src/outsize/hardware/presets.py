@@ -93,7 +93,7 @@ _SERVER = Host(
     cores=64,
     adamw_params_per_s=Figure(value=8.9e9, source="assumed: bound by memory, 28 bytes per parameter"),
 )
-_NVME = Disk(
+NVME = Disk(
     capacity_bytes=2 * 10**12,
     read_bytes_per_s=Figure(value=7e9, source="assumed: one PCIe 4.0 NVMe drive, data sheets"),
     write_bytes_per_s=Figure(value=6e9, source="assumed: one PCIe 4.0 NVMe drive, data sheets"),
@@ -149,5 +149,5 @@ def parse_gpus(text: str) -> Machine:
         gpus=(gpu,) * count,
         links=(link,) * count,
         host=_DESKTOP if is_desktop else _SERVER,
-        disk=_NVME,
+        disk=NVME,
     )

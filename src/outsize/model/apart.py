@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from outsize.codecs.spec import codec_spec
 from outsize.errors import ModelError
 from outsize.model.build import DTYPES
 from outsize.model.spec import PartKind
@@ -20,9 +21,40 @@ DTYPE_NAME = {dtype: name for name, dtype in DTYPES.items()}
 Apart = Callable[[str], PartKind | None]
 
 
-def frozen_part(dtype: str) -> PartKind:
-    """The part of a unit that holds frozen weights of ``dtype`` as they are."""
-    return PartKind(plane=f"frozen_{dtype}", dtype=dtype)
+def frozen_part(dtype: str, codec: str = "raw") -> PartKind:
+    """The part of a unit that holds frozen weights of ``dtype``, written by a codec of fixed rate."""
+    if codec == "raw":
+        return PartKind(plane=f"frozen_{dtype}", dtype=dtype)
+    spec = codec_spec(codec)
+    return PartKind(
+        plane=f"frozen_{dtype}_{codec}",
+        dtype=dtype,
+        codec=codec,
+        encoded_bytes=lambda numel: spec.max_bytes(numel, dtype),
+    )
+
+
+def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of what is worth a codec: matrices of linear layers and experts in blocks, and tables.
+
+    Tables are the embedding and the head. Norms, biases, convolutions and what lies outside the blocks are small, or
+    count for more than they weigh.
+    """
+    getters = (getattr(model, f"get_{end}_embeddings", lambda: None) for end in ("input", "output"))
+    ends = [module for getter in getters if isinstance(module := getter(), nn.Module)]
+    inside = {id(p) for module in ends for p in module.parameters() if p.dim() == 2}
+    plain = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        for p in module.parameters(recurse=False)
+    }
+    blocks = [unit for unit in split(model).spec.units if unit.kind == "block"]
+    in_blocks = {tensor.name for unit in blocks for tensor in unit.tensors if len(tensor.shape) > 1}
+    named = dict(model.named_parameters())
+    tables = frozenset(name for name, p in named.items() if id(p) in inside)
+    matrices = frozenset(name for name in in_blocks if id(named[name]) not in plain)
+    return matrices - tables, tables
 
 
 def dtype_and_parts(model: nn.Module) -> tuple[str, Apart]:

@@ -49,7 +49,7 @@ def write_plane(
     entries = ((names[t.name] if names else t.name, dtype, t.shape) for t in unit.tensors)
     with TensorWriter(path, entries, moved) as file:
         for start, chunk in chunks:
-            for _, _, piece in _pieces(unit, start, chunk):
+            for _, _, piece in pieces(unit, start, chunk):
                 file.write(bytes_of(piece))
         return file.sync()
 
@@ -77,11 +77,11 @@ def read_plane(stored: Mapping[str, StoredTensor], unit: UnitSpec, start: int, i
         CheckpointError: the file cannot be read.
     """
     into.zero_()
-    for name, first, piece in _pieces(unit, start, into):
+    for name, first, piece in pieces(unit, start, into):
         read_elements(stored[name], first, first + piece.numel(), piece)
 
 
-def _pieces(unit: UnitSpec, start: int, chunk: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+def pieces(unit: UnitSpec, start: int, chunk: Tensor) -> Iterator[tuple[str, int, Tensor]]:
     """Yield what of each tensor lies in a chunk: name, first element of the tensor, and the piece."""
     stop = start + chunk.numel()
     for tensor in unit.tensors:

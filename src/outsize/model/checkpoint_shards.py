@@ -115,12 +115,15 @@ class CheckpointWriter:
         }
         files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
-        _copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
+        copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
         CheckpointReader(directory, self._model)  # every name and shape is there, or this raises
         for path in sorted(directory.iterdir()):
             if path.is_file() and path.name not in self.files:
                 files.sync(path)
                 self.files[path.name] = sum_of_file(path)
+
+    def close(self) -> None:
+        """Nothing: no file is open between two calls."""
 
     def _name(self, number: int) -> str:
         return f"model-{number:05d}-of-{self._num_shards:05d}.safetensors"
@@ -220,7 +223,7 @@ def _write_config(
         files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
 
 
-def _copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
+def copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
     """Copy tokenizer files, a generation config where there is one, and the code that a model brings."""
     if source is None:
         return

@@ -156,6 +156,12 @@ class ModelSpec:
         return sum(unit.kind != "rest" for unit in self.units)
 
     @property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes that weights have on the device."""
+        parts = {part.dtype for unit in self.units for part in unit.frozen}
+        return frozenset(parts | {self.dtype for unit in self.units if unit.tensors})
+
+    @property
     def num_parameters(self) -> int:
         """Parameters without padding, each counted once."""
         return sum(tensor.numel for unit in self.units for tensor in unit.all_tensors)
@@ -207,6 +213,12 @@ class PartKind:
     dtype: str
     codec: str | None = None
     encoded_bytes: Callable[[int], int] = lambda _: 0
+
+
+def is_packed(unit: UnitSpec, plane: str) -> bool:
+    """Whether a plane at home never changes and has no encoding yet, so that a packed home keeps it encoded."""
+    parts = [part for part in unit.frozen if part.plane == plane]
+    return parts[0].codec is None if parts else not unit.trainable
 
 
 def granule_elements_for(tile_elements: int) -> int:

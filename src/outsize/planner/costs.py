@@ -91,14 +91,15 @@ class _Pricing:
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
-        if op.kind is Kind.FORWARD:
-            return Cost(seconds=self.times.forward_s[unit])
-        if op.kind is Kind.RECOMPUTE:
+        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP, Kind.RECOMPUTE):
             return Cost(seconds=self.times.forward_s[unit])
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             stages = layout.stages
-            apart = stages is not None and unit < stages.backward[0][0]  # an R has recomputed it
-            return Cost(seconds=self.times.backward_s[unit] - apart * self.times.forward_s[unit])
+            # An R has recomputed it, or an FK kept it.
+            apart = stages is not None and unit < stages.backward[0][0]
+            apart = apart or layout.is_kept(unit, op.microbatch or 0)
+            # Times that were measured on a busy machine may say that a recompute takes longer than all of a backward.
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)

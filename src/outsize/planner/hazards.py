@@ -20,6 +20,8 @@ tile buffer t   WRITE u#p<t                                      READ u#p>t, STE
 commit          STEP                                             COMMIT
 ==============  ===============================================  =============================================
 
+An FK is an F: what it keeps is part of act(u, m).
+
 The input of unit u exists only once F u.m ran, since the model's forward of microbatch m is a coroutine that
 F u.m resumes; so F writes the act of its unit and of the next one.
 
@@ -75,6 +77,7 @@ class Hazards:
             Kind.FREE: self._free,
             Kind.ACC: self._acc,
             Kind.FORWARD: self._forward,
+            Kind.FORWARD_KEEP: self._forward,
             Kind.FORWARD_BACKWARD: self._forward_backward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,

@@ -3,7 +3,7 @@
 ================  ====================================================================================
 lane              ops
 ================  ====================================================================================
-``compute:w0``    F, FB, R, B, and what is instant beside them: FREE, ACC, NORM
+``compute:w0``    F, FK, FB, R, B, and what is instant beside them: FREE, ACC, NORM
 ``up:w0``         LOAD, FETCH, RECV, SUM: towards the device
 ``down:w0``       SAVE, SEND, GRAD: away from it
 ``host``          CLIP, STEP
@@ -33,6 +33,7 @@ _OF_WORKER = {
     Kind.FREE: "compute",
     Kind.ACC: "compute",
     Kind.FORWARD: "compute",
+    Kind.FORWARD_KEEP: "compute",
     Kind.FORWARD_BACKWARD: "compute",
     Kind.RECOMPUTE: "compute",
     Kind.BACKWARD: "compute",

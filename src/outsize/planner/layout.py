@@ -25,6 +25,8 @@ class StepLayout:
         accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
+        kept: for each streamed unit, of how many microbatches (the first ones) what its backward needs stays on the
+            device from its forward, so that it is not recomputed; empty for none.
         clip: whether gradients are clipped by their global norm.
         tiles: optimizer tiles of a unit; 0 where it steps whole, in place in host memory.
         num_host_buffers: host buffers for whole units on their way between disk and device.
@@ -48,6 +50,7 @@ class StepLayout:
     accumulator_bytes: tuple[int, ...]
     prefetch_depth: int = 1
     offload: frozenset[int] = frozenset()
+    kept: tuple[int, ...] = ()
     clip: bool = False
     tiles: tuple[int, ...]
     num_host_buffers: int = 0
@@ -76,11 +79,24 @@ class StepLayout:
             raise ValueError("no accumulator holds the largest gradient")
         if not self.offload <= set(self.offloadable):
             raise ValueError(f"offload may name units {self.offloadable}, not {sorted(self.offload)}")
+        self._check_kept()
         if self.staged and self.num_host_buffers < 1:
             raise ValueError("staged transfers need a host buffer")
         if any(self.tiles) and self.num_tile_buffers < 1:
             raise ValueError("tiles need a tile buffer")
         self._check_stages()
+
+    def _check_kept(self) -> None:
+        if not self.kept:
+            return
+        if len(self.kept) != self.num_streamed:
+            raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
+        if self.cut or self.stages is not None:
+            raise ValueError("only a step of one worker that is not cut keeps what backwards need")
+        if any(count and unit not in self.keepable for unit, count in enumerate(self.kept)):
+            raise ValueError(f"kept may name units {self.keepable}, not {self.kept}")
+        if not 0 <= min(self.kept) <= max(self.kept) <= self.num_microbatches:
+            raise ValueError(f"kept counts microbatches, of which there are {self.num_microbatches}")
 
     def _check_stages(self) -> None:
         if self.cut and (self.clip or self.stages is not None):
@@ -147,6 +163,15 @@ class StepLayout:
     def offloadable(self) -> tuple[int, ...]:
         """Units whose inputs could leave: those a backward needs, but not the ids, nor the last unit's."""
         return tuple(range(max(1, self.first_backward), self.last))
+
+    @property
+    def keepable(self) -> tuple[int, ...]:
+        """Units that would be recomputed: those with a backward, but not the last, whose backward follows at once."""
+        return tuple(range(self.first_backward, self.last))
+
+    def is_kept(self, unit: int, microbatch: int) -> bool:
+        """Whether the forward of ``unit`` keeps what its backward for ``microbatch`` needs."""
+        return unit < len(self.kept) and microbatch < self.kept[unit]
 
     @property
     def step_order(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ What else lies on the device (slots, accumulators, tile buffers) is allocated on
 go:
 
 * F u.m makes the input of unit u+1; it lives until the backward of unit u+1, or the SAVE, has passed;
+* FK u.m keeps what B u.m needs besides its input; from when B u.m begins this is part of the workspace;
 * FB and B u.m make the gradient of the input of unit u, and consume that of unit u+1;
 * a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them;
 * a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs;
@@ -36,13 +37,18 @@ class ActivationMeter:
     Args:
         layout: the step.
         boundary_bytes: bytes of the input of each streamed unit, for one microbatch.
+        saved_bytes: bytes that an FK of each streamed unit keeps; empty counts none.
     """
 
-    def __init__(self, layout: StepLayout, boundary_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, layout: StepLayout, boundary_bytes: Sequence[int], saved_bytes: Sequence[int] = ()
+    ) -> None:
         if len(boundary_bytes) != layout.num_streamed:
             raise ValueError(f"boundary_bytes needs {layout.num_streamed} entries, not {len(boundary_bytes)}")
         self._bytes = (0, *boundary_bytes[1:], 0)  # behind the last unit nothing of ours is made
         self._first_backward = layout.first_backward
+        self._layout = layout
+        self._saved = saved_bytes or (0,) * layout.num_streamed
         self._leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
         self._early: dict[tuple[int, int | None], int] = {}  # FETCHes that no compute op has waited for yet
         self._late = 0  # bytes of SAVEs that only those have waited for
@@ -53,13 +59,15 @@ class ActivationMeter:
         """Return the bytes that are live while ``op`` runs."""
         unit = op.unit or 0
         peak = Live(self._device, self._below)
-        if op.kind is Kind.FORWARD:
+        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
             self._finish_saves(but=SAVE_WINDOW - 1)
             self._device += self._bytes[unit + 1]
             peak = Live(self._device, self._below)
             if unit < self._first_backward:
                 self._device -= self._bytes[unit]
+            self._device += self._kept(op)
         elif op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+            self._device -= self._kept(op)
             made = self._bytes[unit] if unit > self._first_backward else 0
             if self._early.pop((unit, op.microbatch), None) is not None:
                 self._late = 0
@@ -80,14 +88,20 @@ class ActivationMeter:
             self._below -= self._bytes[unit]
         return peak
 
+    def _kept(self, op: Op) -> int:
+        unit, microbatch = op.unit or 0, op.microbatch or 0
+        return self._saved[unit] if self._layout.is_kept(unit, microbatch) else 0
+
     def _finish_saves(self, but: int) -> None:
         """Count all SAVEs as done but the last few."""
         while len(self._leaving) > but:
             self._device -= self._leaving.popleft()
 
 
-def peak_activations(program: Program, layout: StepLayout, boundary_bytes: Sequence[int]) -> Live:
+def peak_activations(
+    program: Program, layout: StepLayout, boundary_bytes: Sequence[int], saved_bytes: Sequence[int] = ()
+) -> Live:
     """Return the most bytes of activations that are ever live on the device, and saved below it."""
-    meter = ActivationMeter(layout, boundary_bytes)
+    meter = ActivationMeter(layout, boundary_bytes, saved_bytes)
     live = [meter.add(op) for op in program]
     return Live(max((x.device_bytes for x in live), default=0), max((x.below_bytes for x in live), default=0))

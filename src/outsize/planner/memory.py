@@ -33,7 +33,14 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
-from outsize.planner.transport import activation_bytes, device_bytes, gradient_bytes, host_bytes, load_bytes
+from outsize.planner.transport import (
+    activation_bytes,
+    device_bytes,
+    gradient_bytes,
+    host_bytes,
+    load_bytes,
+    packed_bytes,
+)
 from outsize.units import align_up
 
 Tier = Literal["host", "disk"]
@@ -55,6 +62,9 @@ class Demand:
         boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over microbatches.
         forward_workspace_bytes: by unit kind, the most that its forward allocates.
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
+        saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; 0
+            for the last, whose backward follows at once. Empty: unknown, and so never kept.
+        forward_s: by streamed unit, how long its forward takes beside the others', in any unit.
         shared_bytes: ids, labels, masks and the like, for all microbatches.
         fixed_bytes: whatever else lies on the device throughout.
     """
@@ -62,6 +72,8 @@ class Demand:
     boundary_bytes: tuple[int, ...]
     forward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     backward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    saved_bytes: tuple[int, ...] = ()
+    forward_s: tuple[float, ...] = ()
     shared_bytes: int = 0
     fixed_bytes: int = 0
 
@@ -157,6 +169,8 @@ def memory_table(
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    if home == "host":
+        table["host"]["home"] -= packed_bytes(transport, model)
     if layout.commits:
         kept = sum(committed_bytes(unit, model.dtype) for unit in model.units)
         table[home]["home"] = kept + 2 * commit_record_bytes(model)

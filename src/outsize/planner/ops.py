@@ -8,9 +8,10 @@ text                          meaning
 ``FREE 3@w0.1``               slot 1 no longer holds unit 3
 ``ACC 3@w0.1``                accumulator 1 of worker 0 now sums the gradient of unit 3
 ``F 3.0@w0``                  forward of unit 3 for microbatch 0, nothing kept but its input
+``FK 3.0@w0``                 the same, and what its backward needs stays on the device
 ``FB 5.0@w0``                 forward, loss and backward of the last unit in one go
 ``R 3.0@w0``                  recompute of unit 3 for microbatch 0, kept for the B that follows
-``B 3.0@w0``                  recompute, unless an R has done it, and backward of unit 3 for microbatch 0
+``B 3.0@w0``                  recompute, unless an R or FK has done it, and backward of unit 3 for microbatch 0
 ``SAVE 3.0@w0``               the input of unit 3 for microbatch 0 leaves the device
 ``FETCH 3.0@w0``              it comes back
 ``SEND 3.0@w0``               the gradient of the input of unit 3 leaves the device, for another worker
@@ -42,6 +43,7 @@ class Kind(StrEnum):
     FREE = "FREE"
     ACC = "ACC"
     FORWARD = "F"
+    FORWARD_KEEP = "FK"
     FORWARD_BACKWARD = "FB"
     RECOMPUTE = "R"
     BACKWARD = "B"
@@ -67,7 +69,7 @@ class Op:
     Attributes:
         kind: the verb.
         unit: unit index; None only for CLIP and COMMIT.
-        microbatch: for F, FB, R, B, SAVE, FETCH, SEND and RECV.
+        microbatch: for F, FK, FB, R, B, SAVE, FETCH, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.
         tile: tile of the unit's optimizer state; None for whole-unit ops.

@@ -40,6 +40,7 @@ class Pipeline:
         bottom: the lowest unit that runs backward.
         fits: whether a worker can hold the units of a span, forward (False) or backward (True).
         holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
+        halves: sets of slots and of accumulators that a worker has, see `Stages`.
     """
 
     forward_s: tuple[float, ...]
@@ -52,17 +53,25 @@ class Pipeline:
     bottom: int = 0
     fits: Fits = lambda span, backward: True
     holds: Callable[[Stages], bool] = lambda stages: True
+    halves: tuple[int, int] = (2, 2)
 
     def stages(self, forward: Sizes, backward: Sizes, round_size: int) -> Stages:
         """Return the stages of these sizes."""
         top = len(self.forward_s)
-        return Stages(forward=spans_up(forward), backward=spans_down(backward, top), round_size=round_size)
+        slot_halves, accumulator_halves = self.halves
+        return Stages(
+            forward=spans_up(forward),
+            backward=spans_down(backward, top),
+            round_size=round_size,
+            slot_halves=slot_halves,
+            accumulator_halves=accumulator_halves,
+        )
 
     def step_s(self, stages: Stages) -> float:
         """Return the time of a step."""
         times = stage_times(stages, self.forward_s, self.backward_s, self.weights_s, self.gradients_s)
         size = stages.round_size
-        return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s)
+        return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s, self.halves)
 
 
 def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: int = 400_000) -> Stages:

@@ -14,7 +14,8 @@ from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.planner.slots import assign_slots
 
-COMPUTE = (Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD)
+FORWARDS = (Kind.FORWARD, Kind.FORWARD_KEEP)
+COMPUTE = (*FORWARDS, Kind.FORWARD_BACKWARD, Kind.BACKWARD)
 _BACKWARD = (Kind.FORWARD_BACKWARD, Kind.BACKWARD)
 
 
@@ -25,11 +26,18 @@ def v_cycle(layout: StepLayout) -> Program:
     the order in which gradients are summed.
     """
     microbatches = range(layout.num_microbatches)
+
+    def kind_of(kind: Kind, unit: int, microbatch: int) -> Kind:
+        keeps = kind is Kind.FORWARD and layout.is_kept(unit, microbatch)
+        return Kind.FORWARD_KEEP if keeps else kind
+
     kinds = [(Kind.FORWARD, unit) for unit in range(layout.last)]
     turn = (Kind.FORWARD, Kind.BACKWARD) if layout.cut else (Kind.FORWARD_BACKWARD,)
     kinds += [(kind, layout.last) for kind in turn]
     kinds += [(Kind.BACKWARD, unit) for unit in range(layout.last - 1, layout.first_backward - 1, -1)]
-    return Program(tuple(_compute(kind, unit, m) for kind, unit in kinds for m in microbatches))
+    return Program(
+        tuple(_compute(kind_of(kind, unit, m), unit, m) for kind, unit in kinds for m in microbatches)
+    )
 
 
 def insert_loads(program: Program, layout: StepLayout) -> Program:
@@ -55,7 +63,7 @@ def insert_saves(program: Program, layout: StepLayout) -> Program:
     before, after = _insertions()
     backwards = [i for i, op in enumerate(program) if op.kind in _BACKWARD]
     for index, op in enumerate(program):
-        if op.kind is Kind.FORWARD and op.unit in layout.offload:
+        if op.kind in FORWARDS and op.unit in layout.offload:
             after[index].append(_compute(Kind.SAVE, op.unit, op.microbatch))
     for turn, index in enumerate(backwards):
         op = program.ops[index]

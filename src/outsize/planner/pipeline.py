@@ -83,18 +83,24 @@ _Lines = dict[float, float]
 
 
 def makespan_s(
-    times: Sequence[StageTimes], num_microbatches: int, round_size: int, num_workers: int, hop_s: float = 0.0
+    times: Sequence[StageTimes],
+    num_microbatches: int,
+    round_size: int,
+    num_workers: int,
+    hop_s: float = 0.0,
+    halves: tuple[int, int] = (2, 2),
 ) -> float:
     """Return the time of a step of stages that are dealt out in turn.
 
     What a microbatch starts from comes up while the one before it is computed, not earlier, and takes
     ``hop_s``. A backward stage recomputes while it waits for that. A worker has two halves of slots and accumulators,
-    so a visit begins no earlier than its weights are up, and the gradients of the visit before the last one down.
+    so a visit begins no earlier than its weights are up, and the gradients of the visit before the last one down. Of
+    what has one half only (``halves``, of slots and of accumulators) nothing moves before the visit before has ended.
     """
     if any(stage.seconds < hop_s and stage.source >= 0 for stage in times):
-        return _makespan_by_microbatch_s(times, num_microbatches, round_size, num_workers, hop_s)
+        return _makespan_by_microbatch_s(times, num_microbatches, round_size, num_workers, hop_s, halves)
     free = [0.0] * num_workers
-    copied = _Copied(num_workers)
+    copied = _Copied(num_workers, halves)
     turn = 0
     for start in range(0, num_microbatches, round_size):
         last = min(round_size, num_microbatches - start) - 1
@@ -104,30 +110,43 @@ def makespan_s(
             worker = turn % num_workers
             turn += 1
             inputs = of_round[stage.source] if stage.recompute_s and stage.source >= 0 else None
-            free_s = max(free[worker], copied.ready_s(worker, stage, start > 0))
+            free_s = max(free[worker], copied.ready_s(worker, stage, start > 0, free[worker]))
             ends = _ends(stage, ends, inputs, free_s, hop_s if index else 0.0, last)
             of_round.append(ends)
             free[worker] = max([value + slope * last for slope, value in ends.items()])
-            copied.begin(worker, stage, max(ends.values()) - stage.seconds)
+            copied.begin(worker, stage, max(ends.values()) - stage.seconds, free[worker])
     return max(free)
 
 
 class _Copied:
     """What each worker moves beside its visits."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, halves: tuple[int, int]) -> None:
+        self._slot_halves, self._sum_halves = halves
         self._began_s = [0.0] * num_workers
         self._down_s = [(0.0, 0.0)] * num_workers
+        self._given_s = [0.0] * num_workers
 
-    def ready_s(self, worker: int, stage: StageTimes, summed: bool) -> float:
-        """Return when both halves are as a visit of ``stage`` wants them."""
-        up_s = stage.up_s + stage.sum_s if summed else stage.up_s
-        return self._began_s[worker] + max(up_s, self._down_s[worker][0])
+    def ready_s(self, worker: int, stage: StageTimes, summed: bool, free_s: float) -> float:
+        """Return when slots and accumulators are as a visit of ``stage`` wants them.
 
-    def begin(self, worker: int, stage: StageTimes, began_s: float) -> None:
-        """A visit of ``stage`` computes from ``began_s`` on."""
+        ``free_s`` is when the worker's visit before ended.
+        """
+        sum_s = stage.sum_s if summed else 0.0
+        up_s = stage.up_s + sum_s
+        ready_s = self._began_s[worker] + max(up_s, self._down_s[worker][0])
+        if self._slot_halves == 1:
+            ready_s = max(ready_s, free_s + up_s)
+        if self._sum_halves == 1 and stage.down_s:
+            ready_s = max(ready_s, self._given_s[worker] + sum_s)
+        return ready_s
+
+    def begin(self, worker: int, stage: StageTimes, began_s: float, end_s: float) -> None:
+        """A visit of ``stage`` computes from ``began_s`` to ``end_s``."""
         self._began_s[worker] = began_s
         self._down_s[worker] = (self._down_s[worker][1], stage.down_s)
+        if stage.down_s:
+            self._given_s[worker] = end_s + stage.down_s
 
 
 def _ends(
@@ -158,11 +177,16 @@ def _ends(
 
 
 def _makespan_by_microbatch_s(
-    times: Sequence[StageTimes], num_microbatches: int, round_size: int, num_workers: int, hop_s: float
+    times: Sequence[StageTimes],
+    num_microbatches: int,
+    round_size: int,
+    num_workers: int,
+    hop_s: float,
+    halves: tuple[int, int],
 ) -> float:
     """The same, whatever takes longer than what: one microbatch after the other."""
     free = [0.0] * num_workers
-    copied = _Copied(num_workers)
+    copied = _Copied(num_workers, halves)
     turn = 0
     for start in range(0, num_microbatches, round_size):
         ends = [0.0] * min(round_size, num_microbatches - start)
@@ -170,7 +194,8 @@ def _makespan_by_microbatch_s(
         for index, stage in enumerate(times):
             worker = turn % num_workers
             turn += 1
-            now = before = arrived = max(free[worker], copied.ready_s(worker, stage, start > 0))
+            ready_s = copied.ready_s(worker, stage, start > 0, free[worker])
+            now = before = arrived = max(free[worker], ready_s)
             hop = hop_s if index else 0.0
             inputs = of_round[stage.source] if stage.recompute_s and stage.source >= 0 else None
             rest_s = stage.seconds - stage.recompute_s
@@ -184,7 +209,7 @@ def _makespan_by_microbatch_s(
                 ends.append(now)
             of_round.append(ends)
             free[worker] = now
-            copied.begin(worker, stage, ends[0] - stage.seconds)
+            copied.begin(worker, stage, ends[0] - stage.seconds, now)
     return max(free)
 
 

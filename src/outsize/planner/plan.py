@@ -1,7 +1,8 @@
 """The plan of a run: what is set aside where, the program of a step, and what it moves.
 
 The search starts from the plan that needs the least memory. If that does not fit, no plan does. Otherwise
-memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far as it goes.
+memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far as it goes, and what is left then on
+keeping what backwards need (`planner.keeping`).
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from outsize.codecs.transport import Transport
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import bytes_per_parameter
+from outsize.planner.keeping import kept_microbatches, most_kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
 from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table, store_buffer_bytes
@@ -134,6 +136,7 @@ class Plan:
             "tile_buffer_bytes": self.tile_buffer_bytes,
             "store_buffer_bytes": self.store_buffer_bytes,
             "offload": sorted(layout.offload),
+            "kept_microbatches": list(layout.kept),
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
             "bytes_per_step": asdict(self.traffic),
@@ -151,9 +154,11 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     sizing = Sizing(model, options)
 
     @cache
-    def activations(offload: frozenset[int], prefetch_depth: int) -> Live:
-        layout = replace(sizing.layout(sizing.least()), offload=offload, prefetch_depth=prefetch_depth)
-        return peak_activations(insert_saves(v_cycle(layout), layout), layout, demand.boundary_bytes)
+    def activations(offload: frozenset[int], prefetch_depth: int, kept: tuple[int, ...]) -> Live:
+        least = sizing.layout(sizing.least())
+        layout = replace(least, offload=offload, prefetch_depth=prefetch_depth, kept=kept)
+        program = insert_saves(v_cycle(layout), layout)
+        return peak_activations(program, layout, demand.boundary_bytes, demand.saved_bytes)
 
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
@@ -161,7 +166,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             model,
             demand,
             layout,
-            activations(layout.offload, layout.prefetch_depth),
+            activations(layout.offload, layout.prefetch_depth, layout.kept),
             home=options.home,
             below=options.below,
             tile_elements=knobs.tile_elements,
@@ -170,6 +175,10 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
         )
 
     knobs = sizing.least()
+    if options.activations == "keep":
+        layout = sizing.layout(knobs)
+        whole = kept_microbatches(layout, layout.keepable, len(layout.keepable) * layout.num_microbatches)
+        knobs = replace(knobs, kept=whole)
     short_by = _shortage(memory_of(knobs), budgets)
     if short_by:
         raise InfeasiblePlanError(_what_to_try(memory_of(knobs), short_by, options), short_by)
@@ -178,6 +187,13 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             if _shortage(memory_of(better), budgets):
                 break
             knobs = better
+    if options.activations == "auto" and demand.saved_bytes and not options.cut:
+        kept = most_kept(
+            sizing.layout(knobs),
+            demand,
+            lambda kept: not _shortage(memory_of(replace(knobs, kept=kept)), budgets),
+        )
+        knobs = replace(knobs, kept=kept)
     return _make(sizing, demand, budgets, knobs, memory_of(knobs))
 
 
@@ -228,7 +244,9 @@ def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOption
     needed = sum(memory[tier].values())
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
-    if tier == "device" and largest in ("activations", "workspace", "shared"):
+    if tier == "device" and options.activations == "keep":
+        advice = "memory.activations=auto, which keeps what has room"
+    elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"
     elif tier == "host" and options.home == "host":
         advice = "the home on disk"

@@ -1,9 +1,10 @@
 """The plan of a run on several workers: stages cut for their memory, dealt out in turn.
 
-Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used; the rest
-beside them; inputs and gradients of two microbatches; workspace for all units of a backward stage, which are recomputed
-before the first of them is differentiated. Where several units add to the gradient of a rest that trains, each is in
-a stage of its own and a round takes all microbatches: sums are then taken use by use, as everywhere.
+Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used, or once
+where memory is too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches;
+workspace for all units of a backward stage, which are recomputed before the first of them is differentiated. Where
+several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
+microbatches: sums are then taken use by use, as everywhere.
 """
 
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.program import Program
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stages import Span, Stages, cursor_after, slots_for
-from outsize.planner.transport import device_bytes, host_bytes
+from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
+from outsize.planner.transport import device_bytes, host_bytes, packed_bytes
 from outsize.units import align_up, format_bytes
 
 # A backward with recompute takes about three forwards.
@@ -70,10 +71,13 @@ def plan_stages(
             f"stages; use at most {most} workers"
         )
     layout = partial(_layout, model, options, wanted)
-    smallest = _single_units(model, options, wanted, bottom)
-    memory = _memory(model, demand, layout(smallest), options.transport)
-    short_by = _shortage(memory, budgets)
-    if short_by:
+    for halves in HALVES:
+        smallest = _single_units(model, options, wanted, bottom, halves)
+        memory = _memory(model, demand, layout(smallest), options.transport)
+        short_by = _shortage(memory, budgets)
+        if not short_by:
+            break
+    else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
     def holds(stages: Stages) -> bool:
@@ -82,7 +86,7 @@ def plan_stages(
     if wanted.stages is not None:
         stages = wanted.stages if holds(wanted.stages) else smallest
     else:
-        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device)
+        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves)
         stages = _cut(replace(pipeline, holds=holds), options, wanted) or smallest
     return _make(model, demand, budgets, options, layout(stages))
 
@@ -104,12 +108,16 @@ def _round_size(options: PlanOptions, wanted: StageOptions) -> int:
     return options.microbatches if len(wanted.rest_users) > 1 else 1
 
 
-def _single_units(model: ModelSpec, options: PlanOptions, wanted: StageOptions, bottom: int) -> Stages:
+def _single_units(
+    model: ModelSpec, options: PlanOptions, wanted: StageOptions, bottom: int, halves: tuple[int, int]
+) -> Stages:
     """Return stages of one unit each, which need the least memory."""
     return Stages(
         forward=tuple((u, u + 1) for u in range(model.num_streamed - 1)),
         backward=tuple((u, u + 1) for u in reversed(range(bottom, model.num_streamed))),
         round_size=_round_size(options, wanted),
+        slot_halves=halves[0],
+        accumulator_halves=halves[1],
     )
 
 
@@ -120,6 +128,7 @@ def _pipeline(
     wanted: StageOptions,
     bottom: int,
     device_bytes: int,
+    halves: tuple[int, int],
 ) -> Pipeline:
     """Return what is cut: times, and which single stages fit ``device_bytes``."""
     streamed = model.units[: model.num_streamed]
@@ -131,8 +140,8 @@ def _pipeline(
         units = range(*span)
         if backward and len(wanted.rest_users.intersection(units)) > 1:
             return False
-        size = 2 * max(*weights, sum(weights[u] for u in units)) + fixed
-        size += 2 * max(*gradients, sum(gradients[u] for u in units if backward))
+        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + fixed
+        size += halves[1] * max(*gradients, sum(gradients[u] for u in units if backward))
         return (
             size + _activations(len(units), demand) + _workspace(model, demand, span, backward)
             <= device_bytes
@@ -145,6 +154,7 @@ def _pipeline(
         num_microbatches=options.microbatches,
         bottom=bottom,
         fits=fits,
+        halves=halves,
     )
 
 
@@ -236,7 +246,8 @@ def _memory(
         "host": {
             "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+            "home": sum(home_bytes(unit, model.dtype) for unit in model.units)
+            - packed_bytes(transport, model),
         },
         "disk": {},
     }
@@ -281,8 +292,8 @@ def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) 
     classes = memory[tier]
     largest = max(classes, key=lambda name: classes[name])
     advice = {
-        "weight slots": "one device, which needs no second half of its slots",
-        "gradient accumulators": "one device, which needs no second half of its accumulators",
+        "weight slots": "devices with more memory",
+        "gradient accumulators": "devices with more memory",
         "home": "one device and the home on disk",
     }.get(largest, f"more microbatches than {options.microbatches}, or shorter sequences")
     needed = format_bytes(sum(classes.values()))

@@ -23,6 +23,7 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.FREE: (_UNIT_SLOT,),
     Kind.ACC: (_UNIT_SLOT,),
     Kind.FORWARD: (_UNIT_MICROBATCH,),
+    Kind.FORWARD_KEEP: (_UNIT_MICROBATCH,),
     Kind.FORWARD_BACKWARD: (_UNIT_MICROBATCH,),
     Kind.RECOMPUTE: (_UNIT_MICROBATCH,),
     Kind.BACKWARD: (_UNIT_MICROBATCH,),

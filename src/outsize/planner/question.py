@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from outsize.codecs.transport import Transport
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec, Workload
-from outsize.planner.memory import Demand
+from outsize.planner.memory import NO_CODECS, Demand
 from outsize.planner.plan import Budgets
 from outsize.planner.stages import Stages
 
@@ -27,6 +28,7 @@ class Question:
         clip: whether gradients are clipped by their global norm.
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
+        transport: codecs on the link of one GPU, where the home is in host memory.
     """
 
     model: ModelSpec
@@ -40,6 +42,7 @@ class Question:
     clip: bool = True
     workload_of: Callable[[int], Workload]
     fixed_bytes: int = 0
+    transport: Transport = NO_CODECS
 
     @property
     def tokens_per_step(self) -> int:

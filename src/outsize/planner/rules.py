@@ -4,6 +4,7 @@
    microbatches in the order 0, 1, …, since that is the order in which gradients are summed.
 2. An op finds its inputs: the activation of the unit before it, the gradient of the unit after it, and its own input
    on the device, not saved away.
+   What a backward needs is kept from the forward, by FK, where the layout says so and nowhere else.
 3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at a time,
    and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
 4. The gradient of a unit leaves once all its backwards have run; where gradients are clipped, after its norm.
@@ -51,6 +52,7 @@ class Rules:
             Kind.FREE: self._free,
             Kind.ACC: self._acc,
             Kind.FORWARD: self._forward,
+            Kind.FORWARD_KEEP: self._forward,
             Kind.FORWARD_BACKWARD: self._forward_backward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
@@ -165,6 +167,9 @@ class Rules:
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
         self._check_turn(unit)
+        keeps = self._layout.is_kept(unit, microbatch)
+        require(keeps or op.kind is Kind.FORWARD, "the layout keeps nothing of it for its backward")
+        require(not keeps or op.kind is Kind.FORWARD_KEEP, "the layout keeps what its backward needs: FK")
         self._run_forward(op, unit, microbatch)
 
     def _check_turn(self, unit: int) -> None:

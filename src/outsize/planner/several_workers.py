@@ -1,8 +1,8 @@
 """The candidate of several GPUs: stages cut for the machine's memory, dealt out in turn, priced on the machine.
 
 Memory is counted as a run of stages would set it aside: slots and accumulators twice, so that one half fills while
-the other is used; activations of two microbatches; workspace for all units of the largest backward stage, which are
-recomputed before the first of them is differentiated.
+the other is used, or once where memory is too tight for that (`stages.HALVES`); activations of two microbatches;
+workspace for all units of the largest backward stage, which are recomputed before the first of them is differentiated.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from outsize.planner.partition import Pipeline, partition
 from outsize.planner.program import Program
 from outsize.planner.question import Question
 from outsize.planner.schedule import build_step
-from outsize.planner.stages import Span, Stages, cursor_after, slots_for
+from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
 from outsize.units import format_bytes
 
 # Two follow one another: the second one tells the time of a step among others.
 NUM_STEPS = 2
 # Visits that the partitioner times: enough for an answer in a second or two.
-MAX_VISITS = 200_000
+MAX_VISITS, MANY_UNITS = 200_000, 48
 _ID_BYTES = 16
 
 ASSUMPTIONS = (
@@ -104,27 +104,37 @@ def _fit(
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
     table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes)
-    stages = _single_units(model.num_streamed)
+    for halves in HALVES:
+        stages = _single_units(model.num_streamed, halves)
+        if sum(table(stages)["device"].values()) <= budgets.device:
+            break
     _check(table(stages), budgets.device, budgets.host)
 
     def holds(stages: Stages) -> bool:
         return sum(table(stages)["device"].values()) <= budgets.device
 
     if question.stages is None:
-        pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s)
+        pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s, halves)
         with contextlib.suppress(ValueError):
-            stages = partition(replace(pipeline, holds=holds), max_visits=MAX_VISITS)
+            stages = partition(replace(pipeline, holds=holds), max_visits=_effort(model))
     elif holds(question.stages):
         stages = question.stages
     return _layout(model, stages, microbatches, len(machine.gpus)), table(stages)
 
 
-def _single_units(count: int) -> Stages:
+def _effort(model: ModelSpec) -> int:
+    """Return how many visits the partitioner times: a visit of many units takes longer, and gains less."""
+    return MAX_VISITS if len(model.units) <= MANY_UNITS else MAX_VISITS // 2
+
+
+def _single_units(count: int, halves: tuple[int, int]) -> Stages:
     """Return stages of one unit each, which need the least memory."""
     return Stages(
         forward=tuple((u, u + 1) for u in range(count - 1)),
         backward=tuple((u, u + 1) for u in reversed(range(count))),
         round_size=1,
+        slot_halves=halves[0],
+        accumulator_halves=halves[1],
     )
 
 
@@ -135,6 +145,7 @@ def _pipeline(
     microbatches: int,
     forward_s: tuple[float, ...],
     backward_s: tuple[float, ...],
+    halves: tuple[int, int],
 ) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
@@ -143,9 +154,9 @@ def _pipeline(
 
     def fits(span: Span, backward: bool) -> bool:
         units = range(*span)
-        size = 2 * max(*weights, sum(weights[u] for u in units)) + _activations(len(units), work)
+        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + _activations(len(units), work)
         at_once = units if backward else range(0)
-        size += 2 * max(*gradients, sum(gradients[u] for u in at_once))
+        size += halves[1] * max(*gradients, sum(gradients[u] for u in at_once))
         size += max(*workspace, sum(workspace[u] for u in at_once))
         return size <= question.budgets.device
 
@@ -164,6 +175,7 @@ def _pipeline(
         weights_s=tuple(size / up for size in weights),
         gradients_s=tuple(size / down for size in gradients),
         fits=fits,
+        halves=halves,
     )
 
 
@@ -232,7 +244,7 @@ def _check(memory: Table, device_bytes: int, host_bytes: int | None) -> None:
         largest = max(memory["device"], key=lambda name: memory["device"][name])
         advice = "more microbatches, or shorter sequences"
         if largest in ("weight slots", "gradient accumulators"):
-            advice = f"GPUs with {format_bytes(device)}, or one GPU, which needs no second half of its slots"
+            advice = f"GPUs with {format_bytes(device)}"
         raise InfeasiblePlanError(
             f"the smallest stages need {format_bytes(device)} on each GPU, "
             f"{format_bytes(memory['device'][largest])} of it for {largest}; first try {advice}",

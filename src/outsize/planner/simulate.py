@@ -16,9 +16,10 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program, render_op
 from outsize.planner.timeline import Event, Timeline
-from outsize.planner.usage import Change, changes_of
+from outsize.planner.usage import Change, Changes, changes_of
 
-_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD})  # R is followed by its B
+# R is followed by its B.
+_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.BACKWARD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ def simulate(
     costs: CostModel,
     *,
     boundary_bytes: Sequence[int] = (),
+    saved_bytes: Sequence[int] = (),
     below: str = "host",
 ) -> Simulation:
     """Run ``programs``, one per step, one after the other.
@@ -83,6 +85,7 @@ def simulate(
         costs: what ops take.
         boundary_bytes: bytes of the input of each streamed unit, for the bytes held; none are counted
             where it is empty.
+        saved_bytes: bytes that an FK of each streamed unit keeps, likewise.
         below: tier that saved activations go to.
     """
     work: list[Work] = []
@@ -104,7 +107,11 @@ def simulate(
         ops.append(None)
         bounds.append(len(work))
     run = run_work(work, costs.capacity)
-    peak, left = _held(ops, run, layout, boundary_bytes, below)
+
+    def changes(op: Op) -> Changes:
+        return changes_of(op, layout, boundary_bytes, below, saved_bytes)
+
+    peak, left = _held(ops, run, changes)
     events = {i: _event(i, op, work, ops, run) for i, op in enumerate(ops) if op is not None}
     starts = [0, *bounds[:-1]]
     return Simulation(
@@ -138,7 +145,7 @@ def _event(index: int, op: Op, work: Sequence[Work], ops: Sequence[Op | None], r
 
 
 def _held(
-    ops: Sequence[Op | None], run: Run, layout: StepLayout, boundary_bytes: Sequence[int], below: str
+    ops: Sequence[Op | None], run: Run, changes: Callable[[Op], Changes]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the most bytes held in each tier, and those held at the end.
 
@@ -148,7 +155,7 @@ def _held(
     for index, op in enumerate(ops):
         if op is None:
             continue
-        at_start, at_end = changes_of(op, layout, boundary_bytes, below)
+        at_start, at_end = changes(op)
         moments += [(run.start_s[index], 2 * index + 1, 1, change) for change in at_start]
         moments += [(run.end_s[index], 2 * index + 2, 0, change) for change in at_end]
     held: defaultdict[str, int] = defaultdict(int)

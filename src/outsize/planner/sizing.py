@@ -7,11 +7,15 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Literal
 
 from outsize.codecs.transport import Transport
 from outsize.model.spec import ModelSpec
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
+
+# What happens to what backwards need of their forwards.
+Activations = Literal["auto", "recompute", "keep"]
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
 LEAST_TILE_ELEMENTS = 65_536
@@ -40,6 +44,8 @@ class PlanOptions:
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
         transport: codecs on the link.
+        activations: whether what backwards need of their forwards is recomputed, or kept on the device; ``auto`` keeps
+            what has room when all else has.
     """
 
     home: Tier
@@ -52,6 +58,7 @@ class PlanOptions:
     offload: bool | None = None
     commits: bool = True
     cut: bool = False
+    activations: Activations = "auto"
     transport: Transport = field(default_factory=Transport)
 
     def __post_init__(self) -> None:
@@ -74,6 +81,7 @@ class Knobs:
         num_kept: offloadable units, counted from the last, whose inputs stay on the device.
         tile_elements: elements per tile.
         num_host_buffers: host buffers; 0 where units are not staged.
+        kept: see `StepLayout.kept`.
     """
 
     num_slots: int
@@ -81,6 +89,7 @@ class Knobs:
     num_kept: int
     tile_elements: int
     num_host_buffers: int
+    kept: tuple[int, ...] = ()
 
 
 class Sizing:
@@ -141,6 +150,7 @@ class Sizing:
             num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
             staged=options.staged,
             commits=options.commits and options.home == "disk",
+            kept=knobs.kept,
             cut=options.cut,
         )
         if options.offload is False:

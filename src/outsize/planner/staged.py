@@ -3,7 +3,7 @@
 A worker runs all microbatches of a visit, one after the other through the units of its stage, then goes on to
 its next visit. While it does, the weights of that next visit come up in pieces between its activations, into
 the other half of its slots. So an activation that is waited for is behind one weight at most. A unit that the
-next visit runs too comes up after this visit has given it back.
+next visit runs too comes up after this visit has given it back, and so does all that has no other half.
 
 A backward visit recomputes all its units before the gradient is needed, so that it may do so while it waits.
 
@@ -60,11 +60,10 @@ def build_staged(layout: StepLayout) -> Program:
             ops += _arrivals(turn, range(*turn.visit.units))
         after = following.get(id(turn))
         shared = set(range(*turn.visit.units)) & set(range(*after.visit.units)) if after else set()
-        ops += _visit(
-            turn, layout, _arrivals(after, set(range(*after.visit.units)) - shared) if after else []
-        )
-        if after and shared:
-            ops += _arrivals(after, shared)
+        coming = _arrivals(after, range(*after.visit.units)) if after else []
+        ahead = [op for op in coming if op.unit not in shared and _has_other_half(op, layout)]
+        ops += _visit(turn, layout, ahead)
+        ops += (op for op in coming if op not in ahead)
         if layout.rest_has_weights and turn is last_of_worker[worker]:
             ops.append(Op(kind=Kind.FREE, unit=layout.rest, worker=worker, slot=layout.resident_slot))
     return Program(tuple(ops))
@@ -79,8 +78,16 @@ def _turns(layout: StepLayout) -> list[_Turn]:
     for visit in visits_of(layout.stages, layout.num_microbatches, layout.num_workers):
         weights = [u for u in range(*visit.units) if layout.weight_bytes[u]]
         trained = [u for u in range(*visit.units) if layout.trainable[u] and visit.backward]
-        slots = _half(weights, layout.weight_bytes, layout.slot_bytes, visits_begun[visit.worker])
-        sums = _half(trained, layout.gradient_bytes, layout.accumulator_bytes, backwards_begun[visit.worker])
+        stages, worker = layout.stages, visit.worker
+        slot_half, sum_half = visits_begun[worker] % stages.slot_halves, backwards_begun[worker]
+        slots = _half(weights, layout.weight_bytes, layout.slot_bytes, stages.slot_halves, slot_half)
+        sums = _half(
+            trained,
+            layout.gradient_bytes,
+            layout.accumulator_bytes,
+            stages.accumulator_halves,
+            sum_half % stages.accumulator_halves,
+        )
         visits_begun[visit.worker] += 1
         backwards_begun[visit.worker] += bool(trained)
         turns.append(_Turn(visit, slots, sums))
@@ -91,14 +98,22 @@ def _turns(layout: StepLayout) -> list[_Turn]:
     return turns
 
 
+def _has_other_half(op: Op, layout: StepLayout) -> bool:
+    """Whether what ``op`` brings finds a free place while a visit goes on."""
+    assert layout.stages is not None
+    return (layout.stages.slot_halves if op.kind is Kind.LOAD else layout.stages.accumulator_halves) == 2
+
+
 def _uses_rest(visit: Visit, layout: StepLayout) -> bool:
     return not layout.rest_users.isdisjoint(range(*visit.units))
 
 
-def _half(units: list[int], needed: tuple[int, ...], sizes: tuple[int, ...], turn: int) -> dict[int, int]:
+def _half(
+    units: list[int], needed: tuple[int, ...], sizes: tuple[int, ...], num_halves: int, which: int
+) -> dict[int, int]:
     """Return the place of each unit in one half of the places, the largest unit in the first."""
-    half = len(sizes) // 2
-    base = half * (turn % 2)
+    half = len(sizes) // num_halves
+    base = half * which
     ordered = sorted(units, key=lambda unit: -needed[unit])
     if len(ordered) > half or any(needed[u] > sizes[base + j] for j, u in enumerate(ordered)):
         raise ValueError(f"half of the places {sizes} does not hold units {units}")

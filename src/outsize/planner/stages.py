@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 Span = tuple[int, int]
+# Sets of slots and of accumulators that a worker may have, the fastest first: where memory is tight the larger of the
+# two, which are fp32 gradients beside weights in half precision, gives up its second set first.
+HALVES = ((2, 2), (2, 1), (1, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +25,20 @@ class Stages:
             runs its units forward as well.
         round_size: microbatches per round; the last round may be smaller.
         cursor: worker of the first stage.
+        slot_halves: sets of slots that each worker has for a visit: with two, one fills while the other is used.
+        accumulator_halves: the same of accumulators.
     """
 
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
     round_size: int
     cursor: int = 0
+    slot_halves: int = 2
+    accumulator_halves: int = 2
 
     def __post_init__(self) -> None:
+        if not {self.slot_halves, self.accumulator_halves} <= {1, 2}:
+            raise ValueError("a worker has one set of places for a visit, or two")
         if not self.backward or self.round_size < 1 or self.cursor < 0:
             raise ValueError("there is a backward stage, a microbatch in a round, and a first worker")
         spans = (*self.forward, *self.backward)
@@ -115,7 +124,7 @@ def spans_down(sizes: Sequence[int], top: int) -> tuple[Span, ...]:
 
 
 def slots_for(stages: Stages, sizes: Sequence[int], *, only_backward: bool = False) -> tuple[int, ...]:
-    """Return slots that hold any stage, twice: one half is filled while the other half is used.
+    """Return slots that hold any stage, twice where one half is filled while the other is used.
 
     Args:
         stages: of which any must fit.
@@ -126,4 +135,4 @@ def slots_for(stages: Stages, sizes: Sequence[int], *, only_backward: bool = Fal
     held = [sorted((sizes[u] for u in range(*span) if sizes[u]), reverse=True) for span in spans]
     deepest = max(map(len, held))
     half = tuple(max(sizes[j] for sizes in held if len(sizes) > j) for j in range(deepest))
-    return half + half
+    return half * (stages.accumulator_halves if only_backward else stages.slot_halves)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from outsize.codecs.transport import RESIDUAL_BYTES, Transport, room_bytes, staging_bytes
-from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec, is_packed
 from outsize.optim.spec import WEIGHTS
 
 
@@ -31,21 +31,35 @@ def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[i
 
 
 def host_bytes(transport: Transport, model: ModelSpec) -> int:
-    """Return what the encodings of weights take beside their home."""
+    """Return what the encodings of weights that train take beside their home."""
     if transport.is_raw("weights"):
         return 0
     spec = transport.spec("weights")
     return sum(
         room_bytes(spec, numel, dtype)
         for unit in model.units
-        for _, numel, dtype in encoded_planes(unit, model.dtype)
+        for plane, numel, dtype in encoded_planes(unit, model.dtype)
+        if not is_packed(unit, plane)
+    )
+
+
+def packed_bytes(transport: Transport, model: ModelSpec) -> int:
+    """Return by how much a home in host memory shrinks, since weights that do not train are kept encoded."""
+    if transport.is_raw("weights"):
+        return 0
+    spec = transport.spec("weights")
+    return sum(
+        numel * ITEMSIZE[dtype] - room_bytes(spec, numel, dtype)
+        for unit in model.units
+        for plane, numel, dtype in encoded_planes(unit, model.dtype)
+        if is_packed(unit, plane)
     )
 
 
 def load_bytes(transport: Transport, unit: UnitSpec, dtype: str, plain_bytes: int) -> int:
     """Return the bytes that the weights of ``unit`` take on the link; ``plain_bytes`` without a codec."""
     if transport.is_raw("weights"):
-        return plain_bytes
+        return unit.link_bytes(dtype) if unit.frozen else plain_bytes
     sent = sum(transport.wire_bytes("weights", numel, kind) for _, numel, kind in encoded_planes(unit, dtype))
     return sent + sum(part.home_bytes for part in unit.frozen if part.codec is not None)
 

@@ -13,7 +13,9 @@ Change = tuple[str, int]
 Changes = tuple[list[Change], list[Change]]
 
 
-def changes_of(op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below: str) -> Changes:
+def changes_of(
+    op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below: str, saved_bytes: Sequence[int] = ()
+) -> Changes:
     """Return the changes, (tier, bytes), at the start and at the end of ``op``.
 
     Args:
@@ -21,6 +23,7 @@ def changes_of(op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below:
         layout: of its program.
         boundary_bytes: bytes of the input of each streamed unit for one microbatch; empty counts none.
         below: tier that saved activations go to.
+        saved_bytes: bytes that an FK of each streamed unit keeps; empty counts none.
     """
     device, unit = f"device:w{op.worker}", op.unit or 0
     if op.kind is Kind.LOAD:
@@ -34,14 +37,19 @@ def changes_of(op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below:
     if not boundary_bytes or op.microbatch is None:
         return [], []
     of = _of_activations if layout.stages is None else _of_staged
-    return of(op, layout, (0, *boundary_bytes[1:], 0), device, below)
+    at_start, at_end = of(op, layout, (0, *boundary_bytes[1:], 0), device, below)
+    if saved_bytes and op.kind is Kind.FORWARD_KEEP:
+        at_end = [*at_end, (device, saved_bytes[unit])]
+    elif saved_bytes and op.kind is Kind.BACKWARD and layout.is_kept(unit, op.microbatch):
+        at_start = [(device, -saved_bytes[unit]), *at_start]
+    return at_start, at_end
 
 
 def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, below: str) -> Changes:
     unit = op.unit or 0
     size, following = sizes[unit], sizes[unit + 1]
     made = size if unit > layout.first_backward else 0
-    if op.kind is Kind.FORWARD:
+    if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
         return [(device, following)], [(device, -size if unit < layout.first_backward else 0)]
     if op.kind is Kind.FORWARD_BACKWARD:
         return [(device, made)], [(device, -size)]

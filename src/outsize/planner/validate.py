@@ -22,6 +22,7 @@ class MemoryLimits:
 
     Attributes:
         boundary_bytes: bytes of the input of each streamed unit, for one microbatch.
+        saved_bytes: bytes that an FK of each streamed unit keeps.
         below: tier that saved activations go to, ``host`` or ``disk``.
         static_bytes: bytes by tier that are allocated for the whole step.
         budget_bytes: most bytes by tier; a tier without an entry has no limit.
@@ -29,6 +30,7 @@ class MemoryLimits:
 
     boundary_bytes: tuple[int, ...]
     below: str
+    saved_bytes: tuple[int, ...] = ()
     static_bytes: Mapping[str, int] = field(default_factory=dict)
     budget_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -40,7 +42,7 @@ def validate(program: Program, layout: StepLayout, limits: MemoryLimits | None =
         ProgramError: a rule is broken; the message names it and shows the program around the op.
     """
     rules = Rules(layout)
-    meter = ActivationMeter(layout, limits.boundary_bytes) if limits is not None else None
+    meter = ActivationMeter(layout, limits.boundary_bytes, limits.saved_bytes) if limits is not None else None
     position = 0
     try:
         for position, op in enumerate(program):  # noqa: B007 - read where an error is caught

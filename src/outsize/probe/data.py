@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from outsize.data.opening import open_data
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_file import DataRates
 from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.probe.effort import Effort
-from outsize.train.data.opening import open_data
 
 _PIECE_CHARS = 20_000
 # Tokens of a sequence and sequences of a batch.

@@ -10,6 +10,7 @@ from outsize.planner.ops import Op
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.moved import Moved
 from outsize.storage.scratch import Scratch
 
 
@@ -34,10 +35,8 @@ class ActivationOps:
         codec: writes those that are floating point, where that is shorter; None writes them as they are.
 
     Attributes:
-        bytes_up: that came up over the link.
-        bytes_down: that went down.
-        logical_up: of activations that they were.
-        logical_down: the same on the way down.
+        up: what has come up so far.
+        down: what has gone down.
     """
 
     def __init__(self, device: Device, scratch: Scratch | None, codec: Codec | None = None) -> None:
@@ -45,8 +44,17 @@ class ActivationOps:
         self._scratch = scratch
         self._codec = codec
         self._sizes: dict[tuple[int, int, int], list[_Saved]] = {}
-        self.bytes_up = self.logical_up = 0
-        self.bytes_down = self.logical_down = 0
+        self.up = self.down = Moved()
+
+    @property
+    def bytes_up(self) -> int:
+        """That came up over the link."""
+        return self.up.wire
+
+    @property
+    def bytes_down(self) -> int:
+        """That went down over it."""
+        return self.down.wire
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: device → scratch; the device memory is free afterwards."""
@@ -60,8 +68,7 @@ class ActivationOps:
             with self._device.link(sent.nbytes):
                 self._scratch.put((*key, index), sent)
             self._sizes[key].append(_Saved(content.nbytes, sent.nbytes, dtype if is_encoded else None))
-            self.bytes_down += sent.nbytes
-            self.logical_down += content.nbytes
+            self.down = self.down.and_then(sent.nbytes, content.nbytes)
             self._device.hold(content, f"down:w{op.worker}")
             del content
             storage.resize_(0)
@@ -79,8 +86,7 @@ class ActivationOps:
             if saved.dtype is not None:
                 assert self._codec is not None
                 self._codec.decode(arrived, content.view(saved.dtype))
-            self.bytes_up += saved.sent_bytes
-            self.logical_up += saved.num_bytes
+            self.up = self.up.and_then(saved.sent_bytes, saved.num_bytes)
             self._device.hold(content, f"compute:w{op.worker}")
 
     def _encode(self, content: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:

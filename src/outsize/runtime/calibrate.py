@@ -8,24 +8,24 @@ Three short lengths are run, and `extrapolate` goes on from there.
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError, OutsizeError
-from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.optim.spec import WEIGHTS
-from outsize.runtime.binding import TORCH_DTYPE, Binder
+from outsize.runtime.binding import Binder
 from outsize.runtime.boundary import hand_out, is_differentiable
 from outsize.runtime.extrapolate import Trace, extrapolate
 from outsize.runtime.glue_use import GlueUses, units_that_share
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
+from outsize.runtime.shortcut import Needed, Trial
+from outsize.runtime.trial_weights import bind_trial_weights
 
 SHORT_LENGTHS = (64, 128, 256)
 
@@ -38,6 +38,8 @@ class Measured:
         boundary_bytes: per unit, what it receives and what must be kept for its backward.
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
+        saved_bytes: per unit, what its forward leaves alive for its backward besides its input and its output; 0 for
+            the last.
         output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
@@ -48,11 +50,13 @@ class Measured:
             whether a mask needs a gradient; then a forward must make one too, to be what a resident forward is.
         rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
         draws_random: whether units, or the code between them, draw random numbers.
+        needed: by unit, how far its recompute has to go; for those that may end early.
     """
 
     boundary_bytes: tuple[int, ...]
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
     output_bytes: int
     held_bytes: int
     inputs_shared: bool
@@ -61,12 +65,15 @@ class Measured:
     graph_matters: bool
     rest_users: frozenset[int] = frozenset()
     draws_random: bool = True
+    needed: Mapping[int, Needed] = field(default_factory=dict)
 
 
-class _Discard:
+class Discard:
     """A gradient sink that keeps nothing."""
 
     def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """See `GradientSink.hook`."""
+
         def discard(parameter: Tensor) -> None:
             parameter.grad = None
 
@@ -111,12 +118,9 @@ def _calibrate(
     chunk_tokens: int | None,
 ) -> Measured:
     lengths = _lengths(seq_len, num_sequences)
-    memory, planes = _made_up_weights(split.spec)
-    binder = Binder(split, _Discard())
+    binder = Binder(split, Discard())
     try:
-        for unit in split.spec.units:
-            parts = [planes[part.plane][: part.numel] for part in unit.frozen]
-            binder.bind(unit, planes[WEIGHTS][: unit.numel], *parts)
+        memory = bind_trial_weights(binder, split.spec)
         state = torch.get_rng_state()
         rows = [
             _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(memory.untyped_storage())
@@ -135,25 +139,12 @@ def _calibrate(
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
 
 
-def _made_up_weights(spec: ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
-    """Small random numbers, as many for each kind of plane as the largest has: their memory, and planes by name."""
-    kinds = {WEIGHTS: (spec.dtype, max(unit.numel for unit in spec.units))}
-    for part in (part for unit in spec.units for part in unit.frozen):
-        kinds[part.plane] = part.dtype, max(part.numel, kinds.get(part.plane, ("", 0))[1])
-    memory = torch.empty(sum(numel * ITEMSIZE[dtype] for dtype, numel in kinds.values()), dtype=torch.uint8)
-    planes, end = {}, 0
-    for name, (dtype, numel) in kinds.items():
-        start, end = end, end + numel * ITEMSIZE[dtype]
-        planes[name] = memory[start:end].view(TORCH_DTYPE[dtype])
-        planes[name].normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
-    return memory, planes
-
-
 @dataclass(slots=True)
 class _Row:
     boundary: list[int]
     forward: list[Trace]
     backward: list[Trace]
+    saved: list[int]
     held: int
     shared: bool
     plain: bool
@@ -165,6 +156,12 @@ class _Row:
     graph_matters: bool = False
     rest_users: set[int] = field(default_factory=set)
     random: bool = False
+    needed: list[Needed | None] = field(default_factory=list)
+
+
+class _Kept(NamedTuple):
+    num_bytes: int
+    needed: Needed | None
 
 
 class _Pass:
@@ -181,8 +178,8 @@ class _Pass:
         self._forwards = forwards
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
-        self._known: dict[Any, tuple[Trace, Trace, Any]] = {}
-        self._row = _Row([], [], [], 0, False, False)
+        self._known: dict[Any, tuple[Trace, Trace, _Kept, Any]] = {}
+        self._row = _Row([], [], [], [], 0, False, False)
         self._uses = GlueUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> _Row:
@@ -240,10 +237,10 @@ class _Pass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         spec = self._split.spec.units[unit]
-        shapes = tuple(tensor.shape for tensor in spec.all_tensors)
-        key = (type(self._split.modules[unit]), shapes, _signature(call))
+        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
+        key = (type(self._split.modules[unit]), shapes, signature(call))
         if key in self._known:
-            forward, backward, outputs = self._known[key]
+            forward, backward, kept, outputs = self._known[key]
         else:
             before = live.restart()
             state = torch.get_rng_state()
@@ -253,32 +250,48 @@ class _Pass:
             self._note_random(state)
             torch.set_rng_state(state)
             before = live.restart()
-            same = self._backward(unit, call, outputs)
+            same, kept = self._backward(unit, call, live, outputs)
             backward = live.since(before)
             self._row.graph_matters |= not same
             outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
-            self._known[key] = forward, backward, outputs
+            self._known[key] = forward, backward, kept, outputs
         self._row.forward.append(forward)
         self._row.backward.append(backward)
+        self._row.saved.append(kept.num_bytes)
+        self._row.needed.append(kept.needed)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
-    def _backward(self, unit: int, call: UnitCall, expected: Any = None) -> bool:
-        """Run the unit with a graph and backward; returns whether it gave what was expected, bit for bit."""
+    def _backward(
+        self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None
+    ) -> tuple[bool, _Kept]:
+        """Run the unit with a graph and backward.
+
+        Returns:
+            Whether it gave what was expected, bit for bit; and what it saved for its backward.
+        """
+        before = live.now
         args, kwargs = pytree.tree_map_only(
             Tensor,
             lambda t: t.detach().requires_grad_() if t.requires_grad else t,
             (call.args, call.kwargs),
         )
-        leaves = [
-            t for t in pytree.tree_leaves(self._forwards[unit](*args, **kwargs)) if is_differentiable(t)
-        ]
+        trial = Trial([], [])
+        live.ops = trial.ops
+        with trial.hooks():
+            outputs = self._forwards[unit](*args, **kwargs)
+        live.ops = None
+        given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+        made = {_place(t): t.untyped_storage().nbytes() for t in _tensors(outputs) if _place(t) not in given}
+        saved = max(live.now - before - sum(made.values()), 0)
+        leaves = [leaf for leaf in _tensors(outputs) if is_differentiable(leaf)]
+        del outputs
         others = [t for t in pytree.tree_leaves(expected) if is_differentiable(t)]
         same = all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        return same
+        return same, _Kept(saved, trial.needed())
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -306,7 +319,7 @@ class _Pass:
         live.restart()
         loss = 0
         if isinstance(ending, Finished):
-            self._backward(unit, call)
+            self._backward(unit, call, live)
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
             loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
@@ -355,7 +368,11 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _signature(call: UnitCall) -> Any:
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     forms = [
@@ -394,6 +411,7 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
+        saved_bytes=(*(at((row.saved[unit],) for row in rows) for unit in range(len(boundary) - 1)), 0),
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
@@ -402,4 +420,15 @@ def _scale(
         graph_matters=any(row.graph_matters for row in rows),
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
         draws_random=any(row.random for row in rows),
+        needed=_same_needs(rows),
     )
+
+
+def _same_needs(rows: list[_Row]) -> dict[int, Needed]:
+    """What recomputes of units need, where that is the same at all lengths."""
+    found = [row.needed for row in rows]
+    return {
+        unit: first
+        for unit, (first, *others) in enumerate(zip(*found, strict=True))
+        if first is not None and all(other == first for other in others)
+    }

@@ -23,6 +23,7 @@ from outsize.codecs.transport import (
     staging_bytes,
 )
 from outsize.model.spec import ModelSpec, UnitSpec
+from outsize.optim.spec import WEIGHTS
 from outsize.planner.transport import encoded_planes
 from outsize.runtime.device import Device
 from outsize.storage.arena import Arena
@@ -40,7 +41,7 @@ class _Encoding:
 
 
 class EncodedWeights:
-    """Encodings of all weights of a host home, kept beside them.
+    """Encodings of all weights of a host home: beside those that train, and instead of those that do not.
 
     Args:
         spec: the model.
@@ -64,10 +65,14 @@ class EncodedWeights:
             )
             for unit in spec.units
             for plane, numel, dtype in encoded_planes(unit, spec.dtype)
+            if home.packed(unit.index, plane) is None
         }
 
     def pieces(self, unit: int, plane: str) -> list[Tensor]:
         """Return the encoding of a plane, as it is now, in pieces; empty where it goes as it is."""
+        packed = self._home.packed(unit, plane)
+        if packed is not None:
+            return packed.pieces()
         found = self._of.get((unit, plane))
         if found is None:
             return []
@@ -78,9 +83,8 @@ class EncodedWeights:
 
     def stepped(self, unit: int) -> None:
         """Encode a unit anew, since its weights were changed in place."""
-        for plane, _, _ in encoded_planes(self._spec.units[unit], self._spec.dtype):
-            with self._lock:
-                self._encode(unit, plane, self._of[unit, plane])
+        with self._lock:
+            self._encode(unit, WEIGHTS, self._of[unit, WEIGHTS])
 
     def _encode(self, unit: int, plane: str, found: _Encoding) -> None:
         source = self._home.view(unit, plane)
@@ -214,6 +218,11 @@ def encode_weights(
     if not isinstance(home, HostHome):
         raise ValueError("weights are sent encoded from a home in host memory only")
     return EncodedWeights(spec, home, open_codec(transport.weights), arena)
+
+
+def packed_codec(transport: Transport) -> Codec | None:
+    """Return what weights that do not train are kept in at home; None where they lie there as they are."""
+    return None if transport.is_raw("weights") else open_codec(transport.weights)
 
 
 def take_staging(transport: Transport, crossing: str, device: Device) -> list[Tensor]:

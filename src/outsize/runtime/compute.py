@@ -1,10 +1,11 @@
-"""F, FB and B: a unit runs on one microbatch, with its weights in a slot."""
+"""F, FK, FB and B: a unit runs on one microbatch, with its weights in a slot."""
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from outsize.runtime.binding import Binder
 from outsize.runtime.context import Microbatch, StepContext, slots_used
 from outsize.runtime.device import Device
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.keeping import Keeping
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.shortcut import Needed, Shortcuts
 from outsize.runtime.weights import WeightOps
 
 
@@ -54,6 +57,7 @@ class ComputeOps:
         first_backward: the lowest unit that runs backward; below it nothing trains.
         weights: owner of the slots.
         graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
+        needed: how far recomputes have to go, see `runtime.shortcut`.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class ComputeOps:
         first_backward: int,
         weights: WeightOps,
         graph_in_forward: bool = False,
+        needed: Mapping[int, Needed] = MappingProxyType({}),
     ) -> None:
+        self._shortcuts = Shortcuts(needed, device.look) if needed else None
         self._graph_in_forward = graph_in_forward
         self._slots_used = tuple(slots_used(program) for program in programs)
         self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
@@ -98,6 +104,14 @@ class ComputeOps:
         if unit < self._first_backward or not context.keeps:
             run.drop(unit)
 
+    def forward_keep(self, op: Op, context: StepContext) -> None:
+        """FK: the same, and the unit's graph waits for its backward."""
+        unit, run = self._find(op, context)
+        planes = {u: self._planes(u) for u in (unit, len(self._forwards)) if u in self._bound}
+        keeping = Keeping(planes, self._planes, self._device.look)
+        with self._naming(op), self._device.computing():
+            run.forward_keep(unit, self._forwards[unit], keeping.hooks)
+
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """FB: the last unit, the loss, and the backward of both."""
         unit, run = self._find(op, context)
@@ -114,7 +128,7 @@ class ComputeOps:
             self._end(op.microbatch, context)
 
     def backward(self, op: Op, context: StepContext) -> None:
-        """B: recompute and backward; the passage ends with the lowest unit that runs one."""
+        """B: recompute unless kept, and backward; the passage ends with the lowest unit that runs one."""
         unit, run = self._find(op, context)
         assert op.microbatch is not None
         given = context.output_gradients.pop(op.microbatch, None) if unit == len(self._forwards) - 1 else None
@@ -164,6 +178,10 @@ class ComputeOps:
                 self._binder.bind(self._split.spec.units[unit], *self._weights.planes(unit, slot))
                 self._bound[unit] = slot
 
+    def _planes(self, unit: int) -> tuple[Tensor, ...]:
+        """The weights of a unit where they lie now."""
+        return self._weights.planes(unit, self._bound[unit])
+
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.
         seed, step, on_cuda = self._seed, context.number, self._device.torch_device.type == "cuda"
@@ -187,7 +205,13 @@ class ComputeOps:
     ) -> MicrobatchRun:
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         run = MicrobatchRun(
-            self._split.model, inputs, tracked, reseed, graph=context.keeps, ambient=context.ambient
+            self._split.model,
+            inputs,
+            tracked,
+            reseed,
+            graph=context.keeps,
+            ambient=context.ambient,
+            shortcuts=self._shortcuts,
         )
         self._runs.add(run)
         return run

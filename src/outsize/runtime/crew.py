@@ -124,6 +124,7 @@ def make_single(
         plan.layout.first_backward,
         memory.weights,
         settings.graph_in_forward,
+        settings.needed,
     )
     activations = ActivationOps(device, scratch, activation_codec(plan.transport))
     worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
@@ -192,6 +193,7 @@ def make_crew(
             settings.graph_in_forward,
             layout.stages,
             turns.get(each.torch_device),
+            settings.needed,
         )
         handover = HandoverOps(each, scratch, fetches)
         workers.append(

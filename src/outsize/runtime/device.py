@@ -71,6 +71,9 @@ class Device(ABC):
         """Return a context for one computation; where RAM is the device's memory, it keeps to the budget in it."""
         return nullcontext()
 
+    def look(self) -> None:  # noqa: B027 - most devices need no looking after
+        """Hand free memory back where RAM is the device's memory and the process is over the budget."""
+
     @abstractmethod
     def close(self) -> None:
         """Finish all work and give memory back; idempotent."""
@@ -106,6 +109,11 @@ class CpuDevice(Device):
     def computing(self) -> AbstractContextManager[None]:
         """See `Device.computing`."""
         return nullcontext() if self._limit is None else self._limit.watched()
+
+    def look(self) -> None:
+        """See `Device.look`."""
+        if self._limit is not None:
+            self._limit.keep()
 
     def close(self) -> None:
         """See `Device.close`."""

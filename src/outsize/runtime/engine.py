@@ -8,8 +8,8 @@ program keep every weight exact.
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ from outsize.runtime.device import Device
 from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
+from outsize.runtime.moved import Moved
+from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.stepping import OptimizerOps
 from outsize.runtime.storing import Sink, StoreOps
@@ -63,6 +65,7 @@ class EngineSettings:
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         seed: of dropout and other randomness.
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
+        needed: how far recomputes have to go, see `Measured.needed`.
         num_threads: compute threads of each lane that computes.
         draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
         observe_gradient: sees each gradient before it leaves the device.
@@ -75,6 +78,7 @@ class EngineSettings:
     chunk_tokens: int | None = None
     seed: int = 0
     graph_in_forward: bool = False
+    needed: Mapping[int, Needed] = field(default_factory=dict)
     num_threads: int | None = None
     draws_random: bool = True
     observe_gradient: GradientObserver | None = None
@@ -282,23 +286,20 @@ class Engine:
         self._crew.close()
         self._last = None
 
-    def link_bytes(self) -> dict[str, int]:
-        """Bytes that went up to workers and down from them so far, by lane."""
-        moved: dict[str, int] = {}
+    def moved(self) -> dict[str, Moved]:
+        """What went up to workers and down from them so far, by lane."""
+        found: dict[str, Moved] = {}
         for index, worker in enumerate(self._crew.workers):
-            weights, activations, gradients = worker.weights, worker.activations, worker.gradients
-            moved[f"up:w{index}"] = weights.bytes_up + activations.bytes_up + gradients.bytes_up
-            moved[f"down:w{index}"] = gradients.bytes_down + activations.bytes_down
-        return moved
+            summed_on = worker.gradients.bytes_up
+            ups = (worker.weights.up, worker.activations.up, Moved(summed_on, summed_on))
+            found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
+            downs = (worker.gradients.down, worker.activations.down)
+            found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        return found
 
-    def logical_bytes(self) -> dict[str, int]:
-        """What `link_bytes` stood for, by lane: bytes as they are used, before codecs."""
-        moved: dict[str, int] = {}
-        for index, worker in enumerate(self._crew.workers):
-            weights, activations, gradients = worker.weights, worker.activations, worker.gradients
-            moved[f"up:w{index}"] = weights.logical_up + activations.logical_up + gradients.bytes_up
-            moved[f"down:w{index}"] = gradients.logical_down + activations.logical_down
-        return moved
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that went over links so far, by lane."""
+        return {lane: moved.wire for lane, moved in self.moved().items()}
 
     @property
     def weights(self) -> WeightOps:
@@ -324,6 +325,7 @@ class Engine:
             (Kind.ACC, False): worker.gradients.accumulate,
             (Kind.SUM, False): worker.gradients.sum_on,
             (Kind.FORWARD, False): worker.compute.forward,
+            (Kind.FORWARD_KEEP, False): worker.compute.forward_keep,
             (Kind.FORWARD_BACKWARD, False): worker.compute.forward_backward,
             (Kind.BACKWARD, False): worker.compute.backward,
             (Kind.SAVE, False): worker.activations.save,

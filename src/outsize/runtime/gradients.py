@@ -15,6 +15,7 @@ from outsize.runtime.binding import GradientSums, tensor_views
 from outsize.runtime.carriers import GradientCarrier
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
+from outsize.runtime.moved import Moved
 from outsize.runtime.weights import typed_plane
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
@@ -42,8 +43,7 @@ class GradientOps:
         carrier: brings gradients home encoded, of units that come home once; None where they go as they are.
 
     Attributes:
-        bytes_down: that went home over the link.
-        logical_down: of gradients that they were.
+        down: what has moved home so far.
         bytes_up: that came back to be summed on.
     """
 
@@ -78,8 +78,13 @@ class GradientOps:
         self._skip_nonfinite = skip_nonfinite
         self._observe = observe
         self._plane_of: dict[int, Tensor] = {}
-        self.bytes_down = self.logical_down = 0
+        self.down = Moved()
         self.bytes_up = 0
+
+    @property
+    def bytes_down(self) -> int:
+        """That went home over the link."""
+        return self.down.wire
 
     def accumulate(self, op: Op, context: StepContext) -> None:
         """ACC: from now on this accumulator sums the gradient of the unit."""
@@ -131,13 +136,13 @@ class GradientOps:
             self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
         if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
-        self.logical_down += plane.nbytes
         target = self._target(op.unit, op.buffer)
         if self._carrier is not None and target is not None and self._times_home.get(op.unit, 1) == 1:
             unit = self._spec.units[op.unit]
-            self.bytes_down += self._carrier.bring_home(unit, context.touched[op.unit], plane, target)
+            wire_bytes = self._carrier.bring_home(unit, context.touched[op.unit], plane, target)
+            self.down = self.down.and_then(wire_bytes, plane.nbytes)
             return
-        self.bytes_down += plane.nbytes
+        self.down = self.down.and_then(plane.nbytes, plane.nbytes)
         if target is not None:
             self._device.copy(target, plane)
         else:

@@ -19,12 +19,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         now: bytes alive.
         trace: bytes alive after each op since `restart` that took some.
+        ops: where it is not None, every op but detach is appended when it has run.
     """
 
     def __init__(self, known: torch.UntypedStorage) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.trace: list[int] = []
+        self.ops: list[Any] | None = None
         self._known = known._cdata
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
@@ -52,6 +54,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.detach.default:  # the same memory, and what a hook on saved tensors does
+            return out
+        if self.ops is not None:
+            self.ops.append(func)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._follow(leaf.untyped_storage())

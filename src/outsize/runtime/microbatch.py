@@ -6,8 +6,10 @@ The story of unit ``u`` for one microbatch:
    its own ("glue": a norm, a scaling) and then calls unit ``u``. Its arguments are kept: they are all that the
    backward needs. The unit runs without a graph; its outputs wait for ``forward(u+1)``.
 2. The last unit runs forward with a graph, its loss is taken, and the backward goes down at once.
-3. ``backward(u)`` runs the unit again, now with a graph, from the arguments kept, pulls the gradients of its outputs
-   back to its parameters and arguments, and from there through the glue to the outputs of the units before it.
+   ``forward_keep(u)`` runs it with a graph, and the roots of that graph wait for its backward.
+3. ``backward(u)`` runs the unit again, now with a graph, from the arguments kept, unless its forward kept its graph. It
+   pulls the gradients of its outputs back to its parameters and arguments, and from there through the glue to the
+   outputs of the units before it.
 
 The next unit's arguments come into being only when it is about to run, so glue of one microbatch at a time is alive.
 """
@@ -20,15 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.shortcut import Shortcuts
 
 Forward = Callable[..., Any]
 Reseed = Callable[[int, bool], None]
 Ambient = Callable[[], AbstractContextManager[Any]]
+Roots = list[GradientEdge | None]
 
 
 @dataclass(slots=True)
@@ -40,12 +45,14 @@ class Visit:
         structure: how to unflatten them into ``(args, kwargs)``.
         sources: position in ``leaves`` → the same tensor with its history, where it has one.
         box: gradients of the outputs, filled as later units and glue run backward.
+        roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
     """
 
     leaves: list[Any]
     structure: pytree.TreeSpec
     sources: dict[int, Tensor]
     box: Gradients
+    roots: Roots | None = None
 
     def call(self, forward: Forward) -> Any:
         """Run the unit on its arguments."""
@@ -68,6 +75,7 @@ class MicrobatchRun:
         reseed: called as ``reseed(unit, is_glue)`` before each piece of code that may draw random numbers.
         graph: whether the model's own code makes a graph for a backward.
         ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
+        shortcuts: runs units again where that may end early; None runs them in full.
     """
 
     def __init__(
@@ -78,7 +86,9 @@ class MicrobatchRun:
         reseed: Reseed,
         graph: bool = True,
         ambient: Ambient = nullcontext,
+        shortcuts: Shortcuts | None = None,
     ) -> None:
+        self._shortcuts = shortcuts
         self._graph = graph
         self._ambient = ambient
         self.inputs = inputs
@@ -102,6 +112,26 @@ class MicrobatchRun:
         visit = self._arrive(unit)
         if graph:
             visit.track_inputs()
+        self._pass_on(unit, visit, forward, graph)
+
+    def forward_keep(
+        self, unit: int, forward: Forward, saving: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Run ``unit`` with a graph that waits for its backward; see `forward`.
+
+        Args:
+            unit: the unit.
+            forward: its own forward.
+            saving: what the graph is made in, to say how it keeps tensors.
+        """
+        visit = self._arrive(unit)
+        visit.track_inputs()
+        with saving():
+            outputs = self._pass_on(unit, visit, forward, True)
+        visit.roots = roots_of(outputs)
+
+    def _pass_on(self, unit: int, visit: Visit, forward: Forward, graph: bool) -> Any:
+        """Run a unit, hand its outputs out to the next one, and return them with their history."""
         before = [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]
         with self._ambient(), torch.set_grad_enabled(graph):
             self._reseed(unit, False)
@@ -112,6 +142,7 @@ class MicrobatchRun:
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
         self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+        return outputs
 
     def finish(self, unit: int) -> Any:
         """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history.
@@ -160,20 +191,29 @@ class MicrobatchRun:
             return torch.zeros_like(loss)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(unit, outputs)
+        self._descend(unit, roots_of(outputs))
         return loss.detach()
 
     def backward(self, unit: int, forward: Forward) -> None:
-        """Recompute ``unit`` with a graph and pull the gradients of its outputs back through it."""
+        """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
         visit = self._visits[unit]
         if all(gradient is None for gradient in visit.box.values):
             del self._visits[unit]
             return
+        roots, visit.roots = visit.roots, None
+        if roots is None:
+            roots = self._recompute(unit, visit, forward)
+        self._descend(unit, roots)
+
+    def _recompute(self, unit: int, visit: Visit, forward: Forward) -> Roots:
         visit.track_inputs()
-        with self._ambient(), torch.enable_grad():
+
+        def call() -> Any:
             self._reseed(unit, False)
-            outputs = visit.call(forward)
-        self._descend(unit, outputs)
+            return visit.call(forward)
+
+        with self._ambient(), torch.enable_grad():
+            return roots_of(call() if self._shortcuts is None else self._shortcuts.run(unit, call))
 
     def stored(self, unit: int) -> list[torch.UntypedStorage]:
         """Storages of the differentiable inputs of ``unit``, each once: what SAVE and FETCH move."""
@@ -224,18 +264,18 @@ class MicrobatchRun:
         visit = self._visits[unit] = _visit(call)
         return visit
 
-    def _descend(self, unit: int, outputs: Any) -> None:
+    def _descend(self, unit: int, roots: Roots) -> None:
         """From the gradients of a unit's outputs to its parameters, its inputs, and through the glue before it."""
         visit = self._visits.pop(unit)
-        leaves = pytree.tree_leaves(outputs)
         pairs = [
-            (leaf, gradient)
-            for leaf, gradient in zip(leaves, visit.box.values, strict=True)
-            if gradient is not None and leaf.requires_grad
+            (root, gradient)
+            for root, gradient in zip(roots, visit.box.values, strict=True)
+            if gradient is not None and root is not None
         ]
+        roots.clear()
         if pairs:
-            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
-        del outputs, leaves, pairs
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        del pairs
         sources = [(s, visit.leaves[p].grad) for p, s in visit.sources.items()]
         arrived = [(source, gradient) for source, gradient in sources if gradient is not None]
         visit.leaves.clear()
@@ -245,6 +285,14 @@ class MicrobatchRun:
         """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
         if tensors:
             torch.autograd.backward(tensors, gradients, retain_graph=True)
+
+
+def roots_of(outputs: Any) -> Roots:
+    """Where the graph of ``outputs`` begins, by position; unlike the tensors themselves it holds no memory of them."""
+    return [
+        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+        for leaf in pytree.tree_leaves(outputs)
+    ]
 
 
 def loss_of(output: Any) -> Tensor:

@@ -1,8 +1,9 @@
 """F, FB, R and B of stages: units run by the compute thread of each worker, the code between by that of the glue."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, cast
 
 from outsize.model.split import Split
@@ -16,6 +17,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.glue import Glue
 from outsize.runtime.microbatch import MicrobatchRun
 from outsize.runtime.replicas import Replica
+from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_run import StagedRun
 from outsize.runtime.weights import WeightOps
 
@@ -39,6 +41,7 @@ class StagedComputeOps(ComputeOps):
         stages: of the step.
         turns: held while this worker computes, where workers draw random numbers from one generator: it is seeded and
             drawn from in one go. None where this worker may compute beside the others.
+        needed: as of `ComputeOps`.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StagedComputeOps(ComputeOps):
         graph_in_forward: bool,
         stages: Stages,
         turns: AbstractContextManager[Any] | None,
+        needed: Mapping[int, Needed] = MappingProxyType({}),
     ) -> None:
         super().__init__(
             replica.split,
@@ -69,6 +73,7 @@ class StagedComputeOps(ComputeOps):
             first_backward,
             weights,
             graph_in_forward,
+            needed,
         )
         self._model = split.model
         self._worker = worker
@@ -122,7 +127,7 @@ class StagedComputeOps(ComputeOps):
     def _make_run(
         self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
     ) -> MicrobatchRun:
-        run = StagedRun(self._model, inputs, self._tracked, reseed, self._glue)
+        run = StagedRun(self._model, inputs, self._tracked, reseed, self._glue, self._shortcuts)
         self._glue.keep(run)
         return run
 

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.boundary import box_of, hand_out
 from outsize.runtime.glue import Glue
-from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Visit
+from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Roots, Visit
+from outsize.runtime.shortcut import Shortcuts
 
 Storage = torch.UntypedStorage
 
@@ -42,6 +43,7 @@ class StagedRun(MicrobatchRun):
         tracked: for each unit, whether its outputs can carry a gradient.
         reseed: as of `MicrobatchRun`.
         glue: runs the model's own code.
+        shortcuts: as of `MicrobatchRun`.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -56,15 +58,16 @@ class StagedRun(MicrobatchRun):
         tracked: tuple[bool, ...],
         reseed: Reseed,
         glue: Glue,
+        shortcuts: Shortcuts | None = None,
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed)
+        super().__init__(model, inputs, tracked, reseed, shortcuts=shortcuts)
         self._glue = glue
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
         self.below: set[int] = set()
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
-        self._recomputed: dict[int, Any] = {}
+        self._recomputed: dict[int, Roots] = {}
         self._copies: dict[tuple[torch.device, int, _Form], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, _Form]]] = {}
 
@@ -76,10 +79,7 @@ class StagedRun(MicrobatchRun):
         """Run ``unit`` again, with a graph that the backward will use."""
         visit = self._visits[unit]
         self._localise(visit)
-        visit.track_inputs()
-        with torch.enable_grad():
-            self._reseed(unit, False)
-            self._recomputed[unit] = visit.call(forward)
+        self._recomputed[unit] = self._recompute(unit, visit, forward)
 
     def backward(self, unit: int, forward: Forward) -> None:
         """See `MicrobatchRun.backward`; a unit that has been recomputed is not run again."""
@@ -180,12 +180,12 @@ class StagedRun(MicrobatchRun):
     def _end_walk(self) -> None:
         self._glue.run(self, self._walk.close)
 
-    def _descend(self, unit: int, outputs: Any) -> None:
+    def _descend(self, unit: int, roots: Roots) -> None:
         visit, device = self._visits[unit], self._glue.device()
         visit.box.values = [None if g is None else g.to(device) for g in visit.box.values]
         for position, source in visit.sources.items():
             _refill(source, visit.leaves[position])
-        super()._descend(unit, outputs)
+        super()._descend(unit, roots)
 
     def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
         """Put gradients where they belong, or through the code that lies between, on the worker where it ran."""

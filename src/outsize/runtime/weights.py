@@ -11,7 +11,9 @@ from outsize.planner.ops import Op
 from outsize.runtime.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.carriers import EncodedWeights, bring_up
 from outsize.runtime.context import StepContext
+from outsize.runtime.decoding import Decoding
 from outsize.runtime.device import Device
+from outsize.runtime.moved import Moved
 from outsize.storage.home import DiskHome, HostHome
 
 
@@ -33,8 +35,7 @@ class WeightOps:
         staging: two byte buffers on the device for what arrives encoded.
 
     Attributes:
-        bytes_up: that went over the link.
-        logical_up: of weights that they were.
+        up: what has moved so far.
     """
 
     def __init__(
@@ -54,7 +55,13 @@ class WeightOps:
         self._host_buffers = host_buffers
         self._encoded = encoded
         self._staging = staging
-        self.bytes_up = self.logical_up = 0
+        self._decoding = Decoding(spec, device)
+        self.up = Moved()
+
+    @property
+    def bytes_up(self) -> int:
+        """That went over the link."""
+        return self.up.wire
 
     def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
         """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
@@ -75,22 +82,27 @@ class WeightOps:
 
     def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
         staged = self._staged(unit, op.buffer) if op.buffer is not None else None
-        for position, (name, plane) in enumerate(zip(_names(unit), planes, strict=True)):
+        parts = (None, *unit.frozen)
+        for position, (name, part, plane) in enumerate(zip(_names(unit), parts, planes, strict=True)):
             if not plane.numel():
                 continue
-            self.logical_up += plane.nbytes
             pieces = self._encoded.pieces(unit.index, name) if self._encoded is not None else []
             if self._encoded is not None and pieces:
                 codec = self._encoded.codec
-                self.bytes_up += bring_up(self._device, codec, pieces, plane, self._staging)
+                wire_bytes = bring_up(self._device, codec, pieces, plane, self._staging)
+                self.up = self.up.and_then(wire_bytes, plane.nbytes)
                 continue
-            self.bytes_up += plane.nbytes
+            encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
+            into = plane if encoded is None else encoded
+            self.up = self.up.and_then(into.nbytes, plane.nbytes)
             if staged is not None:
-                self._device.copy(plane, staged[position])
+                self._device.copy(into, staged[position])
             elif isinstance(self._home, HostHome):
-                self._device.copy(plane, self._home.view(unit.index, name))
+                self._device.copy(into, self._home.view(unit.index, name))
             else:
-                self._home.read(unit.index, name, 0, plane)
+                self._home.read(unit.index, name, 0, into)
+            if part is not None and encoded is not None:
+                self._decoding.decode(part, encoded, plane)
 
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a whole unit: disk → host buffer."""
@@ -102,7 +114,15 @@ class WeightOps:
                 self._home.read(unit.index, name, 0, plane)
 
     def _staged(self, unit: UnitSpec, buffer: int) -> tuple[Tensor, ...]:
-        return weight_planes(unit, self._spec.dtype, self._host_buffers[buffer])
+        """The planes of ``unit`` as they lie at home, one behind the other in a host buffer."""
+        memory = self._host_buffers[buffer]
+        end = unit.numel * ITEMSIZE[self._spec.dtype]
+        planes = [memory[:end].view(TORCH_DTYPE[self._spec.dtype])]
+        for part in unit.frozen:
+            start, end = end, end + part.home_bytes
+            plane = memory[start:end]
+            planes.append(plane if part.codec is not None else plane.view(TORCH_DTYPE[part.dtype]))
+        return tuple(planes)
 
 
 def _names(unit: UnitSpec) -> Iterator[str]:

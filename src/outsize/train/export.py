@@ -1,19 +1,24 @@
-"""Copy the newest checkpoint of a run out as a plain Hugging Face model."""
+"""Write the newest checkpoint of a run out as a plain Hugging Face model, or as adapters of one."""
 
 import shutil
 from pathlib import Path
 
 from outsize.errors import CheckpointError, StorageError
 from outsize.storage.prealloc import explain
+from outsize.train import merge as merging
 from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import OPTIMIZER
 
 
-def export(run_dir: str | Path, out_dir: str | Path) -> Path:
+def export(run_dir: str | Path, out_dir: str | Path, *, merge: bool = False) -> Path:
     """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
 
+    Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
+    its adapters merged in.
+
     Raises:
-        CheckpointError: the run has no checkpoint.
+        CheckpointError: the run has no checkpoint, or there is nothing to merge.
+        ModelError: the adapters cannot be merged.
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
     """
     source = latest(Path(run_dir))
@@ -24,6 +29,8 @@ def export(run_dir: str | Path, out_dir: str | Path) -> Path:
     target = Path(out_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(f"{target} exists already; choose another directory or remove it")
+    if merge:
+        return merging.merge(source, target)
     partial = target.with_name(target.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

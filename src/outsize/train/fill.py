@@ -1,24 +1,28 @@
 """From a model's checkpoint into the home: weights, and masters where there are any, in bounded memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outsize.model.checkpoint import WeightSource
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
 from outsize.optim.spec import MASTER, WEIGHTS
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.train.frozen import fill_encoded
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 
 
 def fill(
     home: Home, spec: ModelSpec, source: WeightSource, progress: Callable[[int, int], None] | None = None
-) -> None:
+) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
+
+    Frozen parts that a codec writes are encoded one at a time, in the memory of such a part.
 
     Args:
         home: of the model.
@@ -26,44 +30,84 @@ def fill(
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
 
+    Returns:
+        The error of each tensor that a codec has written, by name: root mean square by that of its weights.
+
     Raises:
         CheckpointError: a tensor cannot be read.
         StorageError: the home cannot be written.
     """
-    total = sum(unit.numel for unit in spec.units)
+    planes = [plane for unit in spec.units for plane in _planes(unit, spec.dtype)]
+    encoded = [(unit, part) for unit in spec.units for part in unit.frozen if part.codec is not None]
+    total = sum(plane.numel for plane in planes) + sum(part.numel for _, part in encoded)
     done = 0
+    errors: dict[str, float] = {}
     with Arena() as arena:
-        size = min(FILL_ELEMENTS, max(unit.numel for unit in spec.units))
+        size = min(FILL_ELEMENTS, max((plane.numel for plane in planes), default=0))
         values = arena.take(size * 4, "fill").view(torch.float32)
-        rounded = None
-        if spec.dtype != "fp32":
-            rounded = arena.take(size * 2, "fill, rounded").view(TORCH_DTYPE[spec.dtype])
-        for unit in spec.units:
-            for start in range(0, unit.numel, size):
-                stop = min(start + size, unit.numel)
-                _fill_range(home, unit, source, start, values[: stop - start], rounded)
+        rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
+        for plane in planes:
+            for start in range(0, plane.numel, size):
+                stop = min(start + size, plane.numel)
+                _fill_range(home, plane, source, start, values[: stop - start], rounded)
                 done += stop - start
                 if progress is not None:
                     progress(done, total)
+    for unit, part in encoded:
+        with Arena() as arena:
+            errors |= fill_encoded(home, unit, part, source, arena)
+        done += part.numel
+        if progress is not None:
+            progress(done, total)
+    return errors
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """A plane of weights to be filled.
+
+    Attributes:
+        unit: index of its unit.
+        name: of the plane.
+        dtype: of its weights.
+        tensors: what lies in it.
+        numel: its elements.
+        trains: whether masters lie beside it, where it is not fp32.
+    """
+
+    unit: int
+    name: str
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    numel: int
+    trains: bool = False
+
+
+def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
+    yield _Plane(unit.index, WEIGHTS, dtype, unit.tensors, unit.numel, unit.trainable)
+    for part in unit.frozen:
+        if part.codec is None:
+            yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
 
 
 def _fill_range(
-    home: Home, unit: UnitSpec, source: WeightSource, start: int, values: Tensor, rounded: Tensor | None
+    home: Home, plane: _Plane, source: WeightSource, start: int, values: Tensor, rounded: Tensor | None
 ) -> None:
-    """Fill a range of elements of a unit; padding is zero."""
+    """Fill a range of elements of a plane; padding is zero."""
     values.zero_()
     stop = start + values.numel()
-    for tensor in unit.tensors:
+    for tensor in plane.tensors:
         low, high = max(tensor.offset, start), min(tensor.offset + tensor.numel, stop)
         if low < high:
             source.read(
                 tensor.name, low - tensor.offset, high - tensor.offset, values[low - start : high - start]
             )
-    if rounded is None:
-        home.write(unit.index, WEIGHTS, start, values)
+    if plane.dtype == "fp32":
+        home.write(plane.unit, plane.name, start, values)
         return
-    weights = rounded[: values.numel()]
+    assert rounded is not None
+    weights = rounded.view(TORCH_DTYPE[plane.dtype])[: values.numel()]
     weights.copy_(values)
-    home.write(unit.index, WEIGHTS, start, weights)
-    if unit.trainable:
-        home.write(unit.index, MASTER, start, values)
+    home.write(plane.unit, plane.name, start, weights)
+    if plane.trains:
+        home.write(plane.unit, MASTER, start, values)

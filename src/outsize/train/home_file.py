@@ -12,7 +12,6 @@ from pathlib import Path
 from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
-from outsize.model.spec import ModelSpec
 from outsize.storage.committed import find_record, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record
@@ -27,14 +26,14 @@ Announce = Callable[[str], None]
 
 
 def newest_home(
-    config: Config, run_dir: Path, spec: ModelSpec, resumed: Path | None, announce: Announce
+    config: Config, run_dir: Path, prepared: Prepared, resumed: Path | None, announce: Announce
 ) -> Record | None:
     """Return the record of the home that the run goes on from; None where a checkpoint is newer, or there is none.
 
     Args:
         config: of the run.
         run_dir: its directory.
-        spec: its model.
+        prepared: its model.
         resumed: the newest checkpoint, if any.
         announce: told what is found and not taken.
 
@@ -45,6 +44,7 @@ def newest_home(
     path = home_file(config.memory, run_dir)
     if config.train.resume != "auto":
         return None
+    spec = prepared.split.spec
     record, wrong = find_record(path, spec)
     if wrong:
         announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
@@ -54,7 +54,8 @@ def newest_home(
         state = standing.checked(record.state, path)
     except CheckpointError as error:
         raise StorageError(f"{error}; remove the file to go on without it") from error
-    standing.check_same_run(state, path, config, spec.dtype)
+    standing.check_same_method(state, path, config)
+    standing.check_same_run(state, path, config, prepared.dtype)
     if record.layout != layout_digest(spec):
         raise StorageError(
             f"{path} holds a model of other parameters, or with others frozen; resume with the former settings, or "

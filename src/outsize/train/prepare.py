@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
 from outsize.config import Config
+from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.hardware.spec import CUBLAS_BYTES
+from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
+from outsize.model.spec import ModelSpec
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
@@ -26,9 +30,9 @@ from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
-from outsize.train.data.batch import IGNORED, Batch
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.units import format_bytes, format_count
 
@@ -51,6 +55,7 @@ class Prepared:
         machine: device and budgets.
         directory: of the model, local.
         hf_config: the model's own configuration.
+        dtype: in which the model computes; adapters are fp32 in any case.
         split: its units; parameters on meta.
         source: where its weights are read from.
         measured: what a microbatch needs on the device.
@@ -58,12 +63,14 @@ class Prepared:
         plan: memory sizes and the program of a step.
         before_bytes: resident memory of the process, its imports included, before it did anything.
         heap: whether the plan has room for what the C allocator keeps of freed memory.
+        adapters: that train beside a frozen model; None where the model itself trains.
     """
 
     config: Config
     machine: Machine
     directory: Path
     hf_config: Any
+    dtype: str
     split: Split
     source: WeightSource
     measured: Measured
@@ -71,10 +78,15 @@ class Prepared:
     plan: Plan
     before_bytes: int
     heap: bool
+    adapters: Adapters | None = None
 
 
 def prepare(
-    config: Config, run_dir: Path, announce: Announce, source: WeightSource | None = None
+    config: Config,
+    run_dir: Path,
+    announce: Announce,
+    source: WeightSource | None = None,
+    adapters_from: Path | None = None,
 ) -> Prepared:
     """Read the model's config, split it, measure it, and plan a step.
 
@@ -83,6 +95,7 @@ def prepare(
         run_dir: its directory; nothing is written.
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
+        adapters_from: checkpoint that adapters come from; None for fresh ones.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
@@ -98,13 +111,17 @@ def prepare(
     if source is None:
         source = CheckpointReader(directory, model)
         source.load_buffers(model)
-    parts = split_model(model, dtype, config)
+    adapters = None
+    if config.train.method == "lora":
+        adapters = put_in(model, _lora(config, model), config.train.seed)
+        source = AdapterSource(source, adapters, adapters_from)
+    parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
-    state_bytes = sum(home_bytes(unit, dtype) for unit in spec.units)
+    state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
-        f"{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
+        f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
     with Boundaries(parts.modules) as boundaries:
         measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce)
@@ -119,6 +136,7 @@ def prepare(
         machine=machine,
         directory=directory,
         hf_config=hf_config,
+        dtype=dtype,
         split=parts,
         source=source,
         measured=measured,
@@ -126,7 +144,18 @@ def prepare(
         plan=plan,
         before_bytes=before_bytes,
         heap=heap,
+        adapters=adapters,
     )
+
+
+def _lora(config: Config, model: nn.Module) -> Any:
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
+    return peft_config(settings, config.model.path, causal)
+
+
+def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
+    return f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
 
 
 def check_length(config: Config, hf_config: Any) -> None:
@@ -142,13 +171,19 @@ def check_length(config: Config, hf_config: Any) -> None:
         )
 
 
-def split_model(model: nn.Module, dtype: str, config: Config) -> Split:
+def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters | None = None) -> Split:
     """Split a model with the weight-decay groups and frozen parameters of ``config``.
+
+    With ``adapters`` these train, in fp32, and all else lies apart.
 
     Raises:
         ModelError: nothing is left to train.
     """
     decaying = decay_parameter_names(model)
+    if adapters is not None:
+        lora = config.lora
+        apart = adapters.apart(model, dtype, lora.base_codec, lora.table_codec)
+        return split(model, "fp32", decays=decaying.__contains__, apart=apart)
     parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
     if not parts.spec.num_trainable:
         raise ModelError("model.freeze leaves no parameter to train")
@@ -168,6 +203,17 @@ def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
     return inputs
 
 
+def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
+    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask."""
+    vocabulary = hf_config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids}
+    if not config.data.pack:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    return inputs
+
+
 def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> tuple[Plan, bool]:
     """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
 
@@ -179,7 +225,7 @@ def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measur
     if machine.device != "cpu":
         return make_plan(config, parts, machine, measured), True
     workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-    share = KERNEL_SHARE if parts.spec.dtype == "fp32" else HALF_KERNEL_SHARE
+    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
     with contextlib.suppress(InfeasiblePlanError):
         roomy = int(workspace * (share + HEAP_WORKSPACES))
         return make_plan(config, parts, machine, measured, roomy), True
@@ -199,15 +245,17 @@ def make_plan(
         boundary_bytes=measured.boundary_bytes,
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
+        saved_bytes=measured.saved_bytes,
+        forward_s=_forward_times(parts),
         shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine),
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
     options = PlanOptions(
         home=machine.home,
         below=machine.below,
         # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
         clip=config.optimizer.max_grad_norm > 0
-        or parts.spec.dtype == "fp16"
+        or "fp16" in parts.spec.dtypes
         or config.train.on_nonfinite == "skip",
         microbatches=config.train.microbatches,
         slots=memory.slots,
@@ -216,6 +264,7 @@ def make_plan(
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
+        activations=memory.activations,
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:
@@ -277,8 +326,11 @@ def _forward_times(parts: Split) -> tuple[float, ...]:
         flops = forward_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
         if len(flops) == count:
             return flops
-    table = max((tensor.numel for unit in parts.spec.units for tensor in unit.tensors), default=1)
-    numel = [0 if unit.kind == "embedding" else unit.numel for unit in parts.spec.units[:count]]
+    table = max((tensor.numel for unit in parts.spec.units for tensor in unit.all_tensors), default=1)
+    numel = [
+        0 if unit.kind == "embedding" else sum(tensor.numel for tensor in unit.all_tensors)
+        for unit in parts.spec.units[:count]
+    ]
     return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
 
 
@@ -302,21 +354,12 @@ def _measure(
     config: Config, hf_config: Any, parts: Split, boundaries: Boundaries, announce: Announce
 ) -> tuple[Measured, int | None]:
     sequences = -(-config.sequences_per_step // config.train.microbatches)
-    vocabulary = hf_config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-
-    def make_inputs(num_sequences: int, seq_len: int) -> Mapping[str, Tensor]:
-        ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
-        inputs = {"input_ids": ids, "labels": ids}
-        if not config.data.pack:
-            inputs["attention_mask"] = torch.ones_like(ids)
-        return inputs
 
     wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
     measured = calibrate(
         parts,
         boundaries.forwards,
-        make_inputs,
+        partial(made_up_inputs, config, hf_config),
         num_sequences=sequences,
         seq_len=config.data.seq_len,
         chunk_tokens=wanted,

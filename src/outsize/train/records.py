@@ -22,12 +22,14 @@ class StepRecord:
         bytes_down: bytes from the device to the tier below.
         bytes_read: bytes read from disk.
         bytes_written: bytes written to disk.
-        stall_share: share of the step, 0 to 1, in which the device had work to do but waited for bytes.
+        stall_share: share of the step, 0 to 1, in which the device had work to do but waited for bytes; of several,
+            the one that waited longest.
         stall_owner: lane that most of that waiting was for, e.g. ``"read"``; None where nothing waited.
         skipped: whether the update was left out because loss or gradient were not finite.
         skipped_steps: steps whose update was left out so far, this one and those before a resume included.
         busy_s: seconds that each lane spent on ops, by lane.
-        stall_s: seconds that the compute lane stood still, by the lane that it waited for.
+        stall_s: seconds that the compute lane stood still, by the lane that it waited for; of several, the one that
+            stood still longest.
         forward_s: seconds of the compute lane in forwards, less that of the last unit.
         backward_s: seconds of the compute lane in backwards, with recompute and the forward of the last unit.
         update_s: seconds of the optimizer.
@@ -113,7 +115,7 @@ class TrainResult:
         tokens_per_s: trained tokens per second over all steps of this run.
         peak_rss_bytes: largest resident memory of the process.
         budget_bytes: memory that the run was allowed on its device.
-        stall_share: share of the run, 0 to 1, in which the device waited for bytes.
+        stall_share: share of the run, 0 to 1, in which the device waited for bytes; of several, the largest.
         bytes_read: bytes read from disk in all steps.
         bytes_written: bytes written to disk in all steps.
         run_dir: directory of the run.
@@ -121,6 +123,9 @@ class TrainResult:
         stall_owner: lane that most of the waiting was for.
         export_dir: directory of the trained model in Hugging Face layout, where one was written.
         failed_saves: checkpoints on the way that could not be written; the run went on.
+        predicted_step_s: seconds of a step as predicted before the run; None where there was no prediction.
+        measured_step_s: seconds of the first steps but one, which the prediction was compared with; None for fewer.
+        expected_step_s: seconds of a step from the trace of those, or as predicted where there is no trace.
     """
 
     steps: int
@@ -136,6 +141,9 @@ class TrainResult:
     stall_owner: str | None = None
     export_dir: str | None = None
     failed_saves: int = 0
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    expected_step_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""

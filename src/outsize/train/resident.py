@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.model.split import Split
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.microbatch import loss_of
 from outsize.runtime.workers import device_names
-from outsize.train.data.batch import Batch
+from outsize.train.frozen import Decoded
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.stream import schedule_of
@@ -79,7 +80,7 @@ class ResidentTrainer:
             eps=config.optimizer.eps,
             fused=True,
         )
-        self._scale = LossScale(enabled=split.spec.dtype == "fp16")
+        self._scale = LossScale(enabled="fp16" in split.spec.dtypes)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
         """Train on ``batches``; yields the loss of each step after its update."""
@@ -176,23 +177,27 @@ def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
     Modules that share a weight have a parameter each, in the same memory, so that their gradients come apart.
 
     Yields:
-        The fp32 masters by name, in host memory: the parameters themselves where the model computes there in fp32.
+        The fp32 masters by name, in host memory: the parameters themselves where they are fp32 there. What lies in
+        frozen parts has none.
     """
     split = prepared.split
     name = device_names(prepared.machine.device)[0]
     device = torch.device(name if name.startswith("cuda") else "cpu")
-    dtype = TORCH_DTYPE[split.spec.dtype]
+    spec = split.spec
+    dtypes = {t.name: part.dtype for unit in spec.units for part in unit.frozen for t in part.tensors}
+    weights_of = Decoded(prepared.source, spec)
     masters: dict[str, Tensor] = {}
     former = {(id(m), a): (m, m._parameters[a]) for places in split.owners.values() for m, a in places}
     try:
-        for tensor in (tensor for unit in split.spec.units for tensor in unit.tensors):
+        for tensor in (tensor for unit in spec.units for tensor in unit.all_tensors):
             master = torch.empty(tensor.shape, dtype=torch.float32)
-            prepared.source.read(tensor.name, 0, tensor.numel, master.view(-1))
-            weights = master.to(device, dtype)
+            weights_of.read(tensor.name, 0, tensor.numel, master.view(-1))
+            weights = master.to(device, TORCH_DTYPE[dtypes.get(tensor.name, spec.dtype)])
             parameters = [nn.Parameter(weights) for _ in split.owners[tensor.name]]
             for (module, attribute), parameter in zip(split.owners[tensor.name], parameters, strict=True):
                 module._parameters[attribute] = parameter
-            masters[tensor.name] = parameters[0] if weights is master else master
+            if tensor.name not in dtypes:
+                masters[tensor.name] = parameters[0] if weights is master else master
         with buffers_on(split.model, device):
             yield masters
     finally:

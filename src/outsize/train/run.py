@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outsize.config import Config, dump_config
+from outsize.data.batch import Batch
+from outsize.data.packed import PackedDataset
+from outsize.data.prefetch import Prefetcher
 from outsize.errors import NonFiniteError
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
+from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
@@ -20,10 +24,8 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
-from outsize.train.data.batch import Batch
-from outsize.train.data.packed import PackedDataset
-from outsize.train.data.prefetch import Prefetcher
 from outsize.train.flops import peak_of, step_flops
+from outsize.train.forecast import Forecast, forecast
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
@@ -33,7 +35,7 @@ from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
-from outsize.train.standing import Position
+from outsize.train.standing import Position, check_same_method
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
@@ -45,13 +47,24 @@ TIMELINE_STEP = 2
 
 
 def plan(config: Config) -> Plan:
-    """Return the plan of a run without starting it: nothing is written, no data is read.
+    """Return the plan of a run without starting it: nothing stays on disk, no data is read.
 
     Raises:
         OutsizeError: what would keep the run from starting.
     """
+    return foresee(config, predict=False)[0]
+
+
+def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | None]:
+    """Return the plan of a run, and what its steps are predicted to take, without starting it.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        return prepare(config, choose_run_dir(config), lambda _: None).plan
+        prepared = prepare(config, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None) if predict else None
 
 
 def train(
@@ -84,11 +97,13 @@ def train(
         resumed = checkpoint.find(config.train.resume, run_dir)
         # Last on the way out, when no lane can write any more.
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-        started = config if resumed is None else _from_checkpoint(config, resumed)
-        prepared = prepare(started, run_dir, announce)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.split.spec.dtype)
-        record = newest_home(config, run_dir, prepared.split.spec, resumed, announce)
+            check_same_method(read_state(resumed), resumed, config)
+        started = config if resumed is None else _from_checkpoint(config, resumed)
+        prepared = prepare(started, run_dir, announce, adapters_from=resumed)
+        if resumed is not None:
+            check_same_run(resumed, config, prepared.dtype)
+        record = newest_home(config, run_dir, prepared, resumed, announce)
         if resumed is not None:
             done = position_of(resumed)
             if done.step >= config.train.steps:
@@ -96,6 +111,7 @@ def train(
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
+        expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -106,7 +122,7 @@ def train(
                 action=config.train.on_stall,
                 factor=config.train.stall_factor,
                 floor_s=config.train.stall_floor_s,
-                predicted_step_s=None,
+                predicted_step_s=expected.step_s if expected is not None else None,
             )
         )
         # Entered before what it speaks of, so that it speaks when every lane has ended.
@@ -131,6 +147,7 @@ def train(
             progress,
             announce,
             trainer.position,
+            expected,
         )
         aftermath.begun = True
         return run.go(dataset, interrupt)
@@ -151,6 +168,7 @@ class _Run:
     progress: Progress | None
     announce: Announce
     position: Position
+    forecast: Forecast | None = None
     tokens: int = 0
     seconds: float = 0.0
 
@@ -188,6 +206,7 @@ class _Run:
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=str(latest(self.run_dir)),
             failed_saves=self.saver.num_failed,
+            **_told(self.forecast),
         )
 
     def _note(self, outcome: StepOutcome) -> None:
@@ -213,13 +232,31 @@ class _Run:
         timeline = self.trainer.take_timeline()
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+        self._foresee(outcome.seconds, timeline)
         return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
+
+    def _foresee(self, seconds: float, timeline: Timeline) -> None:
+        """Once the first steps are known, say how far they are from what was predicted, and go by them."""
+        if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
+            assert self.forecast.comparison is not None
+            for line in self.forecast.comparison.lines():
+                self.announce(line)
+            self.forecast.write(self.run_dir)
 
 
 @contextlib.contextmanager
 def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
     with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
+
+
+def _told(forecast: Forecast | None) -> dict[str, float]:
+    """What a result says of predictions."""
+    if forecast is None:
+        return {}
+    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    found = forecast.comparison
+    return told if found is None else {**told, "measured_step_s": found.measured_s}
 
 
 def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
@@ -245,7 +282,7 @@ def _saver(
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype = trainer.loss_scale, trainer.spec.dtype
+    scale, dtype = trainer.loss_scale, trainer.prepared.dtype
     return Saver(
         trainer,
         run_dir,
@@ -258,6 +295,8 @@ def _saver(
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:
-    """The same run, with its weights read from one of its checkpoints."""
+    """The same run, with its weights read from one of its checkpoints; one of adapters holds no others."""
+    if config.train.method == "lora":
+        return config
     model = config.model.model_copy(update={"path": str(directory)})
     return config.model_copy(update={"model": model})

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outsize import files
 from outsize.errors import CheckpointError, StorageError
+from outsize.model.adapter_writer import AdapterWriter
 from outsize.model.checkpoint_format import FileSum, Moved, write_file
 from outsize.model.checkpoint_planes import Chunk, write_plane
 from outsize.model.checkpoint_shards import CheckpointWriter
@@ -105,7 +106,7 @@ class Saving:
         self._moved = moved
         self._updates: dict[str, int] = {}
         self._files: dict[str, FileSum] = {}
-        self._writer: CheckpointWriter | None = None
+        self._writer: CheckpointWriter | AdapterWriter | None = None
         self._former: tuple[Path, dict[str, FileSum]] | None = None
         self._num_left = sum(bool(unit.tensors) for unit in prepared.split.spec.units)
 
@@ -115,7 +116,7 @@ class Saving:
         Raises:
             StorageError: the home cannot be read. What cannot be written only ends this checkpoint, see ``error``.
         """
-        if self.error is not None or self.cancelled:
+        if self.error is not None or self.cancelled or not resting.unit.tensors:
             return
         whole = False
         try:
@@ -130,25 +131,30 @@ class Saving:
         except CheckpointError as error:  # it was written, and does not read as a checkpoint
             self.error = StorageError(f"cannot write the checkpoint {self._final}: {error}")
         except _CancelledError:
-            pass
+            pass  # given up below, as it was told
         finally:
             if not whole:
                 self._give_up()
 
-    def _begin(self) -> CheckpointWriter:
+    def _begin(self) -> CheckpointWriter | AdapterWriter:
         remove_litter(self._checkpoints)
         make_durable(self._checkpoints)
         self._former = known_files(self._checkpoints.parent, self._state["run"])
         files.make_directories(self._staging / OPTIMIZER)
-        split = self._prepared.split
-        self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._moved)
+        split, adapters = self._prepared.split, self._prepared.adapters
+        if adapters is not None:
+            units = [split.spec.units[unit] for unit in self._prepared.plan.layout.step_order]
+            self._writer = AdapterWriter(self._staging, adapters, units)
+        else:
+            self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._moved)
         return self._writer
 
-    def _write(self, resting: UnitAtRest, writer: CheckpointWriter) -> None:
+    def _write(self, resting: UnitAtRest, writer: CheckpointWriter | AdapterWriter) -> None:
         """Write the weights and the optimizer state of a unit."""
         unit, spec = resting.unit, self._prepared.split.spec
         weights = TORCH_DTYPE[spec.dtype]
-        if unit.trainable or not self._link(resting, writer):
+        linked = isinstance(writer, CheckpointWriter) and not unit.trainable and self._link(resting, writer)
+        if not linked:
             writer.stream_unit(unit, weights, self._chunks(resting, WEIGHTS))
         for plane, dtype in state_planes(spec.dtype, unit).items():
             name = file_of(unit, plane)
@@ -194,7 +200,7 @@ class Saving:
         if self.cancelled:
             raise _CancelledError
 
-    def _finish(self, writer: CheckpointWriter) -> None:
+    def _finish(self, writer: CheckpointWriter | AdapterWriter) -> None:
         """Write everything else; when nothing can be lost any more, point ``latest`` to the checkpoint."""
         prepared, staging = self._prepared, self._staging
         # Not from where the run began: that may be a checkpoint that has been removed since.
@@ -220,7 +226,9 @@ class Saving:
         """Leave nothing of a checkpoint that is not complete."""
         self.cancelled = True
         self._num_left = -1
-        self._writer = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         remove_litter(self._checkpoints)
 
 

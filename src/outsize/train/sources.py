@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
+from outsize.data import open_data
+from outsize.data.files import find_sources
+from outsize.data.packed import PackedDataset
 from outsize.errors import DataError
 from outsize.storage.directory import needed_directory
-from outsize.train.data import open_data
-from outsize.train.data.files import find_sources
-from outsize.train.data.packed import PackedDataset
 from outsize.train.prepare import Prepared
 
 

@@ -52,6 +52,7 @@ def state_of(
         "model": name_of(config.model.path),
         "seed": config.train.seed,
         "dtype": dtype,
+        **({"lora": _lora(config)} if config.train.method == "lora" else {}),
         "data": {
             "seq_len": config.data.seq_len,
             "pack": config.data.pack,
@@ -108,6 +109,27 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
                 f"{where} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
                 "another train.run_dir to start a new run"
             )
+
+
+def check_same_method(state: Mapping[str, Any], where: object, config: Config) -> None:
+    """Check that ``config`` trains what the run trained that wrote ``state``.
+
+    Raises:
+        ConfigError: it trains adapters or the model where the run did not, or other adapters; ``where`` is named.
+    """
+    former, given = state.get("lora"), _lora(config)
+    keys = ["train.method"] if (former is None) != (given is None) else []
+    if former is not None and given is not None:
+        keys = [f"lora.{key}" for key in given if former.get(key) != given[key]]
+    if keys:
+        raise ConfigError(
+            f"{where} belongs to a run with another {keys[0]}; resume with the former, or choose another "
+            "train.run_dir to start a new run"
+        )
+
+
+def _lora(config: Config) -> dict[str, Any] | None:
+    return config.lora.model_dump(mode="json") if config.train.method == "lora" else None
 
 
 def name_of(model: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outsize import files
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.model.spec import UnitSpec, granule_elements_for
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
@@ -23,6 +24,7 @@ from outsize.planner.idle import Window
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
+from outsize.runtime.carriers import packed_codec
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
@@ -37,7 +39,6 @@ from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import Record
 from outsize.storage.scratch import DiskScratch
-from outsize.train.data.batch import Batch
 from outsize.train.fill import FILL_ELEMENTS, fill
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
@@ -120,6 +121,9 @@ class StreamedTrainer:
         home_file: of a home that commits, which stays; without a name it is gone with the process.
         config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
+
+    Attributes:
+        errors: what codecs have done to frozen weights, by name, see `fill`.
     """
 
     def __init__(
@@ -136,8 +140,9 @@ class StreamedTrainer:
         config = self._run_config = config or prepared.config
         machine, plan = prepared.machine, prepared.plan
         self.spec = prepared.split.spec
-        self.loss_scale = LossScale(enabled=self.spec.dtype == "fp16")
+        self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
+        self.errors: dict[str, float] = {}
         self._home_file = home_file
         self._standing: list[Standing] = []  # one, as soon as there are steps
         self._arenas: list[Arena] = []
@@ -184,6 +189,7 @@ class StreamedTrainer:
                 chunk_tokens=prepared.chunk_tokens,
                 seed=config.train.seed,
                 graph_in_forward=prepared.measured.graph_matters,
+                needed=prepared.measured.needed,
                 num_threads=torch.get_num_threads(),
                 draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
@@ -199,7 +205,7 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
-        fill(self.home, self.spec, self.prepared.source, progress)
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -219,7 +225,7 @@ class StreamedTrainer:
                 self.loss_scale,
                 self.engine.optimizer.updates,
                 self._run_config,
-                self.spec.dtype,
+                self.prepared.dtype,
             )
         ]
         began = asked = time.perf_counter()
@@ -272,9 +278,7 @@ class StreamedTrainer:
             Arena() as arena,
             CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
         ):
-            piece = arena.take(
-                min(FILL_ELEMENTS, max(u.numel for u in self.spec.units)) * 4, "a part of a plane"
-            )
+            piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)
         return self._stand(record)
 
@@ -351,7 +355,7 @@ class StreamedTrainer:
     def _open_home(self, store_dir: Path, buffers: Arena, record: Record | None) -> HostHome | DiskHome:
         planes, plan = planes_for(self.spec.dtype), self.prepared.plan
         if self.prepared.machine.home == "host":
-            return HostHome(self.spec, planes, self._host)
+            return HostHome(self.spec, planes, self._host, packed_codec(plan.transport))
         if not plan.layout.commits:
             path = store_dir / TEMPORARY
             return DiskHome(self.spec, planes, path, self.pool, ledger=self.ledger, temporary=True)

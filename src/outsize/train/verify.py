@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.storage.directory import needed_directory
-from outsize.train.data.batch import Batch
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult

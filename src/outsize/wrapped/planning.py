@@ -13,6 +13,7 @@ from outsize.model.split import Split
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.validate import validate
 from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.decoding import decoding_bytes
 from outsize.train.machine import Machine
 from outsize.train.prepare import KERNEL_SHARE, by_kind, fixed_bytes
 
@@ -106,6 +107,8 @@ def _both(one: Measured, other: Measured) -> Measured:
     """The larger of each."""
 
     def larger(a: Any, b: Any) -> Any:
+        if isinstance(a, Mapping):
+            return {unit: needed for unit, needed in a.items() if b.get(unit) == needed}
         return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
 
     return Measured(
@@ -129,7 +132,7 @@ def make_plan(
         forward_workspace_bytes=by_kind(split, measured.forward_bytes),
         backward_workspace_bytes=by_kind(split, measured.backward_bytes),
         shared_bytes=held * microbatches,
-        fixed_bytes=unseen + fixed_bytes(split.model, machine),
+        fixed_bytes=unseen + fixed_bytes(split.model, machine) + decoding_bytes(split.spec),
     )
     options = PlanOptions(
         home=machine.home,

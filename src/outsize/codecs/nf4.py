@@ -1,0 +1,104 @@
+"""NF4: 4 bits per weight, on the levels that split a normal distribution into parts of equal probability.
+
+The format is that of QLoRA (Dettmers et al., 2023, section 3 and appendix E): 64 neighbours share the largest magnitude
+among them, and each is the nearest of 16 fixed fractions of it. With double quantisation these magnitudes are numbers
+of 8 bits over the range of 256 of them; the paper takes 8-bit floats there, here steps are equal.
+
+An encoding is the codes of all blocks, two to a byte, the first in the lower half; then the magnitudes, fp32; or, with
+double quantisation, least and step of each 256 magnitudes, fp32, then a byte for each. A last block that is shorter is
+filled up with zeros. Blocks that are not finite decode to NaN, and with double quantisation so do their 255 neighbours.
+"""
+
+import torch
+from torch import Tensor
+
+from outsize.codecs.codec import Codec
+from outsize.codecs.spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
+
+# 131,072 elements are 512 KiB of fp32: a piece and what is made of it stay in a cache.
+_PIECE_BLOCKS = 2048
+_BYTES, _STEPS = 256, 255
+# Keeps a block of zeros from dividing by zero.
+_LEAST = 2.0**-149
+
+
+class NF4Codec(Codec):
+    """NF4, see this file.
+
+    Args:
+        spec: see `outsize.codecs.spec.NF4` and ``NF4_DOUBLE``.
+        double: whether magnitudes are quantised as well.
+    """
+
+    def __init__(self, spec: CodecSpec, *, double: bool = False) -> None:
+        self.spec = spec
+        self._double = double
+        levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
+        self._borders = ((levels[1:] + levels[:-1]) / 2).tolist()
+        codes = torch.arange(_BYTES)
+        # A pair of levels for each byte, looked up as one number of 64 bits.
+        self._pairs = torch.stack([levels[codes & 15], levels[codes >> 4]], dim=1).view(torch.int64).view(-1)
+
+    def _encode(self, source: Tensor, into: Tensor) -> int:
+        blocks = -(-source.numel() // NF4_BLOCK)
+        codes, rest = into[: blocks * NF4_BLOCK // 2].view(blocks, -1), blocks * NF4_BLOCK // 2
+        scales = torch.empty(blocks, dtype=torch.float32, device=source.device)
+        for first in range(0, blocks, _PIECE_BLOCKS):
+            last = min(first + _PIECE_BLOCKS, blocks)
+            values = torch.zeros(last - first, NF4_BLOCK, dtype=torch.float32, device=source.device)
+            piece = source[first * NF4_BLOCK : last * NF4_BLOCK]
+            values.view(-1)[: piece.numel()] = piece
+            largest = values.abs().amax(1)
+            scales[first:last] = largest
+            values /= largest.clamp_min(_LEAST)[:, None]
+            nearest = self._nearest(values)
+            codes[first:last] = nearest[:, 0::2] | nearest[:, 1::2] << 4
+        scales[~scales.isfinite()] = torch.nan
+        return rest + self._write_scales(scales, into[rest:])
+
+    def _decode(self, encoded: Tensor, into: Tensor) -> None:
+        blocks = -(-into.numel() // NF4_BLOCK)
+        codes = encoded[: blocks * NF4_BLOCK // 2]
+        scales = self._read_scales(encoded[len(codes) :], blocks)
+        pairs = self._pairs.to(into.device)
+        half = NF4_BLOCK // 2
+        for first in range(0, blocks, _PIECE_BLOCKS):
+            last = min(first + _PIECE_BLOCKS, blocks)
+            values = pairs.index_select(0, codes[first * half : last * half].int()).view(torch.float32)
+            blocked = values.view(last - first, NF4_BLOCK).mul_(scales[first:last, None])
+            piece = into[first * NF4_BLOCK : last * NF4_BLOCK]
+            piece.copy_(blocked.view(-1)[: piece.numel()])
+
+    def _nearest(self, values: Tensor) -> Tensor:
+        """Return the number of the level next to each value, uint8: how many borders lie below it."""
+        count = torch.zeros_like(values, dtype=torch.uint8)
+        for border in self._borders:
+            count += (values > border).view(torch.uint8)
+        return count
+
+    def _write_scales(self, scales: Tensor, into: Tensor) -> int:
+        """Write magnitudes [blocks]; returns the bytes."""
+        if not self._double:
+            into[: scales.nbytes].copy_(scales.view(torch.uint8))
+            return scales.nbytes
+        groups = -(-len(scales) // NF4_DOUBLE_BLOCKS)
+        padded = scales[-1].repeat(groups * NF4_DOUBLE_BLOCKS)
+        padded[: len(scales)] = scales
+        rows = padded.view(groups, NF4_DOUBLE_BLOCKS)
+        least = rows.amin(1)
+        step = (rows.amax(1) - least) / _STEPS
+        numbers = ((rows - least[:, None]) / step.clamp_min(_LEAST)[:, None]).round_().nan_to_num_(0.0)
+        table = torch.stack([least, step], dim=1)
+        into[: table.nbytes].copy_(table.view(-1).view(torch.uint8))
+        into[table.nbytes : table.nbytes + len(scales)] = numbers.clamp_(0, _STEPS).view(-1)[: len(scales)]
+        return table.nbytes + len(scales)
+
+    def _read_scales(self, encoded: Tensor, blocks: int) -> Tensor:
+        """Return magnitudes, fp32 [blocks]."""
+        if not self._double:
+            return encoded.view(torch.float32)
+        groups = -(-blocks // NF4_DOUBLE_BLOCKS)
+        table = encoded[: groups * 8].view(torch.float32).view(groups, 2)
+        numbers = encoded[groups * 8 :].float()
+        least, step = table.repeat_interleave(NF4_DOUBLE_BLOCKS, dim=0)[:blocks].unbind(1)
+        return numbers.mul_(step).add_(least)

@@ -1,0 +1,120 @@
+"""From files to documents: the first record decides the format, every further one has to agree."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from outsize.data.files import SourceFile, Sources, read_chunks
+from outsize.data.formats import Document, FormatName, detect_format, to_document
+from outsize.data.lines import Piece, cut_pieces, decode_chunks
+from outsize.data.records import Record, read_records
+from outsize.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DocumentReader:
+    """Reads the documents of a data set, in order, in bounded memory.
+
+    Attributes:
+        sources: the files.
+        format: as given, or as detected once a record was seen.
+        text_field: field that holds the text of a ``text`` record.
+        fields: fields of the first record.
+        num_files: files read so far.
+        num_skipped_files: files of a directory left out so far.
+        num_empty: records without text so far.
+        bytes_read: bytes of the files read so far, as they are on disk.
+    """
+
+    sources: Sources
+    format: FormatName | None
+    text_field: str
+    fields: tuple[str, ...] = ()
+    num_files: int = 0
+    num_skipped_files: int = field(init=False)
+    num_empty: int = 0
+    bytes_read: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_skipped_files = self.sources.num_skipped
+        if self._is_plain_text():
+            self.format = "text"
+
+    def detect(self) -> FormatName:
+        """Return the format, from the first record where it was not given.
+
+        Raises:
+            DataError: there is no record, or its format is not known.
+        """
+        if self.format is None:
+            for _ in self._records():
+                break
+            self.bytes_read = 0
+        if self.format is None:
+            raise DataError(f"{self.sources.files[0].path}: the data set is empty")
+        return self.format
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents, long texts in pieces.
+
+        Raises:
+            DataError: a file or record that cannot be read, or is of another format, with file and line.
+        """
+        self.num_files = self.num_empty = self.bytes_read = 0
+        return self._texts() if self._is_plain_text() else self._structured()
+
+    def _is_plain_text(self) -> bool:
+        return self.sources.container in ("text", None) and self.format in ("text", None)
+
+    def _texts(self) -> Iterator[Document]:
+        for file in self.sources.files:
+            if len(self.sources.files) > 1 and not _is_text(file.path):
+                self.num_skipped_files += 1
+                logger.warning("%s is not UTF-8 text; left out", file.path)
+                continue
+            self.num_files += 1
+            pieces = cut_pieces(decode_chunks(read_chunks(file.path, self._count), file.path))
+            yield from (_piece_document(piece, file) for piece in pieces)
+
+    def _structured(self) -> Iterator[Document]:
+        for where, record in self._records():
+            assert self.format is not None
+            document = to_document(record, self.format, self.text_field, where)
+            if not document.text and document.messages is None:
+                self.num_empty += 1
+            elif self.format == "text":  # a record may hold a book
+                for piece in cut_pieces([document.text]):
+                    yield replace(document, text=piece.text, opens=piece.opens, closes=piece.closes)
+            else:
+                yield document
+
+    def _records(self) -> Iterator[tuple[str, Record]]:
+        for file in self.sources.files:
+            self.num_files += 1
+            for number, record in read_records(file.path, self.sources.container or "json", self._count):
+                where = f"{file.path}:{number}"
+                if not self.fields:
+                    self.fields = tuple(record)
+                if self.format is None:
+                    self.format = detect_format(record, self.text_field, where)
+                yield where, record
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
+
+
+def _piece_document(piece: Piece, file: SourceFile) -> Document:
+    return Document(f"{file.path}:{piece.line}", piece.text, opens=piece.opens, closes=piece.closes)
+
+
+def _is_text(path: Path) -> bool:
+    """Return whether a file decodes; read once more, so that no half of a broken file is trained on."""
+    try:
+        for _ in decode_chunks(read_chunks(path), path):
+            pass
+    except DataError:
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""Documents to token ids and training masks, in batches through the fast tokenizer.
+
+The tokenizers library works on a batch with threads of its own. ``TOKENIZERS_PARALLELISM`` and
+``RAYON_NUM_THREADS`` govern it as always; nothing here sets them, and nothing here forks.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.data.chat import ChatTemplate, Span
+from outsize.data.formats import Document
+from outsize.data.lines import PIECE_CHARS
+from outsize.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+# The library spreads the texts of a batch over the cores, so a batch holds a full piece for each; an encoding
+# takes about 100 bytes per token while it lives, which the upper bound keeps to some 20 MiB.
+BATCH_CHARS = PIECE_CHARS * min(max(os.cpu_count() or 1, 4), 32)
+BATCH_DOCUMENTS = 256
+_EOS_REACH = 4  # a chat template that closes a conversation does so this near its end
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a document, or of a piece of one.
+
+    Attributes:
+        ids: int32 ``[n]``.
+        trained: uint8 ``[n]``, 1 where a token is a target; ``None`` where all are.
+        closes: the document ends here.
+    """
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.uint8] | None
+    closes: bool
+
+
+class Encoder:
+    """Tokenises documents of one data set.
+
+    A document begins with what the tokenizer itself puts in front of a text (often a BOS token, often
+    nothing). It ends with what the tokenizer puts behind, or else, if ``eos``, with the EOS token.
+    Conversations get both from their template; an EOS token is added where the template closes without one.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer.
+        eos: end documents with the EOS token.
+        masked: documents have a part that is not trained.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, eos: bool, masked: bool) -> None:
+        if masked and not tokenizer.is_fast:
+            raise DataError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer, so it cannot say which tokens belong "
+                "to a prompt; convert it, or train on plain text"
+            )
+        self._tokenizer = tokenizer
+        self._masked = masked
+        self.chat = ChatTemplate(tokenizer)
+        self._prefix, suffix = _added_tokens(tokenizer)
+        self._eos_id: int | None = tokenizer.eos_token_id
+        self._suffix = suffix if suffix or self._eos_id is None else [self._eos_id]
+        if not eos:
+            self._suffix = []
+        elif not self._suffix:
+            logger.warning("the tokenizer has no EOS token: documents follow each other without a separator")
+
+    def fingerprint(self) -> str:
+        """Return a hash of everything in the tokenizer that decides how documents become tokens."""
+        parts = [self.chat.text, repr(self._prefix), repr(self._suffix), _vocabulary_text(self._tokenizer)]
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
+        return digest.hexdigest()
+
+    def encode(self, documents: Sequence[Document]) -> list[Encoded]:
+        """Return the tokens of each document, in order.
+
+        Raises:
+            DataError: a conversation that the chat template refuses.
+        """
+        marked = [d.messages is not None and self.chat.is_marked for d in documents]
+        texts, spans = self._texts([d for d, m in zip(documents, marked, strict=True) if not m])
+        encoded: Any = {"input_ids": []}
+        if texts:
+            encoded = self._tokenizer(
+                texts,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                return_offsets_mapping=self._masked,
+                verbose=False,
+            )
+        offsets = encoded.get("offset_mapping") or [None] * len(texts)
+        plain = zip(encoded["input_ids"], offsets, spans, strict=True)
+        return [
+            self._encode_marked(document) if is_marked else self._finish(document, *next(plain))
+            for document, is_marked in zip(documents, marked, strict=True)
+        ]
+
+    def _texts(self, documents: Sequence[Document]) -> tuple[list[str], list[list[Span]]]:
+        texts, spans = [], []
+        for document in documents:
+            if document.messages is None:
+                text, trained = document.text, [(document.trained_from, len(document.text))]
+            else:
+                text, trained = self.chat.render(document.messages, document.tools, document.where)
+            texts.append(text)
+            spans.append(trained)
+        return texts, spans
+
+    def _encode_marked(self, document: Document) -> Encoded:
+        assert document.messages is not None
+        ids, trained = self.chat.encode(document.messages, document.tools, document.where)
+        return self._close_chat(document, ids, np.array(trained, np.uint8))
+
+    def _finish(
+        self, document: Document, ids: list[int], offsets: list[Span] | None, spans: list[Span]
+    ) -> Encoded:
+        trained = None if offsets is None else _mask(np.array(offsets, np.int64).reshape(-1, 2), spans)
+        if document.messages is not None:
+            assert trained is not None
+            return self._close_chat(document, ids, trained)
+        before = self._prefix if document.opens else []
+        after = self._suffix if document.closes else []
+        array = np.array([*before, *ids, *after], np.int32)
+        if trained is not None:
+            trained = np.concatenate(
+                [np.zeros(len(before), np.uint8), trained, np.ones(len(after), np.uint8)]
+            )
+        return Encoded(array, trained, document.closes)
+
+    def _close_chat(self, document: Document, ids: list[int], trained: NDArray[np.uint8]) -> Encoded:
+        """Add the EOS token unless the template did; it is a target if the assistant spoke last."""
+        array = np.array(ids, np.int32)
+        if self._suffix and self._eos_id is not None and self._eos_id not in ids[-_EOS_REACH:]:
+            assert document.messages is not None
+            spoke_last = document.messages[-1]["role"] == "assistant"
+            array = np.append(array, np.int32(self._eos_id))
+            trained = np.append(trained, np.uint8(spoke_last))
+        return Encoded(array, trained, closes=True)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents so that a batch holds about `BATCH_CHARS` characters, or one longer document."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        length = len(document.text) + sum(len(m["content"]) for m in document.messages or ())
+        if batch and (size + length > BATCH_CHARS or len(batch) == BATCH_DOCUMENTS):
+            yield batch
+            batch, size = [], 0
+        batch.append(document)
+        size += length
+    if batch:
+        yield batch
+
+
+def _mask(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.uint8]:
+    """Return 1 for tokens that spell characters of a span.
+
+    A token across the border of prompt and completion (" 4", where the prompt ends with the space) is a
+    target: a short completion would otherwise have none.
+    """
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    trained = np.zeros(len(offsets), bool)
+    for start, end in spans:
+        trained |= (ends > start) & (begins < end) & (ends > begins)
+    return trained.astype(np.uint8)
+
+
+def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Return the ids that the tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], []
+
+
+def _vocabulary_text(tokenizer: "PreTrainedTokenizerBase") -> str:
+    if not tokenizer.is_fast:
+        return repr(sorted(tokenizer.get_vocab().items()))
+    text: str = tokenizer.backend_tokenizer.to_str()
+    # What stands before the vocabulary is how the last call padded and truncated: state, not identity.
+    return text[max(0, text.find('"added_tokens"')) :]

@@ -1,0 +1,190 @@
+"""LoRA adapters in the skeleton of a model: PEFT puts them there and begins them; here they are found and named.
+
+PEFT builds its layers around those of the model and begins each adapter with random numbers, in the order of the
+modules. It does so here on weights that are all zeros and one number wide, so that a skeleton of any size takes the
+memory of its adapters. Then everything is a skeleton again, and `AdapterSource` gives out what the adapters began
+with, or what a checkpoint of them holds, and the weights of the model under the names that they have by now.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import CheckpointError, ConfigError
+from outsize.model.apart import Apart, frozen_part, matrices_and_tables
+from outsize.model.checkpoint import WeightSource
+from outsize.model.checkpoint_format import read_elements, read_header
+from outsize.model.spec import PartKind
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT calls an adapter that nobody named, and what it puts into the names of the modules that it wraps.
+ADAPTER_NAME = "default"
+_PREFIX = "lora_"
+_AROUND = (".base_layer", f".modules_to_save.{ADAPTER_NAME}", ".original_module")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a model.
+
+    Attributes:
+        config: PEFT's `LoraConfig`.
+        names: of each trained parameter, by its name in the model: its name in a file of adapters.
+        initial: what those begin with that are not weights of the model, by name in the model.
+    """
+
+    config: Any
+    names: Mapping[str, str]
+    initial: Mapping[str, Tensor]
+
+    def apart(self, model: nn.Module, dtype: str, base_codec: str = "raw", table_codec: str = "raw") -> Apart:
+        """Return in which frozen part of its unit a parameter lies: all but what trains.
+
+        Args:
+            model: with the adapters.
+            dtype: of its own weights.
+            base_codec: how matrices of its blocks are written.
+            table_codec: how its embedding and head are.
+        """
+        matrices, tables = matrices_and_tables(model)
+        plain, base, table = (frozen_part(dtype, codec) for codec in ("raw", base_codec, table_codec))
+
+        def part(name: str) -> PartKind | None:
+            if name in self.names:
+                return None
+            return base if name in matrices else table if name in tables else plain
+
+        return part
+
+
+def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
+    """Return PEFT's configuration.
+
+    Args:
+        settings: by PEFT's own names.
+        base: path or hub id of the model, for whoever loads the adapters.
+        causal: whether the model predicts the next token.
+
+    Raises:
+        ConfigError: PEFT is not installed, or does not take the settings.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            'train.method=lora makes its adapters with PEFT; install it with: pip install "outsize[peft]"'
+        ) from error
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+    task = "CAUSAL_LM" if causal else None
+    try:
+        return peft.LoraConfig(**given, task_type=task, base_model_name_or_path=base)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"lora: {error}") from error
+
+
+def put_in(model: nn.Module, config: Any, seed: int) -> Adapters:
+    """Put the adapters of ``config`` into a skeleton, and freeze everything else.
+
+    Args:
+        model: its parameters on meta; changed in place, and so are the names of the parameters that PEFT wraps.
+        config: from `peft_config`.
+        seed: the adapters begin as after ``torch.manual_seed(seed); get_peft_model(model, config)``.
+
+    Raises:
+        ConfigError: no module is meant, or one that cannot have an adapter.
+    """
+    import peft
+    from peft.utils import get_peft_model_state_dict
+
+    _replace(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            raise ConfigError(f"lora: {error}") from error
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    initial = {name: p.detach() for name, p in trained.items() if _PREFIX in name}
+    _check(trained)
+    _replace(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+    state = adapted.state_dict()
+    own = {id(value): name.removeprefix("base_model.model.") for name, value in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stored = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
+    names = {own[id(value)]: name for name, value in stored.items() if own[id(value)] in trained}
+    missing = trained.keys() - names.keys()
+    if missing:
+        raise ConfigError(f"lora: PEFT trains {sorted(missing)[0]} and does not save it; leave it out")
+    return Adapters(config, {name: names[name] for name in trained}, initial)
+
+
+class AdapterSource:
+    """Weights of a model with adapters: the model's own from ``base``, the adapters' as they began, or from a file.
+
+    Args:
+        base: of the model without adapters.
+        adapters: of the model.
+        directory: of a checkpoint of adapters; None for how they began.
+
+    Raises:
+        CheckpointError: the file of adapters is not one, or of other adapters.
+    """
+
+    def __init__(self, base: WeightSource, adapters: Adapters, directory: Path | None = None) -> None:
+        self._base = base
+        self._initial = adapters.initial
+        self._stored = {}
+        if directory is not None:
+            path = directory / ADAPTER_WEIGHTS
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly")
+            found = read_header(path)
+            if found.keys() != set(adapters.names.values()):
+                other = sorted(found.keys() ^ set(adapters.names.values()))[0]
+                raise CheckpointError(
+                    f"{path} is of other adapters ({other}); resume with the section lora that the run began with"
+                )
+            self._stored = {name: found[stored] for name, stored in adapters.names.items()}
+
+    def read(self, name: str, start: int, stop: int, into: Tensor) -> None:
+        """See `WeightSource.read`."""
+        if name in self._stored:
+            read_elements(self._stored[name], start, stop, into)
+        elif name in self._initial:
+            into.view(-1).copy_(self._initial[name].reshape(-1)[start:stop])
+        else:
+            self._base.read(base_name(name), start, stop, into)
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    for around in _AROUND:
+        name = name.replace(around, "")
+    return name
+
+
+def _check(trained: Mapping[str, nn.Parameter]) -> None:
+    other = [name for name, parameter in trained.items() if parameter.dtype is not torch.float32]
+    if other:
+        raise ConfigError(
+            f"lora: {other[0]} would train in {trained[other[0]].dtype}; lora.bias and lora.modules_to_save need "
+            "model.dtype=fp32"
+        )
+
+
+def _replace(model: nn.Module, make: Any) -> None:
+    """Replace every parameter by one of the same form; what is tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]

@@ -1,0 +1,98 @@
+"""What a planned step will take on a machine: the simulator's answer for a plan that is about to run.
+
+Before a run the costs of ops come from a short calibration. After its first steps they come from its own trace,
+see `measured_costs`: each op then takes as long as it took, and what is left to predict is their order and waits.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+
+from outsize.hardware.spec import Machine
+from outsize.model.spec import ModelSpec
+from outsize.planner.costs import UnitTimes, cost_model
+from outsize.planner.layout import StepLayout
+from outsize.planner.plan import Plan
+from outsize.planner.program import Program
+from outsize.planner.schedule import build_step
+from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.timeline import Timeline
+
+# Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
+SIMULATED_TILES = 8
+# Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
+NUM_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedStep:
+    """A step among others.
+
+    Attributes:
+        step_s: its time.
+        timeline: what the lanes do from the decision of the step before it to its own.
+    """
+
+    step_s: float
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A plan as the simulator takes it.
+
+    Attributes:
+        plan: of the run.
+        model: that it trains.
+        boundary_bytes: of the input of each streamed unit for one microbatch.
+    """
+
+    plan: Plan
+    model: ModelSpec
+    boundary_bytes: tuple[int, ...]
+
+    def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
+        """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
+        layout, tile_elements = self._simulated() if coarse else (self.plan.layout, self.plan.tile_elements)
+        return cost_model(
+            machine,
+            self.model,
+            layout,
+            times,
+            self.boundary_bytes,
+            home=self.plan.home,
+            below=self.plan.below,
+            tile_elements=tile_elements,
+            transport=self.plan.transport,
+        )
+
+    def expect(self, costs: CostModel) -> ExpectedStep:
+        """Return a step among others where ops take ``costs``, which are those of coarse tiles."""
+        layout, _ = self._simulated()
+        programs = itertools.islice(itertools.cycle(self._programs(layout)), NUM_STEPS)
+        done = simulate(list(programs), layout, costs, below=self.plan.below)
+        first_s, end_s = done.decided_s[-2:]
+        events = (e for e in done.timeline.events if e.end_s > first_s and e.end_s <= end_s)
+        return ExpectedStep(step_s=done.step_s, timeline=Timeline(tuple(events)))
+
+    def _simulated(self) -> tuple[StepLayout, int]:
+        return coarser(self.plan, max(unit.numel for unit in self.model.units))
+
+    def _programs(self, layout: StepLayout) -> tuple[Program, ...]:
+        return self.plan.programs if layout is self.plan.layout else (build_step(layout),)
+
+
+def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:
+    """Return the layout of ``plan`` with few large tiles, and their elements.
+
+    Optimizer tiles are a megabyte each on a disk home, tens of thousands for a large model. They cross the disk one
+    after the other at the disk's rate, so a few larger ones take the same time.
+
+    Args:
+        plan: any.
+        largest: elements of its largest unit.
+    """
+    elements = max(plan.tile_elements, -(-largest // SIMULATED_TILES))
+    if not any(plan.layout.tiles) or elements == plan.tile_elements:
+        return plan.layout, plan.tile_elements
+    numels = (size // 4 for size in plan.layout.gradient_bytes)
+    return replace(plan.layout, tiles=tuple(-(-numel // elements) for numel in numels)), elements

@@ -1,0 +1,210 @@
+"""The step time of a run before it starts, and what became of it: prediction, measurement, and the difference.
+
+Before the first step, lanes and units are timed for a moment and the plan is simulated with what they reach. After the
+first steps the trace of the run takes the place of those figures: `Forecast.step_s` is then what the trace says, and
+the directory of the run holds two files:
+
+- ``prediction.json``: predicted and measured step, taken apart in the same way, and what is expected from now on;
+- ``machine.json``: the rates of the lanes, for the next run here and for ``outsize plan --machine``.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outsize.errors import ModelError, OutsizeError
+from outsize.hardware.spec import Figure, Machine
+from outsize.model.spec_from_config import forward_flops, read_shape
+from outsize.model.walk import Boundaries
+from outsize.planner.comparison import Comparison, compare
+from outsize.planner.costs import ADAMW_BYTES, UnitTimes
+from outsize.planner.expectation import ExpectedStep, PlannedStep
+from outsize.planner.recalibrate import Trace, read_trace
+from outsize.planner.timeline import Timeline
+from outsize.runtime.allocator import trim
+from outsize.runtime.unit_clock import time_units
+from outsize.train.heartbeat import write_json, write_whole
+from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
+from outsize.train.machine import home_file
+from outsize.train.prepare import Prepared, made_up_inputs
+from outsize.units import format_seconds
+
+PREDICTION_FILE = "prediction.json"
+# Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
+TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
+# Steps that are measured: not the first, in which kernels and caches are cold.
+FIRST_MEASURED, NUM_MEASURED = 1, 2
+
+
+class Forecast:
+    """What a run's steps are expected to take.
+
+    Args:
+        prepared: the run.
+        machine: rates of its lanes.
+        times: of its units, for one of its microbatches.
+
+    Attributes:
+        step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
+        comparison: of prediction and measurement, as soon as there is one.
+    """
+
+    def __init__(self, prepared: Prepared, machine: Machine, times: UnitTimes) -> None:
+        self._machine, self._times = machine, times
+        boundary_bytes = prepared.measured.boundary_bytes
+        self._planned = PlannedStep(
+            plan=prepared.plan, model=prepared.split.spec, boundary_bytes=boundary_bytes
+        )
+        self.predicted: ExpectedStep = self._planned.expect(self._planned.costs(machine, times))
+        self.step_s = self.predicted.step_s
+        self.comparison: Comparison | None = None
+        self._num_seen = 0
+        self._seconds: list[float] = []
+        self._events: list[Any] = []
+
+    def step_ended(self, seconds: float, timeline: Timeline) -> bool:
+        """Take note of a step; returns whether it was the last that is compared.
+
+        Args:
+            seconds: of the step.
+            timeline: of it.
+        """
+        self._num_seen += 1
+        if self.comparison is not None or self._num_seen <= FIRST_MEASURED:
+            return False
+        self._seconds.append(seconds)
+        self._events += timeline.events
+        if len(self._seconds) < NUM_MEASURED:
+            return False
+        self.compare()
+        return True
+
+    def compare(self) -> None:
+        """Compare what was measured so far, which is a step at least, and expect what the trace says from now on."""
+        measured = Timeline(tuple(self._events))
+        trace = read_trace(measured, self._planned.costs(self._machine, self._times, coarse=False))
+        costs = trace.costs(self._planned.costs(self._machine, self._times))
+        self.step_s = self._planned.expect(costs).step_s
+        self._machine = with_rates(self._machine, trace)
+        before = self.predicted
+        self.comparison = compare(before.timeline, before.step_s, measured, self._seconds, self.step_s)
+        self._events.clear()
+
+    def write(self, run_dir: Path) -> None:
+        """Write what was compared, and the rates, into ``run_dir``.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        assert self.comparison is not None
+        write_json(run_dir / PREDICTION_FILE, self.comparison.to_dict())
+        write_whole(run_dir / MACHINE_FILE, self._machine.to_json() + "\n")
+
+
+def forecast(prepared: Prepared, run_dir: Path, announce: Callable[[str], None]) -> Forecast | None:
+    """Return what the steps of a run will take; None, said aloud, where that could not be found out.
+
+    Args:
+        prepared: the run.
+        run_dir: its directory, which may hold rates.
+        announce: called with lines for people.
+    """
+    try:
+        times, flops = _times(prepared)
+        home = home_file(prepared.config.memory, run_dir).parent
+        machine = kept_rates(run_dir, prepared) or lane_rates(prepared, home, times, flops)
+        found = Forecast(prepared, machine, times)
+    except (OutsizeError, RuntimeError) as error:
+        announce(f"no prediction of step times: {error}")
+        return None
+    finally:
+        trim()
+    announce(f"a step is predicted to take {format_seconds(found.step_s)}")
+    return found
+
+
+def with_rates(machine: Machine, trace: Trace) -> Machine:
+    """Return ``machine`` with the rates that its lanes had in ``trace``; others stay."""
+
+    def rate(name: str, former: Figure, unit: float = 1.0) -> Figure:
+        value = trace.rates.get(name)
+        return former if value is None else _traced(value / unit)
+
+    def computed(peak: Figure) -> Figure:
+        return _traced(peak.value / trace.compute_share)
+
+    links = tuple(
+        replace(
+            link,
+            up_bytes_per_s=rate(f"up:w{worker}", link.up_bytes_per_s),
+            down_bytes_per_s=rate(f"down:w{worker}", link.down_bytes_per_s),
+        )
+        for worker, link in enumerate(machine.links)
+    )
+    gpus = tuple(
+        replace(gpu, peak_flops_per_s={d: computed(peak) for d, peak in gpu.peak_flops_per_s.items()})
+        for gpu in machine.gpus
+    )
+    host = machine.host
+    host = replace(host, adamw_params_per_s=rate("optimizer", host.adamw_params_per_s, ADAMW_BYTES))
+    disk = machine.disk
+    if disk is not None:
+        disk = replace(
+            disk,
+            read_bytes_per_s=rate("disk read", disk.read_bytes_per_s),
+            write_bytes_per_s=rate("disk write", disk.write_bytes_per_s),
+        )
+    return replace(machine, gpus=gpus, links=links, host=host, disk=disk)
+
+
+def _traced(value: float) -> Figure:
+    return Figure(value=value, source="the first steps of a run", measured=True)
+
+
+def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
+    """Return the times of units in a microbatch of the run, and the operations of their forwards."""
+    config = prepared.config
+    rows, length = -(-config.sequences_per_step // config.train.microbatches), config.data.seq_len
+    device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
+    few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
+    inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
+    with Boundaries(prepared.split.modules) as boundaries:
+        prepared.split.model.train()
+        times = time_units(
+            prepared.split, boundaries.forwards, inputs, chunk_tokens=prepared.chunk_tokens, device=device
+        )
+    flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
+    tokens = rows * length / (few_rows * short)
+    shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
+    return (
+        UnitTimes(
+            forward_s=tuple(s * share for s, share in zip(times.forward_s, shares, strict=True)),
+            backward_s=tuple(s * share for s, share in zip(times.backward_s, shares, strict=True)),
+        ),
+        flops,
+    )
+
+
+def _is_cuda(prepared: Prepared) -> bool:
+    return prepared.machine.device.startswith("cuda")
+
+
+def _timed_size(rows: int, length: int, most: int) -> tuple[int, int]:
+    """Return sequences and tokens of each that are timed: fewer sequences before shorter ones."""
+    return max(1, min(rows, most // length)), min(length, most)
+
+
+def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
+    """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
+    spec = prepared.split.spec
+    with contextlib.suppress(ModelError, AttributeError):
+        shape = read_shape(prepared.split.model.config.to_dict())  # type: ignore[union-attr,operator]
+        flops = forward_flops(shape, rows, length)
+        if len(flops) == spec.num_streamed:
+            return flops
+    numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
+    return tuple(2.0 * rows * length * size for size in numel)

@@ -1,0 +1,163 @@
+"""What the lanes of a run reach, before its first step: a fraction of a second of `outsize.probe`, in the run's budget.
+
+A run that has trained here before has better figures, from its own trace: ``machine.json`` in its directory, which
+``outsize plan --machine`` reads too.
+"""
+
+import contextlib
+import itertools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from outsize.errors import ConfigError
+from outsize.hardware.from_probe import read_machine
+from outsize.hardware.presets import COPY_LATENCY_S, NVME
+from outsize.hardware.readings import Measurement
+from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
+from outsize.planner.costs import UnitTimes
+from outsize.planner.memory import home_bytes
+from outsize.probe.compute import measure_device_memory
+from outsize.probe.disk import measure_disk
+from outsize.probe.effort import QUICK, Effort, within_memory
+from outsize.probe.host import measure_adamw, measure_dram
+from outsize.probe.link import measure_links
+from outsize.runtime.workers import device_names
+from outsize.train.prepare import Prepared
+
+MACHINE_FILE = "machine.json"
+MIB = 2**20
+SHORT = replace(
+    QUICK,
+    sample_s=0.01,
+    num_samples_min=2,
+    array_bytes=32 * MIB,
+    plane_bytes=16 * MIB,
+    disk_bytes=32 * MIB,
+    disk_s=0.05,
+    queue_depths=(4,),
+    copy_bytes_max=64 * MIB,
+    num_copy_rounds=3,
+    copy_s=0.3,
+)
+# Less state than this stays in the caches of a disk and its file system; what a run reads of it is not timed.
+SMALL_STATE_BYTES = 64 * MIB
+# A copy within memory moves each byte twice, and a call of torch's costs as much as any other.
+_CALL_S = Figure(value=1e-5, source="assumed: a call of torch")
+_REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
+
+
+def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tuple[float, ...]) -> Machine:
+    """Return the machine of a run, its rates timed just now.
+
+    Args:
+        prepared: the run.
+        directory: of its home; for large states the nearest one that exists is written to, and nothing stays there.
+        times: of its units.
+        flops: of a forward of each of them, in the same microbatch.
+
+    Raises:
+        OutsizeError: something could not be measured.
+    """
+    machine, dtype = prepared.machine, prepared.split.spec.dtype
+    state_bytes = sum(home_bytes(unit, dtype) for unit in prepared.split.spec.units)
+    # Within the budgets; and a small model lives in caches, as small arrays do.
+    effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
+    copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
+    names = device_names(machine.device)
+    links = {name: _link(prepared, name, copy, effort) for name in dict.fromkeys(names)}
+    total = psutil.virtual_memory().total
+    peak = reached_flops_per_s(times, flops)
+    gpus = {name: _gpu(name, dtype, peak, triad, effort, total) for name in links}
+    uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
+    return Machine(
+        name=machine.device,
+        gpus=tuple(gpus[name] for name in names),
+        links=tuple(links[name] for name in names),
+        host=Host(
+            memory_bytes=total,
+            bytes_per_s=triad,
+            cores=psutil.cpu_count(logical=False) or 1,
+            adamw_params_per_s=_figure(measure_adamw(effort, dtype), "AdamW"),
+        ),
+        disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
+    )
+
+
+def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
+    """Return the rates that a run on this machine left in ``run_dir``; None where there are none that serve."""
+    path = run_dir / MACHINE_FILE
+    if not path.is_file():
+        return None
+    with contextlib.suppress(ConfigError):
+        found = read_machine(path)
+        same = (
+            found.name == prepared.machine.device and found.host.memory_bytes == psutil.virtual_memory().total
+        )
+        disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
+        limited = prepared.config.memory.link_gb_per_s is not None
+        if same and disk and not limited:
+            return found
+    return None
+
+
+def reached_flops_per_s(times: UnitTimes, flops: tuple[float, ...]) -> Figure:
+    """Return the rate of the forwards that multiply matrices, taken together."""
+    pairs = [
+        (work, seconds) for work, seconds in zip(flops, times.forward_s, strict=True) if work and seconds
+    ]
+    work, seconds = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
+    return Figure(value=work / seconds, source="forwards of units, timed", measured=True)
+
+
+def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, total: int) -> Gpu:
+    cuda = name.startswith("cuda")
+    memory = _figure(measure_device_memory(name, effort), "device memory") if cuda else triad
+    return Gpu(
+        name=name,
+        memory_bytes=torch.cuda.get_device_properties(name).total_memory if cuda else total,
+        peak_flops_per_s={dtype: peak},
+        efficiency=_REACHED,
+        memory_bytes_per_s=memory,
+        pcie_generation=0,
+    )
+
+
+def _link(prepared: Prepared, name: str, copy: Figure, effort: Effort) -> Link:
+    limit = prepared.config.memory.link_gb_per_s
+    if name.startswith("cuda"):
+        up, down = (rates.fit for rates in itertools.islice(measure_links(name, effort), 2))
+        if up is None or down is None:
+            raise ConfigError(f"the link of {name} could not be measured")
+        rates = [_measured(fit.bytes_per_s, "pinned copies") for fit in (up, down)]
+        latency = _measured(max(up.latency_s, 1e-9), "pinned copies")
+    else:
+        rates = [_measured(copy.value / 2, "copies within memory")] * 2
+        latency = _CALL_S
+    if limit is not None:
+        rates = [_measured(min(rate.value, limit * 1e9), "memory.link_gb_per_s") for rate in rates]
+        latency = COPY_LATENCY_S
+    return Link(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=latency)
+
+
+def _disk(directory: Path, effort: Effort) -> Disk:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    depth = measure_disk(existing, effort).depths[0]
+    return Disk(
+        capacity_bytes=shutil.disk_usage(existing).free,
+        read_bytes_per_s=_figure(depth.read_bytes_per_s, "reads"),
+        write_bytes_per_s=_figure(depth.write_bytes_per_s, "writes"),
+    )
+
+
+def _figure(measurement: Measurement, what: str) -> Figure:
+    if measurement.median is None:
+        raise ConfigError(f"{what} could not be measured: {measurement.source}")
+    return _measured(measurement.median, f"a short calibration: {measurement.source}")
+
+
+def _measured(value: float, source: str) -> Figure:
+    return Figure(value=value, source=source, measured=True)

@@ -1,0 +1,87 @@
+import gzip
+
+import pytest
+import zstandard
+
+from outsize.data.files import find_sources, read_chunks
+from outsize.errors import DataError
+
+
+def names(sources, root):
+    return [str(file.path.relative_to(root)) for file in sources.files]
+
+
+def write(root, *paths):
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("x")
+
+
+def test_a_directory_is_read_recursively_sorted_without_hidden_files(tmp_path):
+    write(tmp_path, "b/two.py", "a.txt", "b/one.md", ".git/x.txt", "__pycache__/y.py", "z.png")
+    sources = find_sources(tmp_path)
+    assert names(sources, tmp_path) == ["a.txt", "b/one.md", "b/two.py"]
+    assert sources.container == "text"
+    assert sources.num_skipped == 1
+
+
+def test_vague_suffixes_count_only_alone(tmp_path):
+    write(tmp_path, "a.json", "b.json")
+    assert names(find_sources(tmp_path), tmp_path) == ["a.json", "b.json"]
+    write(tmp_path, "c.py")
+    sources = find_sources(tmp_path)
+    assert names(sources, tmp_path) == ["c.py"]
+    assert sources.num_skipped == 2
+
+
+def test_a_glob_chooses_and_takes_any_suffix(tmp_path):
+    write(tmp_path, "a.jsonl", "README.md", "deep/b.weird", "deep/c.weird")
+    assert names(find_sources(tmp_path, "*.jsonl"), tmp_path) == ["a.jsonl"]
+    assert names(find_sources(tmp_path, "**/*.weird"), tmp_path) == ["deep/b.weird", "deep/c.weird"]
+
+
+def test_kinds_do_not_mix(tmp_path):
+    write(tmp_path, "a.jsonl.gz", "b.jsonl", "README.md")
+    with pytest.raises(DataError, match=r"2 json, 1 text.*glob"):
+        find_sources(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[], ["picture.png"]])
+def test_nothing_to_read(tmp_path, content):
+    write(tmp_path, *content)
+    with pytest.raises(DataError, match="no data files"):
+        find_sources(tmp_path)
+    with pytest.raises(DataError, match="no such file"):
+        find_sources(tmp_path / "absent")
+
+
+BODY = b"".join(b"line %d of a compressed file\n" % i for i in range(50_000))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".gz", lambda body: gzip.compress(body[:1000]) + gzip.compress(body[1000:])),
+        (".zst", zstandard.ZstdCompressor().compress),
+        (".zst", lambda body: b"".join(map(zstandard.ZstdCompressor().compress, (body[:1000], body[1000:])))),
+    ],
+)
+def test_every_compression_gives_the_same_bytes_and_counts_the_file(tmp_path, suffix, compress):
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(compress(BODY))
+    counted = []
+    assert b"".join(read_chunks(path, counted.append)) == BODY
+    assert sum(counted) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
+)
+@pytest.mark.parametrize("damage", [lambda body: body[:-10], lambda body: b"not compressed at all" * 5])
+def test_damaged_streams_name_the_file(tmp_path, suffix, compress, damage):
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(damage(compress(BODY)))
+    with pytest.raises(DataError, match=path.name):
+        list(read_chunks(path))

@@ -1,0 +1,369 @@
+import gzip
+import json
+import logging
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from outsize.data import IGNORED, Prefetcher, open_data
+from outsize.errors import ConfigError, DataError, StorageError
+
+LINES = [f"the quick brown fox {i} jumps over the lazy dog é\n" for i in range(300)]
+EOS = 0
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def all_tokens(dataset):
+    """Return the tokens that one epoch uses, as a set of rows in data order."""
+    batch = dataset.batch(0, dataset.num_sequences)
+    return sorted(map(tuple, batch.input_ids.tolist()))
+
+
+def open_small(path, tokenizer, cache_dir, **options):
+    return open_data(path, tokenizer, **{"seq_len": 16, "cache_dir": cache_dir, **options})
+
+
+def test_a_text_file_is_packed_whole(tmp_path, tokenizer, cache_dir):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(LINES), encoding="utf-8")
+    expected = [*tokenizer("".join(LINES))["input_ids"], EOS]
+    with open_small(path, tokenizer, cache_dir) as dataset:
+        kept = len(expected) // 16 * 16
+        rows = np.array(expected[:kept]).reshape(-1, 16).tolist()
+        assert all_tokens(dataset) == sorted(map(tuple, rows))
+        detected = dataset.detected
+    assert (detected.format, detected.num_files, detected.num_documents) == ("text", 1, 1)
+    assert detected.num_tokens == detected.num_trained_tokens == len(expected)
+    assert detected.max_token_id == max(expected)
+    assert detected.example.startswith("the quick brown fox 0 jumps over the lazy dog é\n")
+
+
+def test_long_documents_in_pieces_lose_nothing(tmp_path, tokenizer, cache_dir):
+    text = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(3000))
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    record = write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
+    for source in (path, record):
+        with open_small(source, tokenizer, cache_dir, seq_len=200_000, pack=False) as dataset:
+            assert dataset.detected.num_documents == 1
+            batch = dataset.batch(0, 1)
+        assert tokenizer.decode(batch.input_ids[0, : batch.num_tokens]) == text + "<|endoftext|>"
+
+
+def test_a_directory_is_many_documents_and_broken_files_are_left_out(tmp_path, tokenizer, cache_dir, caplog):
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(5):
+        (source / f"{i}.py").write_text(LINES[i])
+    (source / "latin.py").write_bytes("é = 1".encode("latin-1"))
+    (source / "empty.py").write_text("")
+    (source / "image.png").write_bytes(b"\0")
+    with caplog.at_level(logging.WARNING), open_small(source, tokenizer, cache_dir, pack=False) as dataset:
+        detected = dataset.detected
+        batch = dataset.batch(0, 5)
+    assert (detected.num_documents, detected.num_files, detected.num_skipped_files) == (5, 6, 2)
+    assert "latin.py is not UTF-8 text" in caplog.text
+    assert batch.attention_mask is not None
+    with pytest.raises(DataError, match=r"latin.py:1: not UTF-8"):
+        open_small(source / "latin.py", tokenizer, cache_dir)
+
+
+RECORDS = {
+    "text": [{"text": line} for line in LINES],
+    "messages": [
+        {"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "yes"}]}
+        for line in LINES
+    ],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": line}, {"from": "gpt", "value": "yes"}]}
+        for line in LINES
+    ],
+    "prompt_completion": [{"prompt": line, "completion": "yes"} for line in LINES],
+    "alpaca": [{"instruction": line, "input": "", "output": "yes"} for line in LINES],
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_format_is_detected_and_masked(tmp_path, make, chatml, cache_dir, name):
+    tokenizer = make(chatml)
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS[name])
+    with open_small(path, tokenizer, cache_dir) as dataset:
+        detected = dataset.detected
+        batch = dataset.batch(0, dataset.num_sequences)
+    assert (detected.format, detected.forced, detected.fields) == (name, False, tuple(RECORDS[name][0]))
+    assert detected.num_documents == len(LINES)
+    trained = batch.labels != IGNORED
+    assert torch.equal(batch.labels[trained], batch.input_ids[trained])
+    if name == "text":
+        assert trained.all()
+        return
+    assert detected.num_trained_tokens < detected.num_tokens / 2
+    assert ">>" in detected.example
+    assert detected.example.split(">>")[1].startswith("yes")
+    words = tokenizer.decode(batch.input_ids[trained])
+    for special in ("<|endoftext|>", "<|im_end|>", "\n"):
+        words = words.replace(special, "")
+    assert set(words) == set("yes")
+    assert abs(len(words) - len("yes") * len(LINES)) <= 2 * len("yes")  # all, but for the dropped remainder
+
+
+def test_containers_and_compression_give_the_same_tokens(tmp_path, tokenizer, cache_dir):
+    records = RECORDS["prompt_completion"]
+    lines = write_jsonl(tmp_path / "a.jsonl", records).read_bytes()
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
+    names = ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst"]
+    tokens = [all_tokens(open_small(tmp_path / name, tokenizer, cache_dir)) for name in names]
+    assert tokens[0]
+    assert all(other == tokens[0] for other in tokens[1:])
+    assert len(os.listdir(cache_dir)) == 4
+
+
+def test_a_format_can_be_forced(tmp_path, tokenizer, cache_dir):
+    records = [{**record, "text": "plain words"} for record in RECORDS["messages"]]
+    path = write_jsonl(tmp_path / "data.strange", records)
+    with open_small(path, tokenizer, cache_dir, format="messages") as dataset:
+        assert (dataset.detected.format, dataset.detected.forced) == ("messages", True)
+    path = write_jsonl(tmp_path / "data.jsonl", records)
+    with open_small(path, tokenizer, cache_dir, format="text") as dataset:
+        assert dataset.detected.format == "text"
+        assert dataset.detected.example == "plain words<|endoftext|>"
+    with open_small(path, tokenizer, cache_dir, text_field="absent") as dataset:
+        assert dataset.detected.format == "messages"
+    with pytest.raises(ConfigError, match="unknown data format 'chat'; known are auto"):
+        open_small(path, tokenizer, cache_dir, format="chat")
+
+
+def test_empty_records_are_left_out_and_counted(tmp_path, tokenizer, cache_dir):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, *RECORDS["text"]])
+    with open_small(path, tokenizer, cache_dir) as dataset:
+        assert (dataset.detected.num_empty, dataset.detected.num_documents) == (1, 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("a.txt", "", "empty"),
+        ("a.jsonl", "", "empty"),
+        ("a.jsonl", "\n \n", "empty"),
+        ("a.json", "[]", "empty"),
+        ("a.jsonl", '{"text": ""}\n', "empty"),
+        (
+            "a.jsonl",
+            '{"text": "a b c"}\n{"messages": []}\n',
+            r"a.jsonl:2: a record of format 'text' needs 'text'",
+        ),
+        ("a.jsonl", '{"text": "a b c"}\n{"text": \n', r"a.jsonl:2: not valid JSON"),
+        ("a.jsonl", '{"body": "a b c"}\n', r"a.jsonl:1: no known format"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "hello"}]}\n', "no token is trained"),
+        ("a.txt", "short", r"fewer than one sequence of 16"),
+        ("a.txt", "a\nb\0", r"a.txt:2: not a text file"),
+    ],
+)
+def test_bad_data_gives_one_error_and_leaves_nothing_half_written(
+    tmp_path, make, chatml, cache_dir, name, body, message
+):
+    path = tmp_path / name
+    path.write_text(body)
+    with pytest.raises(DataError, match=message):
+        open_small(path, make(chatml), cache_dir)
+    if cache_dir.exists():
+        assert all((entry / "index.json").exists() for entry in cache_dir.iterdir())
+
+
+def test_limits_of_the_model(tmp_path, tokenizer, cache_dir):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(LINES))
+    with pytest.raises(ConfigError, match="seq_len 16 is longer than the 8 positions"):
+        open_small(path, tokenizer, cache_dir, max_positions=8)
+    with pytest.raises(
+        DataError, match=f"tokenizer has {len(tokenizer)} tokens, the model's embedding 100 rows"
+    ):
+        open_small(path, tokenizer, cache_dir, vocab_size=100)
+    fox = tmp_path / "fox.txt"
+    fox.write_text("fox")
+    tokenizer_with_gaps = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "fox": 7}, unk_token="?"))
+    )
+    with pytest.raises(DataError, match="token id 7 is outside the 5 rows"):
+        open_small(fox, tokenizer_with_gaps, tmp_path / "other", vocab_size=5)
+    with pytest.raises(ConfigError, match="at least 2"):
+        open_small(path, tokenizer, cache_dir, seq_len=1)
+    assert not cache_dir.exists()
+    open_small(path, tokenizer, cache_dir, max_positions=16, vocab_size=len(tokenizer)).close()
+
+
+def test_the_cache_is_reused_until_something_changes(tmp_path, make, tokenizer, cache_dir):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(LINES))
+    calls = []
+
+    def opened(which=tokenizer, **options):
+        calls.clear()
+        with open_small(path, which, cache_dir, progress=lambda *p: calls.append(p), **options) as dataset:
+            return dataset.detected, all_tokens(dataset)
+
+    first = opened()
+    assert calls[-1] == (path.stat().st_size, path.stat().st_size)
+    assert opened() == first
+    assert opened(seed=5) == first
+    assert not calls
+    for options in ({"eos": False}, {"which": make(bos=True)}, {"format": "text"}):
+        opened(**options)
+        assert calls
+    os.utime(path, ns=(1, 1))
+    assert opened() == first
+    assert calls
+    assert len(os.listdir(cache_dir)) == 5
+
+
+def test_an_unwritable_cache(tmp_path, tokenizer):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(LINES))
+    with pytest.raises(StorageError, match="choose another cache_dir"):
+        open_small(path, tokenizer, path / "below-a-file")
+
+
+def test_an_interrupt_while_tokenising_leaves_nothing_and_the_next_call_works(tmp_path, tokenizer, cache_dir):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(LINES))
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_small(path, tokenizer, cache_dir, progress=interrupt)
+    assert os.listdir(cache_dir) == []
+    open_small(path, tokenizer, cache_dir).close()
+
+
+@pytest.mark.parametrize("dtype", ["<i4", "<u2", "<u4", "<i8"])
+def test_npy_tokens_are_read_in_place(tmp_path, tokenizer, cache_dir, dtype):
+    path = tmp_path / "a.npy"
+    np.save(path, (np.arange(1000) % 300).astype(dtype))
+    with open_small(path, tokenizer, cache_dir) as dataset:
+        assert all_tokens(dataset) == sorted(
+            tuple((np.arange(i, i + 16) % 300).tolist()) for i in range(0, 992, 16)
+        )
+        assert dataset.detected.format == "tokens"
+        assert dataset.detected.num_tokens == 1000
+        assert dataset.detected.max_token_id == 299
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("dtype", ["<i4", "<u2"])
+def test_bin_tokens_tell_their_type_and_continue_over_files(tmp_path, tokenizer, cache_dir, dtype):
+    tokens = np.random.default_rng(0).integers(0, len(tokenizer), 2000).astype(dtype)
+    source = tmp_path / "shards"
+    source.mkdir()
+    for i, part in enumerate(np.split(tokens, [500, 600])):
+        part.tofile(source / f"{i}.bin")
+    with open_small(source, tokenizer, cache_dir) as dataset:
+        assert dataset.detected.fields == (np.dtype(dtype).name,)
+        assert all_tokens(dataset) == sorted(map(tuple, tokens.reshape(-1, 16).tolist()))
+        assert (dataset.detected.num_files, dataset.detected.num_documents) == (3, None)
+    with pytest.raises(ConfigError, match="pack to true"):
+        open_small(source, tokenizer, cache_dir, pack=False)
+    with pytest.raises(ConfigError, match="holds tokens, not format 'messages'"):
+        open_small(source, tokenizer, cache_dir, format="messages")
+
+
+def test_tokens_need_no_tokenizer_but_text_does(tmp_path, cache_dir):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype="<i4"))
+    with open_small(tmp_path / "a.npy", None, cache_dir, vocab_size=100) as dataset:
+        assert dataset.detected.example.startswith("0 1 2 3 ")
+        assert dataset.num_sequences == 6
+    with pytest.raises(DataError, match=r"token id 99 .* outside the vocabulary of 50"):
+        open_small(tmp_path / "a.npy", None, cache_dir, vocab_size=50)
+    with pytest.raises(ConfigError, match="needs vocab_size or a tokenizer"):
+        open_small(tmp_path / "a.npy", None, cache_dir)
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        open_small(tmp_path / "a.txt", None, cache_dir)
+
+
+def save(path, array):
+    np.save(path, array) if path.suffix == ".npy" else array.tofile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("a.npy", np.array([1, 2, 5000] * 10, "<i4"), "token id 5000 .* outside the vocabulary"),
+        ("a.npy", np.array([1, 2, -5] * 10, "<i4"), "token id -5 "),
+        ("a.npy", np.zeros(100, "<f4"), "expected one dimension of int32"),
+        ("a.npy", np.zeros((10, 10), "<i4"), "expected one dimension of int32"),
+        ("a.npy", np.zeros(0, "<i4"), "empty"),
+        ("a.bin", np.zeros(0, "<i4"), "empty"),
+        ("a.bin", np.full(100, 60000, "<u2"), "neither int32 nor uint16"),
+        ("a.bin", np.zeros(33, "u1"), "neither int32 nor uint16"),
+    ],
+)
+def test_token_files_that_do_not_fit(tmp_path, tokenizer, cache_dir, name, array, message):
+    save(tmp_path / name, array)
+    with pytest.raises(DataError, match=message):
+        open_small(tmp_path / name, tokenizer, cache_dir)
+
+
+def test_damaged_npy(tmp_path, tokenizer, cache_dir):
+    path = tmp_path / "a.npy"
+    np.save(path, np.zeros(1000, "<i4"))
+    os.truncate(path, 500)
+    with pytest.raises(DataError, match="cut short: 500 bytes"):
+        open_small(path, tokenizer, cache_dir)
+    path.write_bytes(b"not numpy")
+    with pytest.raises(DataError, match=r"not a \.npy file"):
+        open_small(path, tokenizer, cache_dir)
+
+
+def test_what_is_printed(tmp_path, make, chatml, cache_dir):
+    records = [*RECORDS["messages"], {"messages": [{"role": "user", "content": "a\nb"}]}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    with open_small(path, make(chatml), cache_dir) as dataset:
+        share = f"{dataset.detected.trained_share:.1%}"
+        lines = dataset.detected.describe().splitlines()
+    assert lines[0] == "data: format messages (detected, fields messages), 1 file"
+    assert lines[1].startswith("  301 documents, ")
+    assert lines[1].endswith(f"k tokens, {share} trained (prefix differences)")
+    assert lines[3:] == [
+        "  | <|im_start|>user",
+        "  | the quick brown fox 0 jumps over the lazy dog é",
+        "  | <|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | >>yes<|im_end|>",
+        "  | <|endoftext|><<",
+    ]
+
+
+def test_a_missing_chat_template_is_logged_each_time(tmp_path, tokenizer, cache_dir, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS["messages"])
+    for _ in range(2):
+        caplog.clear()
+        with open_small(path, tokenizer, cache_dir) as dataset:
+            assert dataset.detected.mask_source == "fallback template"
+        assert "no chat template" in caplog.text
+
+
+def test_prefetched_batches_equal_direct_ones(tmp_path, tokenizer, cache_dir):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS["prompt_completion"])
+    with open_small(path, tokenizer, cache_dir) as dataset:
+        with Prefetcher(dataset, num_sequences=4, start_step=7) as prefetcher:
+            ahead = [prefetcher.next() for _ in range(10)]
+        for step, batch in enumerate(ahead, start=7):
+            direct = dataset.batch(step, 4)
+            assert torch.equal(batch.input_ids, direct.input_ids)
+            assert torch.equal(batch.labels, direct.labels)
+    with Prefetcher(dataset, num_sequences=4) as prefetcher, pytest.raises(DataError, match="closed"):
+        prefetcher.next()
+    assert "outsize-data" not in [thread.name for thread in threading.enumerate()]

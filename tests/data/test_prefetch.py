@@ -1,0 +1,108 @@
+import threading
+
+import pytest
+import torch
+
+from outsize.data import Batch, Prefetcher
+
+
+class Numbered:
+    """Batch s holds the number s. Stops at ``fail_at``; tells when it begins a batch."""
+
+    def __init__(self, fail_at=None):
+        self.fail_at = fail_at
+        self.begun = []
+        self.second_begun = threading.Event()
+
+    def batch(self, step, num_sequences):
+        self.begun.append(step)
+        if len(self.begun) >= 2:
+            self.second_begun.set()
+        if step == self.fail_at:
+            raise OSError(f"no step {step}")
+        ids = torch.full((num_sequences, 2), step)
+        return Batch(ids, ids)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "outsize-data"]
+
+
+def test_batches_come_in_order_from_the_start_step():
+    with Prefetcher(Numbered(), num_sequences=3, start_step=5) as prefetcher:
+        batches = [prefetcher.next() for _ in range(20)]
+    assert [int(batch.input_ids[0, 0]) for batch in batches] == list(range(5, 25))
+    assert all(batch.num_sequences == 3 for batch in batches)
+    assert prefetcher.statistics().num_batches == 20
+    assert prefetcher.statistics().num_waits <= 20
+
+
+def test_works_ahead_before_anyone_asks():
+    source = Numbered()
+    with Prefetcher(source, num_sequences=1, depth=2):
+        assert source.second_begun.wait(timeout=30)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_never_holds_more_than_depth(depth):
+    source = Numbered()
+    with Prefetcher(source, num_sequences=1, depth=depth) as prefetcher:
+        for taken in range(1, 30):
+            prefetcher.next()
+            assert len(source.begun) <= taken + depth
+
+
+def test_an_exception_comes_after_the_batches_before_it_and_stays():
+    with Prefetcher(Numbered(fail_at=2), num_sequences=1) as prefetcher:
+        prefetcher.next()
+        prefetcher.next()
+        for _ in range(2):
+            with pytest.raises(OSError, match="no step 2"):
+                prefetcher.next()
+
+
+def test_leaving_early_stops_the_thread():
+    prefetcher = Prefetcher(Numbered(), num_sequences=1, depth=1)
+
+    def train():
+        with prefetcher:
+            prefetcher.next()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        train()
+    with pytest.raises(RuntimeError, match="not open"):
+        prefetcher.next()
+    prefetcher.close()
+
+
+def test_closing_wakes_who_waits():
+    release = threading.Event()
+    errors = []
+
+    class Stuck:
+        def batch(self, step, num_sequences):
+            assert release.wait(timeout=30)
+            raise OSError("late")
+
+    def consume():
+        with pytest.raises(RuntimeError) as caught:
+            prefetcher.next()
+        errors.append(caught.value)
+
+    with Prefetcher(Stuck(), num_sequences=1) as prefetcher:
+        consumer = threading.Thread(target=consume)
+        closer = threading.Thread(target=prefetcher.close)
+        consumer.start()
+        closer.start()
+        consumer.join(timeout=30)  # although no batch ever came
+        release.set()
+        closer.join(timeout=30)
+    assert len(errors) == 1
+
+
+def test_needs_room_for_one():
+    with pytest.raises(ValueError, match="depth"):
+        Prefetcher(Numbered(), num_sequences=1, depth=0)

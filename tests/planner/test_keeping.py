@@ -1,0 +1,93 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outsize.errors import InfeasiblePlanError
+from outsize.planner.keeping import keep_order, kept_microbatches, most_kept
+from outsize.planner.ops import Kind
+from outsize.planner.plan import Budgets, Demand, plan_step
+from outsize.planner.validate import validate
+from planner.layouts import make_layout
+from planner.test_plan import HOST, check, make_demand, make_model
+
+KiB, MiB = 2**10, 2**20
+
+
+def demand(saved, seconds):
+    return Demand(boundary_bytes=(0,) * len(saved), saved_bytes=saved, forward_s=seconds)
+
+
+def test_units_are_taken_by_seconds_per_byte_and_the_last_of_equals_first():
+    layout = make_layout(6)
+    assert keep_order(layout, demand((0, 10, 10, 5, 10, 0), (0.0, 2.0, 1.0, 1.0, 1.0, 9.0))) == [
+        0,
+        3,
+        1,
+        4,
+        2,
+    ]
+
+
+def test_what_gains_nothing_is_not_kept():
+    assert keep_order(make_layout(3), demand((8, 4, 0), (0.0, 1.0, 1.0))) == [1]
+
+
+def test_units_below_the_lowest_backward_are_not_kept():
+    layout = make_layout(4, trainable=(False, False, True, True))
+    assert keep_order(layout, demand((4, 4, 4, 0), (1.0,) * 4)) == [2]
+
+
+def test_microbatches_are_counted_unit_by_unit():
+    layout = make_layout(4, num_microbatches=3)
+    assert kept_microbatches(layout, [2, 0, 1], 4) == (1, 0, 3, 0)
+    assert most_kept(layout, demand((1, 1, 1, 0), (1.0,) * 4), lambda kept: sum(kept) <= 4) == (0, 1, 3, 0)
+    assert most_kept(layout, demand((1, 1, 1, 0), (1.0,) * 4), lambda kept: not any(kept)) == ()
+
+
+def kept_plan(device, activations="auto", **changes):
+    model = make_model()
+    # A block's workspace, 3 MiB, holds what it keeps.
+    fields = {"saved_bytes": (0, *[2 * MiB] * 6, 0), "forward_s": (0.0, *[1.0] * 7), **changes}
+    wanted = make_demand(model, **fields)
+    options = replace(HOST, activations=activations)
+    return plan_step(model, wanted, Budgets(device=device), options), wanted
+
+
+@settings(max_examples=40)
+@given(st.integers(14 * MiB, 80 * MiB), st.integers(0, 3 * MiB), st.integers(0, MiB))
+def test_any_budget_is_kept_and_whatever_else_has_room_comes_first(device, saved, boundary):
+    try:
+        plan, wanted = kept_plan(device, saved_bytes=(0, *[saved] * 6, 0))
+    except InfeasiblePlanError:
+        return
+    check(plan, wanted)
+    without, _ = kept_plan(device, "recompute")
+    same = replace(plan.layout, kept=()) == without.layout
+    assert same
+    spare = device - plan.total_bytes("device")
+    assert spare >= 0
+    assert spare < saved or plan.layout.kept[1:7] == (2,) * 6
+
+
+def test_the_program_says_which_forwards_keep():
+    plan, _ = kept_plan(64 * MiB)
+    validate(plan.program, plan.layout)
+    kept = {(op.unit, op.microbatch) for op in plan.program if op.kind is Kind.FORWARD_KEEP}
+    assert kept == {(unit, m) for unit in range(7) for m in range(plan.layout.kept[unit])}
+    assert plan.to_dict()["kept_microbatches"] == list(plan.layout.kept)
+
+
+def test_to_keep_everything_is_refused_where_it_has_no_room():
+    plan, _ = kept_plan(64 * MiB, "keep")
+    assert plan.layout.kept == (2,) * 7 + (0,)
+    with pytest.raises(InfeasiblePlanError, match=r"first try memory\.activations=auto") as raised:
+        kept_plan(20 * MiB, "keep")
+    assert raised.value.short_by["device"] > 0
+    assert any(kept_plan(20 * MiB)[0].layout.kept)
+
+
+def test_without_room_or_knowledge_all_is_recomputed():
+    assert kept_plan(64 * MiB, saved_bytes=())[0].layout.kept == ()
+    assert kept_plan(64 * MiB, "recompute")[0].layout.kept == ()

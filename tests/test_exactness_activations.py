@@ -1,0 +1,105 @@
+"""What a backward needs may be recomputed or kept, unit by unit and microbatch by microbatch: the bits are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference
+from outsize.planner.ops import Kind
+from outsize.train.prepare import prepare
+from outsize.train.verify import verify
+from reference import Recipe
+from runtime.engines import train as train_engine
+from runtime.oddities import Sparse
+from runtime.test_engine import batches, make
+from support import make_batches, make_run, run_streamed
+from test_exactness import compare
+
+KEEP = {"activations": "keep"}
+
+
+def kinds(plan: Any) -> set[Kind]:
+    return {op.kind for op in plan.program}
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("llama_tied", {"train": {"microbatches": 2}}),
+        ("gemma2", {"train": {"microbatches": 3}, "memory": {"slots": 1}}),
+        ("qwen3_moe", {"train": {"microbatches": 2}, "memory": {"device": "emulated:1", "home": "disk"}}),
+        ("llama", {"model": {"dtype": "fp16"}, "train": {"microbatches": 2}}),
+        ("llama", {"train": {"loss": "chunked", "head_chunk_tokens": 5, "microbatches": 2}}),
+        ("llama", {"model": {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}}),
+        ("gpt2", {"model": {"freeze": ("*attn*",)}, "optimizer": {"max_grad_norm": 0.05}}),
+        ("llama", {"memory": {"offload": True, "home": "disk"}, "train": {"microbatches": 3}}),
+    ],
+)
+def test_kept_activations_change_no_bit(name: str, sections: dict[str, Any], tmp_path: Path):
+    memory = {**KEEP, **sections.get("memory", {})}
+    got = compare(name, tmp_path, **{**sections, "memory": memory})
+    assert Kind.FORWARD_KEEP in kinds(got.plan)
+    assert Kind.FORWARD not in kinds(got.plan) or got.plan.layout.first_backward > 0
+
+
+STEPS = 2
+CHOICES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([0.0, 0.5]))
+
+
+@settings(max_examples=12)
+@given(choices=CHOICES, data=st.data())
+def test_any_choice_of_what_is_kept_is_exact(
+    tmp_path_factory: pytest.TempPathFactory, choices: tuple[int, int, bool, float], data: Any
+):
+    """Experts that get no gradient in a step included."""
+    count, slots, offload, max_grad_norm = choices
+    model = make(Sparse)
+    kept = tuple(data.draw(st.integers(0, count)) for _ in range(1 + len(model.blocks)))
+    got = train_engine(
+        model,
+        batches(count, STEPS),
+        tmp_path_factory.mktemp("run"),
+        slots=slots,
+        offload=offload,
+        max_grad_norm=max_grad_norm,
+        kept=(*kept, 0),
+    )
+    recipe = Recipe(steps=STEPS, schedule="constant", causal=False, max_grad_norm=max_grad_norm)
+    want = reference.train(make(Sparse), batches(count, STEPS), recipe)
+    assert got.losses == want.losses
+    assert all(torch.equal(got.weights[name], weight) for name, weight in want.weights.items())
+
+
+def test_by_default_what_has_room_is_kept_and_the_rest_recomputed(tmp_path: Path):
+    """Between the least budget and plenty there is one where some microbatches of some units are kept."""
+    sections: dict[str, Any] = {"train": {"microbatches": 4, "steps": 2}}
+    plenty = prepare(make_run(tmp_path, **sections), tmp_path / "run", lambda _: None).plan
+    none = {"activations": "recompute"}
+    least = prepare(make_run(tmp_path, memory=none, **sections), tmp_path / "run", lambda _: None).plan
+    assert plenty.layout.kept == (4, 4, 4, 4, 0)
+    between = (plenty.total_bytes("device") + least.total_bytes("device")) // 2
+    config = make_run(tmp_path, memory={"device_memory": between}, **sections)
+    plan = prepare(config, tmp_path / "run", lambda _: None).plan
+    assert plan.total_bytes("device") <= between
+    assert {Kind.FORWARD, Kind.FORWARD_KEEP} <= kinds(plan)
+    assert verify(config).equal
+
+
+def test_budgets_change_no_bit(tmp_path: Path):
+    traces = [
+        run_streamed(
+            make_run(
+                tmp_path,
+                memory={"activations": activations, "device_memory": size},
+                train={"microbatches": 2, "steps": 3, "tokens_per_step": 64},
+            ),
+            make_batches("llama"),
+            tmp_path / f"{activations}{size}",
+        )[0]
+        for activations, size in (("recompute", "1GiB"), ("auto", "1GiB"), ("auto", "2MiB"))
+    ]
+    assert traces[0].losses == traces[1].losses == traces[2].losses

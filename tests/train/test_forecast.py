@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from outsize.errors import ConfigError, ModelError
+from outsize.hardware.from_probe import read_machine
+from outsize.train import forecast as module
+from outsize.train.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
+from outsize.train.prepare import prepare
+from outsize.train.run import foresee, train
+from support import make_run
+
+
+@pytest.fixture(scope="module", params=[("host", "cpu"), ("disk", "cpu"), ("host", "emulated:2")])
+def finished(request, tmp_path_factory):
+    home, device = request.param
+    said: list[str] = []
+    config = make_run(tmp_path_factory.mktemp("run"), memory={"home": home, "device": device})
+    result = train(config, announce=said.append)
+    return config, result, said
+
+
+def test_a_run_says_once_what_was_predicted_and_what_came_of_it(finished):
+    _, result, said = finished
+    assert sum(line.startswith("a step is predicted to take") for line in said) == 1
+    assert sum("was predicted to take" in line for line in said) == 1
+    assert min(result.predicted_step_s, result.measured_step_s, result.expected_step_s) > 0
+    assert set(result.to_dict()) >= {"predicted_step_s", "measured_step_s", "expected_step_s"}
+    told = json.loads((Path(result.run_dir) / "prediction.json").read_text())
+    assert told["predicted_step_s"] == result.predicted_step_s
+    assert sum(part["measured_s"] for part in told["parts"]) == pytest.approx(result.measured_step_s)
+    assert sum(part["predicted_s"] for part in told["parts"]) == pytest.approx(result.predicted_step_s)
+    assert {lane["name"] for lane in told["lanes"]} >= {"compute:w0", "host"}
+
+
+def test_the_rates_of_a_run_are_a_machine_for_the_next_one_and_for_plan(finished):
+    config, result, _ = finished
+    machine = read_machine(Path(result.run_dir) / "machine.json")
+    prepared = prepare(config, Path(result.run_dir), lambda _: None)
+    assert kept_rates(Path(result.run_dir), prepared) == machine
+    assert machine.host.adamw_params_per_s.source == "the first steps of a run"
+    assert machine.gpus[0].peak_flops_per_s["fp32"].measured
+
+
+def test_rates_of_another_device_do_not_serve(finished, tmp_path):
+    config, result, _ = finished
+    other = "emulated:1" if config.memory.device != "emulated:1" else "cpu"
+    run = make_run(tmp_path, memory={"device": other})
+    assert kept_rates(Path(result.run_dir), prepare(run, tmp_path, lambda _: None)) is None
+    (tmp_path / "machine.json").write_text("{")
+    assert kept_rates(tmp_path, prepare(config, tmp_path, lambda _: None)) is None
+
+
+def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):
+    config = make_run(tmp_path, memory={"home": "disk"})
+    before = sorted(tmp_path.rglob("*"))
+    plan, found = foresee(config)
+    assert found is not None
+    assert found.step_s > 0
+    assert plan.layout.commits
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_large_state_has_its_disk_timed_and_nothing_stays_there(tmp_path, monkeypatch):
+    config = make_run(tmp_path, memory={"home": "disk"})
+    prepared = prepare(config, tmp_path, lambda _: None)
+    before = sorted(tmp_path.rglob("*"))
+    times, flops = module._times(prepared)
+    assert not lane_rates(prepared, tmp_path / "store", times, flops).disk.read_bytes_per_s.measured
+    assert SMALL_STATE_BYTES > 2**20
+    monkeypatch.setattr("outsize.train.lane_rates.SMALL_STATE_BYTES", 0)
+    assert lane_rates(prepared, tmp_path / "store", times, flops).disk.read_bytes_per_s.measured
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("error", [ConfigError("no clock"), ModelError("no clock"), RuntimeError("no clock")])
+def test_a_run_without_a_prediction_trains_and_says_why(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(module, "_times", fail)
+    said: list[str] = []
+    result = train(make_run(tmp_path), announce=said.append)
+    assert "no prediction of step times: no clock" in said
+    assert (result.steps, result.predicted_step_s) == (4, None)
+
+
+def test_fewer_sequences_are_timed_before_shorter_ones():
+    assert module._timed_size(8, 100, 512) == (5, 100)
+    assert module._timed_size(8, 2048, 512) == (1, 512)
+    assert module._timed_size(1, 16, 512) == (1, 16)

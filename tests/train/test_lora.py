@@ -1,0 +1,212 @@
+"""``train.method=lora``: adapters beside a frozen model, against PEFT's own loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from outsize.config import Config
+from outsize.errors import CheckpointError, ConfigError
+from outsize.train.checkpoint_dir import latest
+from outsize.train.export import export
+from outsize.train.prepare import prepare
+from outsize.train.run import train
+from outsize.train.sources import open_dataset
+from outsize.train.verify import verify
+from support import make_run
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora_run(directory: Path, name: str = "llama", **sections: Any) -> Config:
+    lora = {**LORA, **sections.pop("lora", {})}
+    trains = {"method": "lora", **sections.pop("train", {})}
+    return make_run(directory, name, train=trains, lora=lora, **sections)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "host": {},
+    "disk": {"memory": {"home": "disk", "slots": 2}},
+    "bf16 base": {"model": {"dtype": "bf16"}},
+    "bf16 base on disk, dropout": {
+        "model": {"dtype": "bf16"},
+        "lora": {"lora_dropout": 0.25, "use_rslora": True},
+        "memory": {"home": "disk"},
+    },
+    "fp16 base": {"model": {"dtype": "fp16"}},
+    "every linear layer": {"lora": {"target_modules": "all-linear", "init_lora_weights": "gaussian"}},
+    "head trains whole": {"lora": {"modules_to_save": ["lm_head"]}, "train": {"loss": "model"}},
+    "emulated, offloaded": {"memory": {"device": "emulated:1", "home": "disk", "offload": True}},
+    "two workers": {"model": {"dtype": "bf16"}, "memory": {"device": "emulated:2"}},
+    "4 bits": {"model": {"dtype": "bf16"}, "lora": {"base_codec": "nf4"}},
+    "4 bits on disk": {
+        "model": {"dtype": "bf16"},
+        "lora": {"base_codec": "nf4-double", "table_codec": "int8", "lora_dropout": 0.1},
+        "memory": {"home": "disk"},
+    },
+    "4 bits through host buffers": {
+        "lora": {"base_codec": "nf4", "table_codec": "nf4"},
+        "memory": {"device": "emulated:1", "home": "disk"},
+    },
+    "4 bits, two workers": {"lora": {"base_codec": "nf4-double"}, "memory": {"device": "emulated:2"}},
+    "last layer": {"lora": {"layers_to_transform": [2]}},
+}
+
+
+@pytest.mark.parametrize("sections", RUNS.values(), ids=RUNS.keys())
+def test_streamed_is_resident_bit_for_bit(sections: dict[str, Any], tmp_path: Path):
+    result = verify(lora_run(tmp_path, **dict(sections)))
+    assert result.equal, result.differing
+    assert len(set(result.loss_streamed)) == 4
+
+
+def base_of(run: Config, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(run.model.path, dtype=dtype)
+
+
+def newest(run: Config) -> Path:
+    found = latest(Path(run.train.run_dir or ""))
+    assert found is not None
+    return found
+
+
+def peft_loop(run: Config, directory: Path, dtype: torch.dtype) -> tuple[list[float], Any]:
+    """What a user of PEFT writes: one microbatch per step, clipping, torch's AdamW."""
+    prepared = prepare(run, directory, lambda _: None)
+    with open_dataset(run, prepared, directory, lambda _: None) as dataset:
+        batches = [dataset.batch(step, run.sequences_per_step) for step in range(run.train.steps)]
+    torch.manual_seed(run.train.seed)
+    model = peft.get_peft_model(base_of(run, dtype), peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    recipe = run.optimizer
+    optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
+    losses = []
+    for batch in batches:
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, recipe.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_ends_where_peft_s_own_loop_ends(dtype: str, tmp_path: Path):
+    """Losses, and the adapters as `PeftModel.from_pretrained` loads them, bit for bit."""
+    half = torch.bfloat16 if dtype == "bf16" else torch.float32
+    run = lora_run(
+        tmp_path, model={"dtype": dtype}, train={"loss": "model", "microbatches": 1}, memory={"home": "disk"}
+    )
+    losses, model = peft_loop(run, tmp_path, half)
+    heard: list[float] = []
+    train(run, progress=lambda record: heard.append(record.loss))
+    assert heard == losses
+    want = {name: value for name, value in model.state_dict().items() if "lora_" in name}
+    loaded = peft.PeftModel.from_pretrained(base_of(run, half), newest(run))
+    found = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+    assert not torch.equal(next(v for n, v in want.items() if "lora_B" in n), torch.zeros(()))
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_a_run_that_was_cut_ends_like_one_that_was_not(home: str, tmp_path: Path):
+    sections: dict[str, Any] = {"model": {"dtype": "bf16"}, "memory": {"home": home}}
+    whole = lora_run(tmp_path, **sections, train={"run_dir": str(tmp_path / "whole")})
+    train(whole)
+    train(lora_run(tmp_path, **sections, train={"steps": 2}))
+    rest = lora_run(tmp_path, **sections, train={"resume": "auto"})
+    result = train(rest)
+    assert result.steps == 4
+    one, other = (load_file(newest(run) / "adapter_model.safetensors") for run in (whole, rest))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_holds_no_weights_of_the_base(tmp_path: Path):
+    run = lora_run(tmp_path, train={"steps": 1})
+    train(run)
+    files = {path.name: path.stat().st_size for path in newest(run).rglob("*") if path.is_file()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files.keys()
+    assert not any(name.startswith("model-") for name in files)
+    config = peft.PeftConfig.from_pretrained(newest(run))
+    assert config.base_model_name_or_path == run.model.path
+    assert config.r == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"lora": {"r": 2}}, "lora.r"), ({"train": {"method": "full"}}, "train.method")],
+)
+def test_other_adapters_do_not_go_on_with_a_run(change: dict[str, Any], key: str, tmp_path: Path):
+    train(lora_run(tmp_path, train={"steps": 1}))
+    sections = {**change, "train": {"resume": "auto", **change.get("train", {})}}
+    with pytest.raises(ConfigError, match=key):
+        train(lora_run(tmp_path, **sections))
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        ({"target_modules": ["no_such"]}, "no_such"),
+        ({"modules_to_save": ["lm_head"]}, "model.dtype=fp32"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_before_anything_is_written(
+    lora: dict[str, Any], says: str, tmp_path: Path
+):
+    run = lora_run(tmp_path, model={"dtype": "bf16"}, lora=lora)
+    with pytest.raises(ConfigError, match=says):
+        train(run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_freezing_goes_without_saying():
+    with pytest.raises(ValueError, match="the whole model is frozen"):
+        Config(model={"path": "m", "freeze": ["*"]}, data={"path": "d"}, train={"method": "lora"})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_merged_unit_by_unit_is_merged_by_peft(name: str, dtype: str, tmp_path: Path):
+    lora = {"target_modules": "all-linear", "modules_to_save": ["lm_head"] if dtype == "fp32" else None}
+    if name == "gpt2":  # its head is tied
+        lora["modules_to_save"] = None
+    run = lora_run(tmp_path, name, model={"dtype": dtype}, lora=lora, train={"steps": 2, "loss": "model"})
+    train(run)
+    half = torch.bfloat16 if dtype == "bf16" else torch.float32
+    want = peft.PeftModel.from_pretrained(base_of(run, half), newest(run)).merge_and_unload().state_dict()
+    out = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert found.dtype == half
+    state = found.state_dict()
+    assert state.keys() == want.keys()
+    assert all(torch.equal(state[key], value) for key, value in want.items())
+    base = base_of(run, half).state_dict()
+    assert any(not torch.equal(state[key], value) for key, value in base.items())
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_there_is_nothing_to_merge_in_a_run_of_the_whole_model(tmp_path: Path):
+    train(make_run(tmp_path, train={"steps": 1}))
+    with pytest.raises(CheckpointError, match="nothing to merge"):
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
+
+
+def test_frozen_weights_only_go_up(tmp_path: Path):
+    """Bytes of a step: two loads of a bf16 base at 2 bytes per parameter and no gradient of it."""
+    run = lora_run(tmp_path, model={"dtype": "bf16"}, train={"steps": 3, "save_minutes": 0})
+    spec = prepare(run, tmp_path, lambda _: None).split.spec
+    adapters = 4 * sum(unit.numel for unit in spec.units)
+    frozen = sum(part.numel for unit in spec.units for part in unit.frozen)
+    moved: list[tuple[int, int]] = []
+    train(run, progress=lambda record: moved.append((record.bytes_up, record.bytes_down)))
+    up, down = moved[-1]
+    assert down == adapters  # gradients of the adapters, and none of anything else
+    assert up <= 2 * (2 * frozen + adapters)
