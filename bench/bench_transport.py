@@ -9,11 +9,10 @@ crosses, predictions within 10 % (median).
 """
 
 import argparse
-import itertools
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,7 @@ import common
 import torch
 
 from outsize.config import load_config
-from outsize.hardware.from_probe import machine_of
-from outsize.hardware.spec import Figure, Link, Machine
-from outsize.planner.costs import cost_model
-from outsize.planner.simulate import simulate
-from outsize.probe.effort import QUICK
-from outsize.probe.run import probe
+from outsize.train.forecast import forecast
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StreamedTrainer
@@ -83,22 +77,6 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
     return prepare(load_config(None, settings), directory, lambda _: None)
 
 
-def predicted_s(prepared: Prepared, machine: Machine, times: Any) -> float:
-    plan, rate = prepared.plan, prepared.config.memory.link_gb_per_s
-    figure = Figure(value=rate * 1e9, source="emulated", measured=True)
-    link = Link(up_bytes_per_s=figure, down_bytes_per_s=figure, latency_s=machine.links[0].latency_s)
-    costs = cost_model(
-        replace(machine, links=(link,)),
-        prepared.split.spec,
-        plan.layout,
-        times,
-        prepared.measured.boundary_bytes,
-        transport=plan.transport,
-    )
-    programs = list(itertools.islice(itertools.cycle(plan.programs), bench_truth.SIMULATED_STEPS))
-    return simulate(programs, plan.layout, costs, below=plan.below).step_s
-
-
 def run(
     prepared: Prepared, directory: Path, steps: int
 ) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
@@ -127,13 +105,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         bench_speed.build(directory, LAYERS, HIDDEN, VOCABULARY, 50_000)
-        machine = machine_of(probe(QUICK, [directory]))
-        times: dict[str, Any] = {}
         for case in CASES:
             prepared = prepared_for(case, directory, args.steps)
-            if case.name not in times:
-                times[case.name] = bench_truth.unit_times(prepared)
-            prediction = predicted_s(prepared, machine, times[case.name])
+            expected = forecast(prepared, directory, lambda line: print(line, file=sys.stderr))
+            if expected is None:
+                raise SystemExit(f"{case.name}, {case.codecs}: no prediction")
+            prediction = expected.step_s
             seconds, losses, wire, logical = run(prepared, directory, args.steps)
             raw = next((r for r in results if r["case"] == case.name), None)
             measured = statistics.median(seconds)
