@@ -1,16 +1,22 @@
-"""Does ``outsize probe`` say what independent programs say?
+"""Does ``outsize probe`` say what independent programs say, and what a training run does?
 
 DRAM: STREAM's triad in C, compiled here by gcc with OpenMP, and the probe's take turns, with arrays of the same
 size and as many threads. Disk: fio with direct I/O and the probe take turns, with requests of the same size and as
-many in flight; where fio is not installed, this is left out. At depth 1 fio fills one buffer again and again, which
-stays in the cache, and the probe 64 MiB, as streaming does: there it may be a fifth slower. Link: how far the
-fitted line lies from copies of sizes that it has not seen. Time: whole quick probes, each in a fresh process.
+many in flight; where fio is not installed, a plain loop of ``preadv`` and ``pwritev`` on as many threads takes its
+place, and the table says so. At depth 1 fio fills one buffer again and again, which stays in the cache, and the probe
+64 MiB, as streaming does: there it may be a fifth slower. AdamW: the optimizer lane of a training run (a Llama of some
+40M parameters, few tokens, state in host memory, a norm that no gradient reaches, since clipping is one more pass over
+it), with the next step held back until the optimizer has ended, against the probe's rate; and without holding back,
+beside loads and compute, next to its rate beside copies. Link: how far the fitted line lies from copies of sizes that
+it has not seen. Time: whole quick probes, each in a fresh process.
 
-    python bench/bench_probe.py --dir /path/on/the/disk
+    python bench/bench_probe.py --dir /path/on/the/disk               # about 4 minutes on two quiet cores
 """
 
 import argparse
+import itertools
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -18,18 +24,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_speed import build
 from common import Spread, finish, machine, print_table, ratio
 
+from outsize.config import load_config
 from outsize.hardware.machine_file import parse
 from outsize.probe.disk import measure_disk
 from outsize.probe.effort import QUICK, Effort
-from outsize.probe.host import measure_dram
+from outsize.probe.host import measure_adamw, measure_adamw_beside, measure_dram
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES
+from outsize.train.lane_times import lane_times
+from outsize.train.prepare import prepare
+from outsize.train.sources import open_dataset
+from outsize.train.stream import StreamedTrainer
 
 # As the engine's buffers have: requests into small pages are cut up, which halves the rate of direct I/O.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -122,8 +136,40 @@ def fio_rate(
     return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
 
 
+def plain_rate(path: Path, effort: Effort, depth: int, kind: str, *, seconds: float | None = None) -> float:
+    """Return what `fio_rate` returns, by ``depth`` threads that each read or write every depth-th request."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    num_requests = effort.disk_bytes // DEFAULT_REQUEST_BYTES
+    buffer = mmap.mmap(-1, depth * DEFAULT_REQUEST_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    buffer.write(os.urandom(2**20) * (len(buffer) // 2**20))
+    call = os.pwritev if kind == "write" else os.preadv
+    stop = None if seconds is None else time.perf_counter() + seconds
+
+    def work(first: int) -> int:
+        part = memoryview(buffer)[first * DEFAULT_REQUEST_BYTES : (first + 1) * DEFAULT_REQUEST_BYTES]
+        done = 0
+        for index in itertools.count(first, depth):
+            if index >= num_requests and stop is None:
+                break
+            if stop is not None and time.perf_counter() >= stop:
+                break
+            call(descriptor, [part], index % num_requests * DEFAULT_REQUEST_BYTES)
+            done += DEFAULT_REQUEST_BYTES
+        return done
+
+    try:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(depth) as threads:
+            done = sum(threads.map(work, range(depth)))
+        return done / (time.perf_counter() - started)
+    finally:
+        os.close(descriptor)
+
+
 def compare_disk(directory: Path, effort: Effort, rounds: int, fio: str | None) -> dict[str, Any]:
-    """Return reads and writes by queue depth, the probe's and fio's."""
+    """Return reads and writes by queue depth, the probe's and those of fio or of the plain loop."""
+    measure = partial(fio_rate, fio) if fio is not None else plain_rate
     ours: dict[tuple[str, int], list[float]] = {}
     theirs: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
@@ -132,26 +178,84 @@ def compare_disk(directory: Path, effort: Effort, rounds: int, fio: str | None) 
                 if rate.median is None:
                     raise SystemExit(f"{directory}: {rate.source}")
                 ours.setdefault((kind, depth.queue_depth), []).append(rate.median)
-        if fio is not None:
-            with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
-                path = Path(scratch) / "fio"
-                # A write fills the file, so that no read is of a hole.
-                fio_rate(fio, path, effort, 16, "write")
-                for kind, depth in ours:
-                    rate = fio_rate(fio, path, effort, depth, kind, seconds=effort.disk_s)
-                    theirs.setdefault((kind, depth), []).append(rate)
+        with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
+            path = Path(scratch) / "file"
+            # A write fills the file, so that no read is of a hole.
+            measure(path, effort, 16, "write")
+            for kind, depth in ours:
+                rate = measure(path, effort, depth, kind, seconds=effort.disk_s)
+                theirs.setdefault((kind, depth), []).append(rate)
     return {
         f"{kind} depth {depth}": _pair(ours[kind, depth], theirs.get((kind, depth), []))
         for kind, depth in ours
     }
 
 
-def _pair(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+def compare_adamw(directory: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Return parameters per second of the probe's step and of a training run's, alone and beside what else goes on."""
+    rates: dict[str, list[float]] = {"probe": [], "run": [], "probe beside": [], "run beside": []}
+    with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
+        home = Path(scratch)
+        build(home, layers=10, hidden=512, vocabulary=8192, num_tokens=200_000)
+        overrides = [
+            f"model.path={home / 'model'}",
+            "model.dtype=fp32",
+            f"data.path={home / 'tokens.npy'}",
+            "data.format=tokens",
+            "data.seq_len=16",
+            f"train.steps={2 * steps * rounds}",
+            "train.tokens_per_step=16",
+            "train.microbatches=1",
+            f"train.run_dir={home / 'run'}",
+            "optimizer.schedule=constant",
+            "optimizer.max_grad_norm=1e9",
+            "memory.device=cpu",
+            "memory.home=host",
+            "memory.device_memory=2GiB",
+        ]
+        config = load_config(None, overrides)
+        prepared = prepare(config, home / "run", lambda _: None)
+        with (
+            open_dataset(config, prepared, home / "run", lambda _: None) as dataset,
+            StreamedTrainer(prepared, home / "store") as trainer,
+        ):
+            trainer.fill()
+            batches = [dataset.batch(step, 1) for step in range(2 * steps * rounds)]
+            num_parameters = prepared.split.spec.num_trainable
+            for index in range(rounds):
+                first = 2 * steps * index
+                for held_back, start in ((True, first), (False, first + steps)):
+                    seconds = stepping_s(trainer, batches[start : start + steps], start, held_back)
+                    name = "run" if held_back else "run beside"
+                    rates[name] += [num_parameters / each for each in seconds]
+                rates["probe"] += measure_adamw(QUICK, "fp32").samples
+                rates["probe beside"] += measure_adamw_beside("cpu", QUICK)[0].samples
+    return {
+        "AdamW alone": _pair(rates["probe"], rates["run"], "params_per_s"),
+        "AdamW beside": _pair(rates["probe beside"], rates["run beside"], "params_per_s"),
+    }
+
+
+def stepping_s(trainer: StreamedTrainer, batches: list[Any], first: int, held_back: bool) -> list[float]:
+    """Return the seconds of the optimizer lane in each step but the first two."""
+    found = []
+    for index, _ in enumerate(trainer.steps(batches, first)):
+        if held_back:
+            trainer.settle()
+        took = lane_times(trainer.take_timeline()).update_s
+        if index > 1:
+            found.append(took)
+    trainer.settle()
+    trainer.take_timeline()
+    return found
+
+
+def _pair(ours: list[float], theirs: list[float], unit: str = "bytes_per_s") -> dict[str, Any]:
     probe, other = Spread.of(ours), Spread.of(theirs) if theirs else None
     return {
-        "probe_bytes_per_s": probe.median,
+        f"probe_{unit}": probe.median,
         "probe_spread": probe.relative,
-        "other_bytes_per_s": other.median if other else None,
+        f"other_{unit}": other.median if other else None,
         "other_spread": other.relative if other else None,
         "ratio": ratio(probe.median, other.median if other else None),
         "ratio_of_best": ratio(probe.high, other.high if other else None),
@@ -184,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="of training in each round, held back or not")
     parser.add_argument("--fio", default=shutil.which("fio"), help="the program, where it is not on the path")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -191,7 +296,8 @@ def main() -> None:
     effort = replace(QUICK, disk_s=1.0, disk_bytes=1024 * 2**20)
     dram = compare_dram(effort, arguments.rounds)
     if arguments.fio is None:
-        print("fio is not installed: the disk is not compared")
+        print("fio is not installed: a plain loop of direct reads and writes takes its place")
+    adamw = compare_adamw(arguments.dir, arguments.rounds, arguments.steps)
     disk = compare_disk(arguments.dir, effort, arguments.rounds, arguments.fio)
     runs = [whole_probe(arguments.dir) for _ in range(arguments.rounds)]
 
@@ -205,9 +311,23 @@ def main() -> None:
         ]
         for name, pair in {"DRAM triad": dram, **disk}.items()
     ]
+    disk_by = "fio" if arguments.fio is not None else "plain loop"
     print_table(
-        ["GB/s", "probe", "STREAM, fio", "ratio", "of best"], rows, title="The same machine by other programs"
+        ["GB/s", "probe", f"STREAM, {disk_by}", "ratio", "of best"],
+        rows,
+        title="The same machine by other programs",
     )
+    rows = [
+        [
+            name,
+            _gigabytes(pair["probe_params_per_s"]),
+            _gigabytes(pair["other_params_per_s"]),
+            pair["ratio"],
+            pair["ratio_of_best"],
+        ]
+        for name, pair in adamw.items()
+    ]
+    print_table(["G parameters/s", "probe", "training run", "ratio", "of best"], rows)
     held_out = {
         name: statistics.median(run["held_out_median_error"][name] for run in runs)
         for name in runs[0]["held_out_median_error"]
@@ -220,6 +340,7 @@ def main() -> None:
             "machine": machine(),
             "fio": arguments.fio is not None,
             "dram_triad": dram,
+            "adamw": adamw,
             "disk": disk,
             "held_out_median_error": held_out,
             "quick_wall_s": [run["wall_s"] for run in runs],

@@ -48,9 +48,22 @@ ARROWS = {
         "storage",
         "telemetry",
     },
+    "inference": GROUND | {"codecs", "hardware", "model", "planner", "runtime", "storage"},
     "wrapped": GROUND
-    | {"codecs", "config", "hardware", "model", "optim", "planner", "runtime", "storage", "train"},
-    "cli": GROUND | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train"},
+    | {
+        "codecs",
+        "config",
+        "hardware",
+        "inference",
+        "model",
+        "optim",
+        "planner",
+        "runtime",
+        "storage",
+        "train",
+    },
+    "cli": GROUND
+    | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train", "wrapped"},
 }
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in less than 25 minutes on one: the equality tests, `outsize verify`, and one step of an
-# 8B-shaped model. Needs no network and no installation: PYTHON names the interpreter, results go to bench/results.
+# All that needs a GPU, in less than 28 minutes on one: the equality tests, `outsize verify`, one step of an
+# 8B-shaped model, and a full probe beside the vendor's figures. Needs no network and no installation: PYTHON names the interpreter, results go to bench/results.
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
-#   bench/gpu/run_all.sh tests verify    # or some of: tests verify step
+#   bench/gpu/run_all.sh tests verify    # or some of: tests verify step probe
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
@@ -46,6 +46,13 @@ run_step() {
     part "8B step" 570 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS"
 }
 
-for name in "${@:-tests verify step}"; do for each in $name; do "run_$each"; done; done
+run_probe() {
+    part probe 200 "$PYTHON" -m outsize probe --full --output "$RESULTS/gpu_machine.json"
+    part "probe beside the vendor" 60 "$PYTHON" bench/bench_interconnect.py --machine "$RESULTS/gpu_machine.json" \
+        --output "$RESULTS/gpu_interconnect.json"
+    part "ways of feeding" 120 "$PYTHON" bench/bench_feed.py --output "$RESULTS/gpu_feed.json"
+}
+
+for name in "${@:-tests verify step probe}"; do for each in $name; do "run_$each"; done; done
 if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi
 echo "all done in $SECONDS s"

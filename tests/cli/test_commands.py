@@ -172,7 +172,7 @@ def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
     text = capsys.readouterr().out
     assert "slots 4\n" in text
     assert text.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
-    assert yaml.safe_load(text.removesuffix("slots 4\n"))["model"]["path"] == "m"
+    assert yaml.safe_load(text.partition("slots 4\n")[0])["model"]["path"] == "m"
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--dry-run"]])

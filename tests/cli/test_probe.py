@@ -101,7 +101,7 @@ def test_rows_of_everything_that_a_probe_may_find(tmp_path):
         )
     )
     for expected in (
-        "79% of 31.50 GB/s in theory",
+        "79% of 31.51 GB/s in theory",
         "compute busy 50%",
         "cuda:0 up while all copy",
         "25.00 GB/s alone",

@@ -77,7 +77,7 @@ SHOWN = {
     "link-narrow": ("warning", "x8", lambda d: gpu_machine(d, gpus=(gpu(pcie_lanes=8), gpu(1)))),
     "link-slow": (
         "warning",
-        "12.00 GB/s of pinned copies, 38% of the 31.50 GB/s of its lanes, as much as generation 3 gives",
+        "12.00 GB/s of pinned copies, 38% of the 31.51 GB/s of its lanes, as much as generation 3 gives",
         lambda d: gpu_machine(d, devices=(device(up=12e9), device(1))),
     ),
     "pinning-refused": ("error", "64.00 KiB", lambda d: gpu_machine(d, devices=(refused(), device(1)))),

@@ -1,5 +1,6 @@
 """Everything outsize reads that others may have written, damaged, and handed to what reads it."""
 
+import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import nn
 
 from fuzz.damage import JUNK, documents, holes, texts
 from fuzz.guard import survives
@@ -24,6 +26,7 @@ from outsize.model.build import load_hf_config
 from outsize.model.checkpoint_files import find_tensors
 from outsize.model.checkpoint_format import read_header, read_tensor, write_file
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.model.split import split
 from outsize.optim.spec import commit_record_bytes, planes_for
 from outsize.planner.layout import StepLayout
 from outsize.planner.program import parse, render
@@ -34,7 +37,7 @@ from outsize.storage.committed import CommittedHome, find_record, layout_digest
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, Record, _digest
 from outsize.testing.tiny import SIZES, tiny_run
-from outsize.train import checkpoint, checkpoint_dir, checkpoint_state
+from outsize.train import checkpoint, checkpoint_dir, checkpoint_state, trainer_checkpoint
 from outsize.train.standing import checked
 
 ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))
@@ -234,6 +237,55 @@ def read_latest(data: bytes) -> None:
     survives(run, read)
 
 
+class TwoBlocks(nn.Module):
+    """What a Trainer's optimizer was for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 2, device="meta") for _ in range(2))
+
+
+BLOCKS = split(TwoBlocks())
+GOOD_OPTIMIZER = {
+    "state": {
+        number: {"step": torch.tensor(2.0), "exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
+        for number, shape in enumerate([(2, 3), (2, 3), (2,), (2,)])
+    },
+    "param_groups": [
+        {"lr": 1e-3, "betas": [0.9, 0.999], "amsgrad": False, "params": params} for params in ([0, 1], [2, 3])
+    ],
+}
+GOOD_SCHEDULER = {"last_epoch": 2, "_last_lr": [1e-3], "base_lrs": [1e-3]}
+GOOD_TRAINER = {"global_step": 2, "num_input_tokens_seen": 0, "log_history": [{"loss": 5.5, "step": 1}]}
+
+
+def saved(value: Any) -> bytes:
+    """What torch makes of it."""
+    into = io.BytesIO()
+    torch.save(value, into)
+    return into.getvalue()
+
+
+def read_trainer_checkpoint(optimizer: bytes, scheduler: bytes, state: bytes) -> None:
+    directory = home("trainer")
+    written(directory / "optimizer.pt", optimizer)
+    written(directory / "scheduler.pt", scheduler)
+    written(directory / "trainer_state.json", state)
+
+    def read() -> None:
+        if trainer_checkpoint.find(directory) is None:
+            return
+        found = trainer_checkpoint.OptimizerState(directory, BLOCKS.model, BLOCKS.spec)
+        trainer_checkpoint.check_files(directory)
+        for tensor in (tensor for unit in BLOCKS.spec.units for tensor in unit.tensors):
+            assert found.updates(tensor.name) >= 0
+            for plane in ("exp_avg", "exp_avg_sq"):
+                moment = found.moment(tensor.name, plane)
+                assert moment is None or torch.empty(tensor.numel).copy_(moment).shape == (tensor.numel,)
+
+    survives(ROOT, read)
+
+
 SMALL = ModelSpec(dtype="fp32", units=(pack_unit(0, "u", "block", [("w", (40, 60), True, True)]),))
 SLOT_BYTES = commit_record_bytes(SMALL)
 
@@ -402,6 +454,18 @@ TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], .
     "model config": (read_model_config, (as_json(GOOD_MODEL),)),
     "trainer state": (read_state, (as_json(GOOD_STATE),)),
     "sealed state": (read_sealed_state, (documents(GOOD_FILES).map(sealed),)),
+    "Trainer's optimizer": (
+        read_trainer_checkpoint,
+        (
+            documents(GOOD_OPTIMIZER).map(saved) | holes(saved(GOOD_OPTIMIZER)),
+            st.just(saved(GOOD_SCHEDULER)),
+            st.just(json.dumps(GOOD_TRAINER).encode()),
+        ),
+    ),
+    "Trainer's state": (
+        read_trainer_checkpoint,
+        (st.just(saved(GOOD_OPTIMIZER)), documents(GOOD_SCHEDULER).map(saved), as_json(GOOD_TRAINER)),
+    ),
     "latest": (
         read_latest,
         (

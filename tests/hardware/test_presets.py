@@ -1,7 +1,8 @@
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.presets import GPUS, PCIE_LANE_BYTES_PER_S, find_gpu, parse_gpus, pcie_bytes_per_s
+from outsize.hardware.pcie import LANE_BYTES_PER_S
+from outsize.hardware.presets import GPUS, find_gpu, parse_gpus, pcie_bytes_per_s
 from outsize.hardware.spec import Figure, Link, Machine, from_json
 
 
@@ -14,7 +15,7 @@ def test_every_figure_has_a_source_and_none_claims_to_be_measured():
 
 @pytest.mark.parametrize(("generation", "expected"), [(3, 15.75), (4, 31.5), (5, 63.0)])
 def test_sixteen_lanes_per_direction(generation, expected):
-    assert PCIE_LANE_BYTES_PER_S[generation].value * 16 / 1e9 == pytest.approx(expected, rel=1e-3)
+    assert LANE_BYTES_PER_S[generation] * 16 / 1e9 == pytest.approx(expected, rel=1e-3)
 
 
 def test_half_the_lanes_give_half_the_rate():

@@ -73,6 +73,18 @@ def test_a_recompute_of_its_own_leaves_the_backward_the_rest():
     assert of(parse_op("RECV 1.0@w0")).through == ("up:w0", "host memory")
 
 
+def test_a_backward_that_was_timed_shorter_than_its_forward_takes_no_time_at_least():
+    layout = replace(
+        LAYOUT,
+        offload=frozenset(),
+        num_workers=1,
+        stages=Stages(forward=((0, 3),), backward=((3, 4), (0, 3)), round_size=1),
+    )
+    times = replace(TIMES, backward_s=tuple(forward / 2 for forward in TIMES.forward_s))
+    of = cost_model(MACHINE, MODEL, layout, times, (0, 7, 7, 7)).cost_of
+    assert of(parse_op("B 1.0@w0")).seconds == 0.0
+
+
 def test_a_tier_that_is_not_there():
     with pytest.raises(ConfigError, match="no disk"):
         price("STEP 0", replace(MACHINE, disk=None), home="disk")

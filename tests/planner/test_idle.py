@@ -98,6 +98,16 @@ def test_after_the_last_op_the_step_waits_for_its_clip():
     }
 
 
+def test_waiting_for_a_checkpoint_between_steps_is_the_checkpoints():
+    saved = Window(began_s=0.0, asked_s=5.0, given_s=6.0, ended_s=10.0, saving_s=4.0)
+    waits = Waits([event("compute:w0", "F 0.0@w0", 6.0, 10.0)], saved)
+    assert waits.of("compute:w0") == {
+        "checkpoint": {"store": 4.0},
+        "between steps": {"none": 1.0},
+        "loader": {"none": 1.0},
+    }
+
+
 def test_a_lane_without_an_op_is_idle_throughout():
     waits = Waits([], window(asked_s=2.0, given_s=3.0))
     assert waits.idle_s("compute:w3") == 10.0

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.hardware.spec import Figure
 from outsize.planner.plan import Budgets
-from outsize.planner.several_workers import TIED, several_workers, without_rest
+from outsize.planner.several_workers import TIED, estimate_s, several_workers, without_rest
 from outsize.planner.simulate import simulate
 from outsize.planner.validate import validate
 from planner.questions import CONFIG, GIB, ask
@@ -80,3 +81,35 @@ def test_given_stages_are_kept():
     first = replace(found.layout.stages, cursor=0)
     again = several_workers(replace(question, stages=first), 8)
     assert again.layout == found.layout
+
+
+def test_where_two_sets_are_too_much_one_is_enough():
+    """fp32 gradients give up their second set first, then weights do."""
+    found = set()
+    for mib in (600, 700, 900, 1200):
+        budgets = Budgets(device=mib * 2**20, host=100 * GIB)
+        try:
+            candidate = several_workers(ask("2x4090", budgets=budgets), 16)
+        except InfeasiblePlanError:
+            continue
+        stages = candidate.layout.stages
+        found.add((stages.slot_halves, stages.accumulator_halves))
+        validate(candidate.programs[-1], candidate.layout)
+        assert sum(candidate.memory["device"].values()) <= budgets.device
+    assert found == {(1, 1), (2, 1), (2, 2)}
+
+
+def test_the_partitioner_knows_that_one_set_takes_longer():
+    """Over slow links, where nothing comes up while the visit before still runs."""
+    question = ask("2x4090", sequences=16)
+    slow = replace(question.machine, links=(_slow(question.machine.links[0]),) * 2)
+    seconds = [
+        estimate_s(replace(question, machine=slow, budgets=Budgets(device=mib * 2**20)), 16, None)
+        for mib in (2000, 900, 700)
+    ]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def _slow(link):
+    figure = Figure(value=link.up_bytes_per_s.value / 8, source="test")
+    return replace(link, up_bytes_per_s=figure, down_bytes_per_s=figure)

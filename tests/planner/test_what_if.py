@@ -9,8 +9,8 @@ from outsize.errors import ConfigError
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import LINK_UP
 from outsize.planner.search import fastest
-from outsize.planner.what_if import outcome, parse_change, usual_changes
-from planner.questions import GIB, ask
+from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
+from planner.questions import CONFIG, GIB, ask
 
 TIGHT = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
 
@@ -108,3 +108,31 @@ def test_codecs_are_asked_about_where_the_link_ends_a_step_and_only_there():
         outcome(slow, base, "weights=int4")
     with pytest.raises(ConfigError, match="one GPU only"):
         outcome(ask("2x4090"), None, "weights=lossless4")
+
+
+@pytest.mark.parametrize("gpus", ["2x4090", "4xh100"])
+def test_estimates_rank_changes_as_simulations_do(gpus):
+    question = ask(gpus, sequences=16)
+    base = fastest(question)
+    changes = ("compute=x2", "link=x2", "bandwidth=x2", "gpus=+1", "ram=+64GB")
+    told = [estimated_outcome(question, base, change) for change in changes]
+    assert all(found.estimated and found.prediction.step_s <= base.step_s for found in told)
+    simulated = [outcome(question, base, change).gain for change in changes]
+    assert not any(outcome(question, base, change).estimated for change in changes[:1])
+    best, worst = max(simulated), min(simulated)
+    assert told[simulated.index(best)].gain == max(found.gain for found in told)
+    assert told[simulated.index(worst)].gain == pytest.approx(min(found.gain for found in told), abs=0.01)
+    for found, gain in zip(told, simulated, strict=True):
+        assert found.gain == pytest.approx(gain, abs=0.2 * (1 + gain))
+
+
+def test_an_estimate_of_what_cannot_be_says_why():
+    question = ask("2x4090", sequences=32, config={**CONFIG, "num_hidden_layers": 1})
+    found = estimated_outcome(question, fastest(question), "gpus=+4")
+    assert found.prediction is None
+    assert "at most 5 GPUs" in found.error
+
+
+def test_one_more_gpu_may_stay_idle():
+    question = ask("8x4090", sequences=8, config={**CONFIG, "num_hidden_layers": 4})
+    assert outcome(question, fastest(question), "gpus=+1").gain >= 0

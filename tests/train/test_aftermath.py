@@ -1,5 +1,6 @@
 """A run that fails completes the checkpoint under way where its state is there, and says where a resume goes on."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_the_checkpoint_under_way_is_completed_when_the_next_step_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_of(tmp_path, "run")
-    layer = Layer(tmp_path, {Key(LANE, "F 1.0@w0", 1, 0, 0): Fault.EXCEPTION})
+    layer = Layer(tmp_path, {Key(LANE, "CLIP", 1, 0, 0): Fault.EXCEPTION})
     write, failed = Saving._write, threading.Event()
     monkeypatch.setattr(layer, "lane_op", telling(layer, failed))
 
@@ -78,7 +79,7 @@ def telling(layer: Layer, failed: threading.Event) -> Any:
     return told
 
 
-@pytest.mark.parametrize("op", ["STEP 1", "CLIP"])
+@pytest.mark.parametrize("op", ["STEP 1", "STEP 0"])
 def test_a_state_that_was_never_whole_is_not_saved(op: str, tmp_path: Path) -> None:
     """The optimizer of step 2 fails: the checkpoint after step 2 may have begun, and the one before it stands."""
     config = run_of(tmp_path, "run")
@@ -104,10 +105,14 @@ def test_what_fails_beside_the_lanes_loses_no_checkpoint_either(tmp_path: Path) 
 
 
 def test_a_home_on_disk_says_how_far_it_is_and_a_run_without_anything_says_so(tmp_path: Path) -> None:
-    layer = {Key(LANE, "F 1.0@w0", 2, 0, 0): Fault.EXCEPTION}
-    said = fail(run_of(tmp_path, "disk", "disk", save_every=0), Layer(tmp_path, layer))
-    assert said[-1] == (
-        f"the run failed: --resume auto goes on after step 2, from {tmp_path / 'disk/store/home.bin'}"
-    )
+    layer = {Key(LANE, "CLIP", 2, 0, 0): Fault.EXCEPTION}
+    config = run_of(tmp_path, "disk", "disk", save_every=0)
+    said = fail(config, Layer(tmp_path, layer))
+    told = re.fullmatch(r"the run failed: --resume auto goes on after step ([12]), from (.*)", said[-1])
+    assert told is not None  # the COMMIT of step 2 may have been under way
+    assert told[2] == str(tmp_path / "disk/store/home.bin")
+    again: list[str] = []
+    train(run_of(tmp_path, "disk", "disk", resume="auto"), announce=again.append)
+    assert f"resumed from step {told[1]} in {told[2]}" in again
     said = fail(run_of(tmp_path, "host", save_every=0), Layer(tmp_path, layer))
     assert said[-1] == "the run failed before anything was saved: --resume auto starts with step 1 again"

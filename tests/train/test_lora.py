@@ -1,5 +1,6 @@
 """``train.method=lora``: adapters beside a frozen model, against PEFT's own loop."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
+from outsize.model.adapters import base_name
 from outsize.train.checkpoint_dir import latest
 from outsize.train.export import export
-from outsize.train.prepare import prepare
+from outsize.train.prepare import Prepared, prepare
 from outsize.train.run import train
 from outsize.train.sources import open_dataset
+from outsize.train.stream import StreamedTrainer
 from outsize.train.verify import verify
 from support import make_run
 
@@ -199,14 +202,67 @@ def test_there_is_nothing_to_merge_in_a_run_of_the_whole_model(tmp_path: Path):
         export(tmp_path / "run", tmp_path / "merged", merge=True)
 
 
+def bytes_per_step(run: Config, directory: Path) -> tuple[Prepared, int, int]:
+    """What goes up and down in a step, counted over all steps of ``run``."""
+    prepared = prepare(run, directory, lambda _: None)
+    with (
+        open_dataset(run, prepared, directory, lambda _: None) as dataset,
+        StreamedTrainer(prepared, directory) as trainer,
+    ):
+        trainer.fill()
+        for _ in trainer.steps(dataset.batch(step, run.sequences_per_step) for step in range(3)):
+            pass
+        trainer.settle()
+        moved = trainer.engine.link_bytes()
+        up, down = moved["up:w0"], moved["down:w0"]
+    assert (up // 3, down // 3) == (prepared.plan.traffic.up, prepared.plan.traffic.down)
+    return prepared, up // 3, down // 3
+
+
 def test_frozen_weights_only_go_up(tmp_path: Path):
-    """Bytes of a step: two loads of a bf16 base at 2 bytes per parameter and no gradient of it."""
-    run = lora_run(tmp_path, model={"dtype": "bf16"}, train={"steps": 3, "save_minutes": 0})
-    spec = prepare(run, tmp_path, lambda _: None).split.spec
-    adapters = 4 * sum(unit.numel for unit in spec.units)
-    frozen = sum(part.numel for unit in spec.units for part in unit.frozen)
-    moved: list[tuple[int, int]] = []
-    train(run, progress=lambda record: moved.append((record.bytes_up, record.bytes_down)))
-    up, down = moved[-1]
-    assert down == adapters  # gradients of the adapters, and none of anything else
+    """Bytes of a step: two loads of a bf16 base at 2 bytes per parameter, and no gradient of it."""
+    prepared, up, down = bytes_per_step(lora_run(tmp_path, model={"dtype": "bf16"}), tmp_path)
+    units = prepared.split.spec.units
+    adapters = 4 * sum(unit.numel for unit in units)
+    frozen = sum(part.numel for unit in units for part in unit.frozen)
+    assert down == adapters  # gradients of the adapters, and of nothing else
     assert up <= 2 * (2 * frozen + adapters)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("nf4", 0.6), ("nf4-double", 0.55)])
+def test_an_encoded_base_crosses_the_link_encoded(codec: str, most: float, tmp_path: Path):
+    """Bytes of a step per frozen parameter and pass, as planned and as counted."""
+    lora = {"base_codec": codec, "table_codec": codec}
+    prepared, up, down = bytes_per_step(lora_run(tmp_path, model={"dtype": "bf16"}, lora=lora), tmp_path)
+    units = prepared.split.spec.units
+    adapters = 4 * sum(unit.numel for unit in units)
+    encoded = [part for unit in units for part in unit.frozen if part.codec is not None]
+    rest = [part for unit in units for part in unit.frozen if part.codec is None]
+    assert down == adapters
+    of_base = up - 2 * sum(part.num_bytes for part in rest) - 2 * adapters
+    padding = 4096 * len(encoded)  # whole sectors; parts of real models are thousands of them
+    assert of_base <= 2 * (most * sum(part.numel for part in encoded) + padding)
+
+
+def test_the_error_of_an_encoded_base_is_told_and_kept(tmp_path: Path):
+    run = lora_run(tmp_path, lora={"base_codec": "nf4"}, train={"steps": 1})
+    said: list[str] = []
+    train(run, announce=said.append)
+    errors = json.loads((tmp_path / "run" / "quantisation.json").read_text())
+    matrices = [n for n in base_of(run).state_dict() if "layers" in n and "norm" not in n]
+    assert {base_name(name) for name in errors} == set(matrices)
+    assert all(0.07 < error < 0.12 for error in errors.values())
+    assert [line for line in said if "root mean square error" in line]
+
+
+def test_a_run_with_an_encoded_base_goes_on(tmp_path: Path):
+    sections: dict[str, Any] = {"lora": {"base_codec": "nf4-double"}, "memory": {"home": "disk"}}
+    whole = lora_run(tmp_path, **sections, train={"run_dir": str(tmp_path / "whole")})
+    train(whole)
+    train(lora_run(tmp_path, **sections, train={"steps": 2}))
+    rest = lora_run(tmp_path, **sections, train={"resume": "auto"})
+    train(rest)
+    one, other = (load_file(newest(run) / "adapter_model.safetensors") for run in (whole, rest))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(ConfigError, match=r"lora\.base_codec"):
+        train(lora_run(tmp_path, train={"resume": "auto"}, memory={"home": "disk"}))

@@ -67,6 +67,38 @@ def test_fp32_adapters_train_on_a_half_precision_base(home: str):
         assert {p.dtype for p in model.parameters()} == dtypes
 
 
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_adapters_train_on_a_base_in_4_bits(home: str):
+    """As over the same model with the weights that the codec gives back, bit for bit."""
+    codecs = {"base_codec": "nf4-double", "table_codec": "int8"}
+    plain = adapted(dtype=torch.bfloat16)
+    exact = {name: value.clone() for name, value in plain.state_dict().items()}
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    with wrapped(adapted(dtype=torch.bfloat16), home=home, microbatches=2, **codecs) as model:
+        plain.load_state_dict(dict(model.state_dict()))
+        differing = {n for n, value in plain.state_dict().items() if not torch.equal(value, exact[n])}
+        assert differing
+        assert not any("lora" in name or "norm" in name for name in differing)
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        for step in range(3):
+            batch = zoo.batch("llama", seed=step, num_sequences=4)
+            with torch.no_grad():
+                assert torch.equal(model(**batch).logits, plain(**batch).logits)
+            assert torch.equal(streamed_backward(model, batch), resident_backward(plain, batch, 2))
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+    assert_equal(
+        model.state_dict(), plain.state_dict()
+    )  # unwrapped, it has the weights that it computed with
+
+
+def test_a_codec_that_frozen_weights_cannot_have_is_refused():
+    with pytest.raises(outsize.ConfigError, match="no codec 'entropy'"):
+        outsize.wrap(adapted(), base_codec="entropy")
+
+
 def test_a_base_that_became_trainable_after_wrap_is_refused():
     with wrapped(adapted()) as model:
         for parameter in model.parameters():

@@ -238,3 +238,27 @@ def test_half_precision_steps_exact_fp32_masters(home: str):
     late = run(True)
     assert_equal(late, run(False))
     assert any(not torch.equal(late[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("home", HOMES)
+def test_a_half_precision_run_goes_on_from_its_masters(home: str, order: str):
+    """Weights rounded to bf16 do not say what their masters were; the optimizer's state does."""
+
+    def go(state: tuple | None, steps: range) -> tuple[dict[str, torch.Tensor], dict]:
+        with wrapped(zoo.build("llama", dtype=torch.bfloat16), home=home, microbatches=2) as model:
+            optimizer = outsize.AdamW(model, lr=1e-3)
+            loads = [lambda: model.load_state_dict(state[0]), lambda: optimizer.load_state_dict(state[1])]
+            for load in (loads if order == "model first" else loads[::-1]) if state else ():
+                load()
+            for step in steps:
+                streamed_backward(model, BATCHES[step])
+                optimizer.step()
+                optimizer.zero_grad()
+            return weights(model), copy.deepcopy(optimizer.state_dict())
+
+    whole, state = go(None, range(4))
+    resumed, its_state = go(go(None, range(2)), range(2, 4))
+    assert_equal(resumed, whole)
+    for number, values in state["state"].items():
+        assert torch.equal(its_state["state"][number]["master"], values["master"])

@@ -9,12 +9,14 @@ from typer.core import TyperGroup
 from outsize import __version__
 from outsize.cli.doctor import doctor
 from outsize.cli.export import export
+from outsize.cli.generate import generate
 from outsize.cli.inspect import inspect
 from outsize.cli.plan import plan
 from outsize.cli.probe import probe
 from outsize.cli.report import report
 from outsize.cli.train import train
 from outsize.cli.verify import verify
+from outsize.cli.watch import watch
 from outsize.errors import OutsizeError
 
 
@@ -60,5 +62,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, doctor, plan, train, verify, inspect, export, report):
+for _command in (probe, doctor, plan, train, verify, generate, inspect, export, report, watch):
     app.command()(_command)

@@ -36,6 +36,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--run-dir", "train.run_dir", str, "Directory of the run; default: runs/<date and time>."),
     ("--lr", "optimizer.lr", float, "Learning rate after warm-up."),
     ("--dtype", "model.dtype", str, "Compute dtype: fp32, bf16, fp16 or auto."),
+    ("--profile", "train.profile_steps", int, "Steps that torch.profiler records into profile.json."),
     (
         "--resume",
         "train.resume",

@@ -23,6 +23,7 @@ class Method(StrEnum):
     """What is trained."""
 
     FULL = "full"
+    LORA = "lora"
 
 
 class Home(StrEnum):
@@ -34,14 +35,23 @@ class Home(StrEnum):
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or bare config.json.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json, or hub id.")
+    ],
     gpus: Annotated[
         str | None, typer.Option(metavar="NxNAME", help="GPUs and a usual host, e.g. 4090, 8x4090, 2xh100.")
     ] = None,
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
     ] = None,
-    method: Annotated[Method, typer.Option(help="What is trained: all parameters.")] = Method.FULL,
+    method: Annotated[
+        Method, typer.Option(help="What is trained: all parameters, or LoRA adapters.")
+    ] = Method.FULL,
+    lora_r: Annotated[int, typer.Option(help="Rank of the adapters.")] = 8,
+    lora_modules: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Adapted layers, e.g. q_proj,v_proj (default) or all-linear."),
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Compute dtype.")] = Dtype.BF16,
     seq_len: Annotated[
         int | None,
@@ -65,6 +75,13 @@ def plan(
         float,
         typer.Option(help="Global norm that gradients are clipped to; 0 is off, and steps overlap more."),
     ] = 1.0,
+    nodes: Annotated[int, typer.Option(help="Machines like this one that share each step.")] = 1,
+    net: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Network of each node, e.g. 25Gb (bits) or 3GB.")
+    ] = None,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Also find the largest models of this family that fit.")
+    ] = False,
     tokens: Annotated[
         str | None, typer.Option(metavar="COUNT", help="Tokens to train on, e.g. 10B, for the time it takes.")
     ] = None,
@@ -72,7 +89,7 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="CHANGE",
-            help="vram=+8GB, ram=+64GB, link=x2, compute=x2, bandwidth=x2, disk=x2, gpus=+1; repeatable.",
+            help="vram=+8GB, ram=+64GB, link=x2, compute=x2, bandwidth=x2, disk=x2, net=x2, gpus=+1, nodes=+1.",
         ),
     ] = None,
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True,
@@ -97,6 +114,11 @@ def plan(
             model,
             gpus=gpus,
             machine=machine,
+            method=method.value,
+            lora_r=lora_r,
+            lora_modules=lora_modules,
+            nodes=nodes,
+            net=net,
             dtype=dtype.value,
             seq_len=seq_len,
             tokens_per_step=tokens_per_step,
@@ -109,9 +131,11 @@ def plan(
             data=data,
         )
         prediction, outcomes, helps = _answer(asked, what_if or [], advice, output)
+        with _uncollected():
+            scaled = plan_question.largest_models(asked) if largest else ()
         _write(asked, prediction, timeline, output_file)
-        output.emit(plan_table.to_dict(asked, prediction, outcomes, helps))
-        output.print_result(plan_table.render(asked, prediction, outcomes, helps))
+        output.emit(plan_table.to_dict(asked, prediction, outcomes, helps, scaled))
+        output.print_result(plan_table.render(asked, prediction, outcomes, helps, scaled))
 
 
 def _answer(
@@ -126,7 +150,7 @@ def _answer(
     from outsize.cli import plan_table
     from outsize.errors import InfeasiblePlanError
     from outsize.planner.search import fastest
-    from outsize.planner.what_if import outcome, parse_change, usual_changes
+    from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 
     for change in changes:
         parse_change(change)
@@ -139,7 +163,9 @@ def _answer(
             raise
         usual = usual_changes(asked.question, prediction) if advice else ()
         outcomes = [outcome(asked.question, prediction, change) for change in changes]
-        helps = [outcome(asked.question, prediction, change) for change in usual if change not in changes]
+        # A step of several GPUs takes a second to simulate; what would help is told from estimates then.
+        judge = estimated_outcome if prediction.num_gpus > 1 else outcome
+        helps = [judge(asked.question, prediction, change) for change in usual if change not in changes]
     return prediction, outcomes, helps
 
 

@@ -1,28 +1,35 @@
 """From the options of ``outsize plan`` to a question for the planner, and from its answer to a ``train.yaml``."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from outsize.cli.model_config import read_config
+from outsize.cli.plan_largest import Scaled, largest
 from outsize.config import Config, dump_config, load_config
-from outsize.errors import CheckpointError, ConfigError, ModelError
+from outsize.errors import ConfigError
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
+from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Machine
+from outsize.model.lora_from_config import adapted_workload, parse_modules, with_adapters
+from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
+from outsize.planner.search import fits_at_all
 from outsize.units import parse_count
 
 # Sequences of a step, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES = 64
 DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
+# Rank and modules.
+Adapters = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +41,18 @@ class Asked:
         question: for the planner.
         config: of the run that is asked about; its microbatches are those given, or one.
         tokens: to train on; None where the user named none.
+        method: what trains, for people.
+        hf_config: of the model.
+        adapters: rank and modules; None for full training.
     """
 
     name: str
     question: Question
     config: Config
     tokens: float | None
+    method: str
+    hf_config: Mapping[str, Any]
+    adapters: Adapters | None
 
     @property
     def steps(self) -> int | None:
@@ -52,6 +65,11 @@ def ask(
     *,
     gpus: str | None,
     machine: Path | None,
+    method: str,
+    lora_r: int,
+    lora_modules: str | None,
+    nodes: int,
+    net: str | None,
     dtype: str,
     seq_len: int | None,
     tokens_per_step: int | None,
@@ -70,8 +88,9 @@ def ask(
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
     box = _machine(gpus, machine)
-    directory, hf_config = _read_config(model)
-    shape, spec = read_shape(hf_config), spec_from_config(hf_config, dtype)
+    path, hf_config = read_config(model)
+    adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None
+    spec, workload_of = model_of(hf_config, dtype, adapters)
     limit = hf_config.get("max_position_embeddings")
     if seq_len is None:
         seq_len = min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
@@ -79,7 +98,7 @@ def ask(
         raise ConfigError(f"--seq-len: {seq_len} is longer than the {limit} positions of the model; lower it")
     config = load_config(
         flags={
-            "model.path": str(directory),
+            "model.path": path,
             "model.dtype": dtype,
             "data.path": data,
             "data.seq_len": seq_len,
@@ -92,6 +111,8 @@ def ask(
             "memory.device_memory": device_memory,
             "memory.host_memory": host_memory,
             "memory.home": home,
+            **({"train.method": "lora", "lora.r": lora_r} if adapters else {}),
+            **({"lora.target_modules": ",".join(adapters[1])} if adapters and lora_modules else {}),
         },
         environ={},
     )
@@ -100,15 +121,59 @@ def ask(
         machine=box,
         budgets=_budgets(box, config),
         home=cast(Literal["auto", "host", "disk"], home),
-        sequences=config.sequences_per_step,
+        sequences=_share_of(config.sequences_per_step, nodes),
         seq_len=seq_len,
         microbatches=microbatches,
         clip=max_grad_norm > 0 or dtype == "fp16",
-        workload_of=lambda sequences: count_workload(shape, dtype, sequences=sequences, seq_len=seq_len),
+        workload_of=lambda sequences: workload_of(sequences, seq_len),
+        nodes=nodes,
+        net_bytes_per_s=_net(nodes, net),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
         fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in box.gpus) else 0,
     )
-    return Asked(name=model, question=question, config=config, tokens=_tokens(tokens))
+    return Asked(
+        name=model,
+        question=question,
+        config=config,
+        tokens=_tokens(tokens),
+        method="full training" if adapters is None else f"LoRA of rank {lora_r} on {', '.join(adapters[1])}",
+        hf_config=hf_config,
+        adapters=adapters,
+    )
+
+
+def model_of(
+    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None
+) -> tuple[ModelSpec, Callable[[int, int], Workload]]:
+    """Return the units of a model, and what a microbatch of so many sequences of so many tokens takes.
+
+    Raises:
+        ModelError: a family whose sizes its config does not tell.
+        ConfigError: adapters for layers that it does not have.
+    """
+    shape, spec = read_shape(hf_config), spec_from_config(hf_config, dtype)
+
+    def plain(sequences: int, seq_len: int) -> Workload:
+        return count_workload(shape, dtype, sequences=sequences, seq_len=seq_len)
+
+    if adapters is None:
+        return spec, plain
+    adapted = with_adapters(spec, *adapters)
+    return adapted, lambda sequences, seq_len: adapted_workload(plain(sequences, seq_len), adapted)
+
+
+def largest_models(asked: Asked) -> tuple[Scaled, ...]:
+    """Return the largest models of the family that fit the same budgets, with microbatches of one sequence."""
+    question = replace(asked.question, microbatches=asked.question.sequences)
+
+    def fits(hf_config: Mapping[str, Any]) -> int | None:
+        spec, workload_of = model_of(hf_config, asked.config.model.dtype, asked.adapters)
+        other = replace(
+            question, model=spec, workload_of=lambda sequences: workload_of(sequences, question.seq_len)
+        )
+        return spec.num_parameters if fits_at_all(other) else None
+
+    return largest(asked.hf_config, fits)
 
 
 def train_yaml(asked: Asked, prediction: Prediction) -> str:
@@ -138,21 +203,29 @@ def _devices(count: int, device: str) -> str:
     return "cuda:" + ",".join(map(str, range(count))) if count > 1 else device
 
 
-def _read_config(model: str) -> tuple[Path, Mapping[str, Any]]:
-    """Return the directory of a model and its config."""
-    path = Path(model).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        raise ModelError(f"{model}: no such file or directory; give a model directory or its config.json")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{model} has no config.json") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {file} as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} is not the config of a model: expected an object")
-    return file.parent, found
+def _share_of(sequences: int, nodes: int) -> int:
+    if nodes < 1:
+        raise ConfigError(f"--nodes: {nodes} machines train nothing")
+    if sequences % nodes:
+        raise ConfigError(f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes")
+    return sequences // nodes
+
+
+def _net(nodes: int, text: str | None) -> Figure | None:
+    """Return the rate of a network, in bits per second where it ends in ``b`` or in bytes where in ``B``."""
+    if nodes == 1:
+        if text is not None:
+            raise ConfigError("--net has no effect with one node; say how many with --nodes")
+        return None
+    if text is None:
+        raise ConfigError("--nodes needs the rate of the network: --net 25Gb")
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT])(b|bit|B)(?:/s|ps)?\s*", text)
+    if match is None or not float(match[1]):
+        raise ConfigError(
+            f"--net: not a rate: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"
+        )
+    rate = float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+    return Figure(value=rate if match[3] == "B" else rate / 8, source=f"--net {text.strip()}")
 
 
 def _machine(gpus: str | None, file: Path | None) -> Machine:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outsize.cli.plan_largest import Scaled
 from outsize.cli.plan_question import Asked
 from outsize.planner.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.prediction import Prediction
@@ -18,7 +19,11 @@ WIDTH = 110
 
 
 def to_dict(
-    asked: Asked, prediction: Prediction, outcomes: Sequence[Outcome], helps: Sequence[Outcome]
+    asked: Asked,
+    prediction: Prediction,
+    outcomes: Sequence[Outcome],
+    helps: Sequence[Outcome],
+    scaled: Sequence[Scaled] = (),
 ) -> dict[str, Any]:
     """Return everything that is known, in what JSON knows."""
     question = asked.question
@@ -26,8 +31,11 @@ def to_dict(
         "kind": "prediction",
         "model": asked.name,
         "num_parameters": question.model.num_parameters,
+        "num_trainable": question.model.num_trainable,
+        "method": asked.config.train.method,
         "machine": question.machine.name,
-        "dtype": question.model.dtype,
+        "nodes": question.nodes,
+        "dtype": question.model.compute_dtype,
         "seq_len": question.seq_len,
         "tokens_per_step": question.tokens_per_step,
         "verdict": "fits",
@@ -38,21 +46,27 @@ def to_dict(
         "eta_s": None if asked.steps is None else asked.steps * prediction.step_s,
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
+        "largest": [asdict(model) for model in scaled],
         "assumptions": [*ALWAYS, *prediction.assumptions],
         "figures": [asdict(figure) for figure in figures_used(question, prediction)],
     }
 
 
 def render(
-    asked: Asked, prediction: Prediction, outcomes: Sequence[Outcome], helps: Sequence[Outcome]
+    asked: Asked,
+    prediction: Prediction,
+    outcomes: Sequence[Outcome],
+    helps: Sequence[Outcome],
+    scaled: Sequence[Scaled] = (),
 ) -> str:
     """Return the tables as text."""
     question = asked.question
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+    nodes = f"{question.nodes} nodes of " if question.nodes > 1 else ""
     console.print(
-        f"{asked.name}: {format_count(question.model.num_parameters)} parameters, {question.model.dtype}, "
-        f"full training on {question.machine.name}"
+        f"{asked.name}: {format_count(question.model.num_parameters)} parameters, {question.model.compute_dtype}, "
+        f"{asked.method} on {nodes}{question.machine.name}"
     )
     console.print("A prediction from the figures below, not a measurement.\n")
     console.print(_memory_table(asked, prediction))
@@ -62,7 +76,11 @@ def render(
     if outcomes:
         console.print(_outcome_table("what if", outcomes))
     if helps:
-        console.print(_outcome_table("what would help", helps))
+        about = any(outcome.estimated for outcome in helps)
+        title = "what would help, estimated (--what-if simulates)" if about else "what would help"
+        console.print(_outcome_table(title, helps))
+    if scaled:
+        console.print(_largest_table(scaled))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
     for assumption in (*ALWAYS, *prediction.assumptions):
@@ -149,6 +167,15 @@ def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
+def _largest_table(scaled: Sequence[Scaled]) -> Table:
+    table = _table("the largest of this family that fits", "parameters", "layers", "width")
+    for model in scaled:
+        count = format_count(model.num_parameters)
+        table.add_row(f"  {model.what}", count, str(model.layers), str(model.hidden))
+    table.add_row("", "", "", "")
+    return table
+
+
 def _figure_table(figures: Sequence[UsedFigure]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
     for header in ("figures", "", "source"):
@@ -167,6 +194,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
     return {
         "change": outcome.change,
         "fits": prediction is not None,
+        "estimated": outcome.estimated,
         "gain": outcome.gain,
         "error": outcome.error or None,
         "tokens_per_s": None if prediction is None else prediction.tokens_per_s,

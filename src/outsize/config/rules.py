@@ -61,7 +61,8 @@ def _lora(config: "Config") -> list[str]:
 
 def settings_without_effect(config: "Config") -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
-    data, train, memory = config.data, config.train, config.memory
+    data, train, memory, telemetry = config.data, config.train, config.memory, config.telemetry
+    untracked = not {"wandb", "trackio"} & set(telemetry.writers)
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
     several = memory.device == "cuda:all" or "," in memory.device
@@ -83,6 +84,8 @@ def settings_without_effect(config: "Config") -> list[str]:
             (config.lora, f"lora.{key}", full, "train.method is full")
             for key in type(config.lora).model_fields
         ),
+        (telemetry, "telemetry.project", untracked, "neither wandb nor trackio is among telemetry.writers"),
+        (telemetry, "telemetry.every", not telemetry.writers, "telemetry.writers is empty"),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),
         (memory, "memory.slots", several, stages),
         (memory, "memory.prefetch", several, stages),

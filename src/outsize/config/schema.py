@@ -1,4 +1,4 @@
-"""What can be configured: six sections, every key with its default, its unit and its meaning.
+"""What can be configured: seven sections, every key with its default, its unit and its meaning.
 
 The descriptions below are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that
@@ -180,7 +180,12 @@ class TrainConfig(Section):
         default="none",
         description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
         "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
-        "the newest one of that run.",
+        "the newest one of that run; checkpoints of the Hugging Face Trainer are taken too.",
+    )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps, from the third of the process on, that torch.profiler records into run_dir/profile.json.",
     )
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise",
@@ -195,7 +200,8 @@ class TrainConfig(Section):
     stall_factor: float = Field(
         default=10.0,
         ge=1,
-        description="A step is stalled if none of its ops ends for this many times the median of the steps before.",
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before, or "
+        "the predicted step until one was measured.",
     )
     stall_floor_s: float = Field(
         default=600.0,
@@ -210,7 +216,7 @@ class TrainConfig(Section):
 class LoraConfig(Section):
     """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
 
-    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where a codec does not say otherwise.
+    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
     """
 
     r: int = Field(default=8, ge=1, description="Rank of the adapters.")
@@ -391,6 +397,21 @@ class TransportConfig(Section):
     )
 
 
+class TelemetryConfig(Section):
+    """Who is told what a run does, besides its own directory."""
+
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(),
+        strict=False,
+        description="Trackers that are told of steps too, e.g. `[tensorboard]`; each is an extra of the same name. "
+        "One that fails is left out, and the run goes on.",
+    )
+    project: str = Field(
+        default="outsize", min_length=1, description="Project that wandb and trackio keep the run in."
+    )
+    every: int = Field(default=1, ge=1, description="Steps between two that trackers are told of.")
+
+
 class Config(Section):
     """One training run."""
 
@@ -401,6 +422,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     transport: TransportConfig = TransportConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

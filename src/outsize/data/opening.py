@@ -1,7 +1,8 @@
 """Opening a data set: find, detect, tokenise or reuse, lay out."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from outsize.data.cache import CachedTokens, fingerprint, new_entry, write_index
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.documents import DocumentReader
-from outsize.data.encode import Encoder, batches
+from outsize.data.encode import Encoded, Encoder, batches
 from outsize.data.files import Sources, find_sources
 from outsize.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
 from outsize.data.packed import Layout, OnePerDocument, Packed, PackedDataset
@@ -153,8 +154,8 @@ def _open_cached(
         return CachedTokens(entry)
     with new_entry(entry) as directory, ExitStack() as files:
         writer = TokenWriter(directory, masked=masked, files=files)
-        for batch in batches(reader.documents()):
-            for encoded in encoder.encode(batch):
+        for encoded_batch in _encoded_ahead(encoder, reader):
+            for encoded in encoded_batch:
                 writer.append(encoded)
             if progress is not None:
                 progress(reader.bytes_read, reader.sources.num_bytes)
@@ -162,6 +163,23 @@ def _open_cached(
         write_index(directory, _detect(reader, writer, encoder, tokenizer, forced=requested != "auto"))
     trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
     return CachedTokens(entry)
+
+
+def _encoded_ahead(encoder: Encoder, reader: DocumentReader) -> Iterator[list[Encoded]]:
+    """Yield the batches of a data set as tokens, in order, each encoded while its neighbours are read and written.
+
+    The tokenizer's threads would else wait for as long as this one parses and writes: a tenth of the time on two cores.
+    One batch is in the making at a time; an error of it is raised where it would be yielded.
+    """
+    with ThreadPoolExecutor(1, "outsize-encode") as ahead:
+        pending: Future[list[Encoded]] | None = None
+        for batch in batches(reader.documents()):
+            following = ahead.submit(encoder.encode, batch)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
 
 
 def _detect(

@@ -8,15 +8,11 @@ import re
 from difflib import get_close_matches
 
 from outsize.errors import ConfigError
+from outsize.hardware.pcie import theory_bytes_per_s
 from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
 
 GIB = 2**30
 
-# One lane, one direction, bytes per second after 128b/130b encoding: 8, 16 and 32 GT/s.
-PCIE_LANE_BYTES_PER_S = {
-    generation: Figure(value=rate * 1e9 * 128 / 130 / 8, source=f"PCIe {generation}.0 base specification")
-    for generation, rate in ((3, 8), (4, 16), (5, 32))
-}
 # What pinned copies of 64 MiB and more reach of it: 12.3 of 15.8, 25 of 31.5 and 55 of 63 GB/s.
 PCIE_EFFICIENCY = {
     3: Figure(value=0.78, source="assumed: 12.3 GB/s are common on x16"),
@@ -106,10 +102,11 @@ def pcie_bytes_per_s(generation: int, lanes: int = 16) -> Figure:
     Raises:
         ConfigError: there is no figure for that generation, or no such width.
     """
-    if generation not in PCIE_LANE_BYTES_PER_S or lanes not in (1, 2, 4, 8, 16):
+    if generation not in PCIE_EFFICIENCY or lanes not in (1, 2, 4, 8, 16):
         raise ConfigError(f"no figure for PCIe {generation}.0 x{lanes}; there are 3 to 5, x1 to x16")
-    peak, share = PCIE_LANE_BYTES_PER_S[generation], PCIE_EFFICIENCY[generation]
-    return Figure(value=peak.value * lanes * share.value, source=f"{peak.source}, x{lanes}; {share.source}")
+    peak, share = theory_bytes_per_s(generation, lanes), PCIE_EFFICIENCY[generation]
+    source = f"PCIe {generation}.0 base specification, x{lanes}; {share.source}"
+    return Figure(value=peak * share.value, source=source)
 
 
 def find_gpu(name: str) -> Gpu:

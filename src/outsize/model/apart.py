@@ -57,11 +57,16 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
     return matrices - tables, tables
 
 
-def dtype_and_parts(model: nn.Module) -> tuple[str, Apart]:
+def dtype_and_parts(model: nn.Module, base_codec: str = "raw", table_codec: str = "raw") -> tuple[str, Apart]:
     """Return the dtype of what trains in ``model``, and in which frozen part the parameter of a name lies, if any.
 
     Apart lies what is frozen and has another dtype, or shares a unit with something trained that is smaller than
-    what is frozen there. Where nothing trains the dtype is that of most parameters.
+    what is frozen there, or is written by a codec. Where nothing trains the dtype is that of most parameters.
+
+    Args:
+        model: ``requires_grad`` says what trains.
+        base_codec: how frozen matrices of its blocks are written, see `matrices_and_tables`.
+        table_codec: how its embedding and head are.
 
     Raises:
         ModelError: what trains has several dtypes, or a parameter one that is not fp32, bf16 or fp16.
@@ -78,11 +83,12 @@ def dtype_and_parts(model: nn.Module) -> tuple[str, Apart]:
         )
     dtype = DTYPE_NAME[trained.pop() if trained else _most(named)]
     small = _beside_adapters(model, dtype)
-    kinds = {
-        name: frozen_part(DTYPE_NAME[p.dtype])
-        for name, p in named.items()
-        if not p.requires_grad and (DTYPE_NAME[p.dtype] != dtype or name in small)
-    }
+    matrices, tables = matrices_and_tables(model)
+    kinds = {}
+    for name, p in named.items():
+        codec = base_codec if name in matrices else table_codec if name in tables else "raw"
+        if not p.requires_grad and (codec != "raw" or DTYPE_NAME[p.dtype] != dtype or name in small):
+            kinds[name] = frozen_part(DTYPE_NAME[p.dtype], codec)
     return dtype, kinds.get
 
 

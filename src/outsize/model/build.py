@@ -97,6 +97,7 @@ def build_skeleton(
     dtype: str = "fp32",
     attention: str = "auto",
     trust_remote_code: bool = False,
+    head: bool = True,
 ) -> nn.Module:
     """Return the model of ``hf_config`` in training mode: parameters on the meta device, buffers real.
 
@@ -111,6 +112,7 @@ def build_skeleton(
         attention: ``auto`` (sdpa where the architecture has it, else eager) or a name that transformers
             knows.
         trust_remote_code: whether code that comes with the model may run.
+        head: False leaves the head out: the model that ends in hidden states.
 
     Raises:
         ModelError: not a language model outsize can train, or it cannot be built as asked.
@@ -126,7 +128,7 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if attention != "auto":
         options["attn_implementation"] = attention
-    factory = _factory(config)
+    factory = _factory(config) if head else _headless()
     try:
         with _parameters_on_meta():
             model: nn.Module = factory(config, **options)
@@ -176,6 +178,12 @@ def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
     )
     auto = AutoModelForMaskedLM if as_encoder else AutoModelForCausalLM
     return cast(Callable[..., nn.Module], auto.from_config)
+
+
+def _headless() -> Callable[..., nn.Module]:
+    from transformers import AutoModel
+
+    return cast(Callable[..., nn.Module], AutoModel.from_config)
 
 
 def _is_named_causal(config: "PretrainedConfig") -> bool:

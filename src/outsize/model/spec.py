@@ -162,6 +162,14 @@ class ModelSpec:
         return frozenset(parts | {self.dtype for unit in self.units if unit.tensors})
 
     @property
+    def compute_dtype(self) -> str:
+        """The dtype in which most weights compute: where little is trained beside much that is frozen, the latter's."""
+        sizes = {self.dtype: sum(unit.numel for unit in self.units)}
+        for part in (part for unit in self.units for part in unit.frozen):
+            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.numel
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
     def num_parameters(self) -> int:
         """Parameters without padding, each counted once."""
         return sum(tensor.numel for unit in self.units for tensor in unit.all_tensors)
@@ -188,6 +196,7 @@ class Workload:
         forward_workspace_bytes: by unit kind, the most that its forward allocates beyond its input.
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
         held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
+        gradient_flops: of each streamed unit's backward, without what it recomputes.
     """
 
     tokens: int
@@ -196,6 +205,7 @@ class Workload:
     forward_workspace_bytes: Mapping[str, int]
     backward_workspace_bytes: Mapping[str, int]
     held_bytes: int
+    gradient_flops: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from torch import nn
 
 from outsize.errors import ModelError
 
+Outside = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
 
 @dataclass(frozen=True, slots=True)
 class UnitCall:
@@ -38,11 +40,13 @@ class Finished:
 class Boundaries:
     """Replaces the forward of each unit by a boundary, until closed.
 
-    Outside a `Walk` a boundary calls the real forward, so the model still works as before.
+    Outside a `Walk` a boundary calls the real forward, so the model still works as before; or ``outside``, where
+    somebody has put a function ``(unit, real forward, args, kwargs)`` there.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.forwards: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self.outside: Outside | None = None
         self._modules = tuple(modules)
         self._had_own = tuple("forward" in vars(module) for module in modules)
         for index, module in enumerate(modules):
@@ -55,6 +59,8 @@ class Boundaries:
             current = greenlet.getcurrent()
             if isinstance(current, _Coroutine):
                 return current.parent.switch(UnitCall(index, args, kwargs))
+            if self.outside is not None:
+                return self.outside(index, real, args, kwargs)
             return real(*args, **kwargs)
 
         return boundary

@@ -29,13 +29,15 @@ def count_workload(
     """
     tokens, size = sequences * seq_len, ITEMSIZE[dtype]
     boundary = tokens * shape.hidden * size
+    flops = forward_flops(shape, sequences, seq_len)
     table = shape.vocabulary * shape.hidden * size
     chunk = min(chunk_tokens, tokens)
     # The norm before the head is computed in fp32, twice as wide as the hidden state in all.
     head = LOGIT_BYTES * chunk * shape.vocabulary + tokens * shape.hidden * (8 + 2 * size)
     return Workload(
         tokens=tokens,
-        forward_flops=forward_flops(shape, sequences, seq_len),
+        forward_flops=flops,
+        gradient_flops=tuple(2 * forward for forward in flops),  # two products for each of the forward's
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
         backward_workspace_bytes={

@@ -33,7 +33,7 @@ class UsedFigure:
 
 def figures_used(question: Question, prediction: Prediction) -> tuple[UsedFigure, ...]:
     """Return the figures of the first GPU, its link, the host, and the disk where anything is on it."""
-    machine, dtype = question.machine, question.model.dtype
+    machine, dtype = question.machine, question.model.compute_dtype
     gpu, link, host, disk = machine.gpus[0], machine.links[0], machine.host, machine.disk
     rows = [
         (f"{gpu.name} {dtype} peak", gpu.peak_flops_per_s[dtype], "FLOP/s"),

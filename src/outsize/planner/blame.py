@@ -23,6 +23,8 @@ CAUSES = {
     "STEP": "the optimizer on the host",
     "READ": "disk reads",
     "WRITE": "disk writes",
+    "REDUCE": "gradients of other nodes",
+    "GATHER": "weights of other nodes",
 }
 COMPUTE = "another GPU's compute"
 STEP_BEFORE = "the step before to end"

@@ -50,6 +50,8 @@ def cost_model(
     below: Tier = "host",
     tile_elements: int = 0,
     transport: Transport = NO_CODECS,
+    nodes: int = 1,
+    net_bytes_per_s: float = 0.0,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
@@ -67,8 +69,13 @@ def cost_model(
     }
     if disk is not None:
         capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
-    pricing = _Pricing(machine, model, layout, times, boundary_bytes, home, below, tile_elements, transport)
-    return CostModel(cost_of=pricing.cost_of, capacity=capacity)
+    pricing = _Pricing(
+        machine, model, layout, times, boundary_bytes, home, below, tile_elements, transport, nodes
+    )
+    if nodes == 1:
+        return CostModel(cost_of=pricing.cost_of, capacity=capacity)
+    capacity["network"] = net_bytes_per_s
+    return CostModel(cost_of=pricing.cost_of, capacity=capacity, exchange=pricing.exchange)
 
 
 def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
@@ -87,6 +94,7 @@ class _Pricing:
     below: Tier
     tile_elements: int
     transport: Transport
+    nodes: int
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
@@ -98,7 +106,7 @@ class _Pricing:
             # An R has recomputed it, or an FK kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             apart = apart or layout.is_kept(unit, op.microbatch or 0)
-            # Times that were measured on a busy machine may say that a recompute takes longer than all of a backward.
+            # Where both were timed, of very small units, the forward may have come out as the longer one.
             return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
@@ -112,7 +120,9 @@ class _Pricing:
             return self._copy(op, size, way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            return Cost(seconds=self._encode_s(op), amount=ADAMW_BYTES * self._elements(op), through=through)
+            # Nodes that share a step step a share of each unit.
+            amount = ADAMW_BYTES * self._elements(op) / self.nodes
+            return Cost(seconds=self._encode_s(op), amount=amount, through=through)
         if op.kind in (Kind.READ, Kind.WRITE):
             return self._disk(op)
         if op.kind is Kind.COMMIT:
@@ -123,8 +133,7 @@ class _Pricing:
         """Return the bytes of a LOAD, SUM or GRAD on the link."""
         unit = op.unit or 0
         if op.kind is Kind.LOAD:
-            plain_bytes = self.layout.weight_bytes[unit]
-            return load_bytes(self.transport, self.model.units[unit], self.model.dtype, plain_bytes)
+            return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
         size = self.layout.gradient_bytes[unit]
         return gradient_bytes(self.transport, size) if op.kind is Kind.GRAD else size
 
@@ -134,6 +143,15 @@ class _Pricing:
             return 0.0
         size = self.model.units[op.unit or 0].weight_bytes(self.model.dtype)
         return size / self.transport.spec("weights").encode_bytes_per_s
+
+    def exchange(self, op: Op) -> Cost:
+        """Return what a node sends, and receives, for the gradient (GRAD) or the weights (STEP) of a unit.
+
+        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction.
+        """
+        size = ITEMSIZE[self.model.dtype] if op.kind is Kind.STEP else 4
+        amount = self._elements(op) * size * (self.nodes - 1) / self.nodes
+        return Cost(amount=amount, through=("network", "host memory"))
 
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""
@@ -149,11 +167,14 @@ class _Pricing:
     def _disk(self, op: Op) -> Cost:
         unit, read = op.unit or 0, op.kind is Kind.READ
         if op.tile is None:
-            size = self.layout.weight_bytes[unit] if read else self.layout.gradient_bytes[unit]
+            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit]
         else:
             weights = 0 if self.model.dtype == "fp32" else ITEMSIZE[self.model.dtype]
             size = self._elements(op) * (16 if read else 12 + weights)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
+
+    def _link_bytes(self, unit: int) -> int:
+        return self.model.units[unit].link_bytes(self.model.dtype)
 
     def _elements(self, op: Op) -> int:
         numel = self.model.units[op.unit or 0].numel

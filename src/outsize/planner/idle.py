@@ -10,7 +10,8 @@ step has stretches in which no op can run because none has been submitted. So a 
 2. the time between the two is ``python``: nothing kept the later op but the program that runs it;
 3. the part of the earlier op within the gap is booked on its cause and its lane, and the walk goes on from there;
 4. where an op waited for nothing it was submitted late. What is left of the gap is ``loader`` while the run waited
-   for its batch, ``between steps`` before it asked for one, and ``python`` elsewhere.
+   for its batch, ``between steps`` before it asked for one (or ``checkpoint``, as far as it waited for one there),
+   and ``python`` elsewhere.
 
 Each gap is cut into parts without overlap, so what is booked adds up to the idle time.
 """
@@ -22,6 +23,10 @@ from dataclasses import dataclass
 
 from outsize.planner.timeline import Event
 
+WORKERS, LOADER, BETWEEN, PYTHON = "workers", "loader", "between steps", "python"
+CHECKPOINT, STORE_LANE = "checkpoint", "store"
+# The owner of what no lane was at work for.
+NOBODY = "none"
 # What compute waits for, by the first word of an op.
 CAUSES: Mapping[str, str] = {
     "LOAD": "weights",
@@ -36,11 +41,8 @@ CAUSES: Mapping[str, str] = {
     "READ": "disk",
     "WRITE": "disk",
     "COMMIT": "commit",
-    "STORE": "checkpoint",
+    "STORE": CHECKPOINT,
 }
-WORKERS, LOADER, BETWEEN, PYTHON = "workers", "loader", "between steps", "python"
-# Owners that are not lanes.
-NOBODY = "none"
 ALL_CAUSES = (*dict.fromkeys(CAUSES.values()), WORKERS, LOADER, BETWEEN, PYTHON)
 
 Booked = dict[str, dict[str, float]]
@@ -55,12 +57,14 @@ class Window:
         asked_s: when the run asked for its batch.
         given_s: when it had the batch; ops are submitted from then on.
         ended_s: when loss and norm of the step were known.
+        saving_s: how long until ``asked_s`` the run waited for a checkpoint, or made one.
     """
 
     began_s: float
     asked_s: float
     given_s: float
     ended_s: float
+    saving_s: float = 0.0
 
 
 class Waits:
@@ -152,11 +156,14 @@ class Waits:
 
     def _book_nobody(self, start_s: float, end_s: float, booked: defaultdict[tuple[str, str], float]) -> None:
         window = self._window
-        between_s = _overlap(start_s, end_s, window.began_s, window.asked_s)
+        saving_from_s = max(window.began_s, window.asked_s - window.saving_s)
+        between_s = _overlap(start_s, end_s, window.began_s, saving_from_s)
+        saving_s = _overlap(start_s, end_s, saving_from_s, window.asked_s)
         loader_s = _overlap(start_s, end_s, window.asked_s, window.given_s)
         booked[BETWEEN, NOBODY] += between_s
+        booked[CHECKPOINT, STORE_LANE] += saving_s
         booked[LOADER, NOBODY] += loader_s
-        booked[PYTHON, NOBODY] += max(0.0, end_s - start_s) - between_s - loader_s
+        booked[PYTHON, NOBODY] += max(0.0, end_s - start_s) - between_s - saving_s - loader_s
 
 
 # What a step that is known has not waited for.

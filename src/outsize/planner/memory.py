@@ -200,10 +200,11 @@ def count_traffic(
 
     for op in program:
         unit = op.unit or 0
+        loaded = model.units[unit].link_bytes(model.dtype)
         on_disk = below == "disk" and home == "disk"
         if op.kind is Kind.LOAD:
-            moved["up"] += load_bytes(transport, model.units[unit], model.dtype, layout.weight_bytes[unit])
-            moved["disk_read"] += layout.weight_bytes[unit] * on_disk
+            moved["up"] += load_bytes(transport, model.units[unit], model.dtype)
+            moved["disk_read"] += loaded * on_disk
         elif op.kind is Kind.SUM:
             moved["up"] += layout.gradient_bytes[unit]
         elif op.kind is Kind.GRAD:
@@ -216,7 +217,7 @@ def count_traffic(
             moved["up"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:
-            moved["disk_read"] += layout.weight_bytes[unit]
+            moved["disk_read"] += loaded
         elif op.kind is Kind.READ:
             moved["disk_read"] += elements(op) * read_bytes
         elif op.kind is Kind.WRITE and op.tile is None:

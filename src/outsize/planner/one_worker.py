@@ -5,7 +5,7 @@ from outsize.planner.costs import cost_model
 from outsize.planner.expectation import coarser
 from outsize.planner.memory import NO_CODECS, Tier
 from outsize.planner.plan import plan_step
-from outsize.planner.question import Question, demand_of
+from outsize.planner.question import Question, demand_of, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.unit_times import unit_times
@@ -34,11 +34,12 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         machine,
         model,
         layout,
-        unit_times(machine, model.dtype, work),
+        unit_times(machine, model.compute_dtype, work),
         work.boundary_bytes,
         home=home,
         tile_elements=tile_elements,
         transport=transport,
+        **exchange_of(question),
     )
     return Candidate(
         microbatches=microbatches,
@@ -49,4 +50,5 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         layout=layout,
         programs=[build_step(layout)] * NUM_STEPS,
         costs=costs,
+        assumptions=node_assumptions(question),
     )

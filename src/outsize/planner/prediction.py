@@ -10,11 +10,11 @@ from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, GRADIENT, MASTER, WEIGHTS, p
 from outsize.planner.blame import waits_by_cause
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.memory import Tier
+from outsize.planner.ops import Kind
 from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
 from outsize.planner.stages import Stages
 from outsize.planner.timeline import Timeline
-from outsize.planner.unit_times import BACKWARD_FORWARDS
 
 # A resource that is in use for this share of a step ends it: more of anything else gains little.
 FULL_SHARE = 0.85
@@ -117,7 +117,7 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
     lanes = [f"compute:w{worker}" for worker in range(num_gpus)]
     busy_s = sum(steady.busy_s(lane) for lane in lanes)
     available = step_s * sum(
-        gpu.peak_flops_per_s[candidate.model.dtype].value for gpu in question.machine.gpus[:num_gpus]
+        gpu.peak_flops_per_s[candidate.model.compute_dtype].value for gpu in question.machine.gpus[:num_gpus]
     )
     scale = question.sequences * question.seq_len / candidate.work.tokens
     return Prediction(
@@ -128,7 +128,7 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
         memory=_by_plane(candidate),
         step_s=step_s,
         tokens_per_s=question.tokens_per_step / step_s,
-        mfu=BACKWARD_FORWARDS * scale * sum(candidate.work.forward_flops) / available,
+        mfu=scale * sum(candidate.work.forward_flops + candidate.work.gradient_flops) / available,
         bubble=max(0.0, 1 - busy_s / (num_gpus * steady.span_s)),
         stalls=_stalls(steady, lanes),
         usage=_usage(candidate, busy_s / num_gpus, step_s),
@@ -150,6 +150,8 @@ def _by_plane(candidate: Candidate) -> Table:
         )
         for plane, size in planes.items():
             parts[_PLANE_CLASS[plane]] += unit.numel * size
+        for part in unit.frozen:
+            parts["frozen weights"] += part.home_bytes
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},
@@ -181,8 +183,13 @@ def _usage(candidate: Candidate, busy_s: float, step_s: float) -> dict[str, floa
     Links of a kind count as one, the busiest of them. Resources that nothing goes through are left out.
     """
     amounts: dict[str, float] = defaultdict(float)
-    for op in candidate.programs[-1]:
-        cost = candidate.costs.cost_of(op)
+    program = candidate.programs[-1]
+    costs = [candidate.costs.cost_of(op) for op in program]
+    if candidate.costs.exchange is not None:
+        whole = {op.unit: op for op in program if op.kind is Kind.GRAD}.values()
+        steps = (op for op in program if op.kind is Kind.STEP)
+        costs += [candidate.costs.exchange(op) for op in (*whole, *steps)]
+    for cost in costs:
         for name in cost.through:
             amounts[name] += cost.amount
     shares = {COMPUTE: busy_s / step_s}
@@ -205,9 +212,9 @@ _RESOURCES = {
 def _break_even(question: Question, candidate: Candidate) -> BreakEven:
     """Return the break-even of the block that loads longest for what it computes."""
     machine, work, model = question.machine, candidate.work, candidate.model
-    rate = min(gpu.flops_per_s(model.dtype) for gpu in machine.gpus)
+    rate = min(gpu.flops_per_s(model.compute_dtype) for gpu in machine.gpus)
     link = min(link.up_bytes_per_s.value for link in machine.links)
-    loads_s = [unit.weight_bytes(model.dtype) / link for unit in model.units[: model.num_streamed]]
+    loads_s = [unit.link_bytes(model.dtype) / link for unit in model.units[: model.num_streamed]]
     tokens = max(
         load_s * rate * work.tokens / flops
         for load_s, flops, unit in zip(loads_s, work.forward_flops, model.units, strict=False)

@@ -2,14 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from outsize.codecs.transport import Transport
-from outsize.hardware.spec import Machine
+from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec import ModelSpec, Workload
 from outsize.planner.memory import NO_CODECS, Demand
 from outsize.planner.plan import Budgets
 from outsize.planner.stages import Stages
+
+NODES = (
+    "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
+    "whole, each node steps its share of the unit, and the weights are gathered; both overlap with what else goes on",
+    "several nodes: each has room for the whole training state; `outsize train` runs on one node so far",
+)
+
+
+class Exchange(TypedDict):
+    """What `cost_model` is told of nodes."""
+
+    nodes: int
+    net_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +34,7 @@ class Question:
         machine: what computes; with several GPUs their budgets are the same.
         budgets: most bytes in each tier; the device's is of each GPU.
         home: where weights and optimizer state rest; ``auto`` is the host if the plan fits there.
-        sequences: of an optimizer step.
+        sequences: of an optimizer step, on each node.
         seq_len: tokens of a sequence.
         microbatches: of a step; None lets the search choose.
         stages: how to cut for several GPUs; None lets the search choose.
@@ -29,6 +42,8 @@ class Question:
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
         transport: codecs on the link of one GPU, where the home is in host memory.
+        nodes: machines like this one that share each step, data parallel.
+        net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
     """
 
     model: ModelSpec
@@ -43,11 +58,17 @@ class Question:
     workload_of: Callable[[int], Workload]
     fixed_bytes: int = 0
     transport: Transport = NO_CODECS
+    nodes: int = 1
+    net_bytes_per_s: Figure | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):
+            raise ValueError("there is a node, and a network between several")
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step."""
-        return self.sequences * self.seq_len
+        """Tokens of an optimizer step, over all nodes."""
+        return self.nodes * self.sequences * self.seq_len
 
     def sequences_per_microbatch(self, microbatches: int) -> int:
         """Return the sequences of the largest microbatch."""
@@ -63,3 +84,14 @@ def demand_of(question: Question, work: Workload, shared_bytes: int) -> Demand:
         shared_bytes=shared_bytes,
         fixed_bytes=question.fixed_bytes,
     )
+
+
+def exchange_of(question: Question) -> Exchange:
+    """Return what `cost_model` is told of nodes."""
+    rate = question.net_bytes_per_s
+    return {"nodes": question.nodes, "net_bytes_per_s": 0.0 if rate is None else rate.value}
+
+
+def node_assumptions(question: Question) -> tuple[str, ...]:
+    """Return what is taken for granted of several nodes, for people."""
+    return NODES if question.nodes > 1 else ()

@@ -12,7 +12,7 @@ from outsize.planner.timeline import Event, Timeline
 
 # A rate from less than this many seconds of work says more about the clock than about the lane.
 LEAST_S = 1e-4
-_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD, Kind.RECOMPUTE})
+_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.BACKWARD, Kind.RECOMPUTE})
 _Key = tuple[Kind, int | None]
 
 

@@ -82,6 +82,16 @@ def _candidate(question: Question, microbatches: int) -> Candidate:
     return one_worker(question, microbatches, tiers[-1])
 
 
+def fits_at_all(question: Question) -> bool:
+    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
+    assert question.microbatches is not None
+    try:
+        _candidate(question, question.microbatches)
+    except InfeasiblePlanError:
+        return False
+    return True
+
+
 def missing_host_bytes(question: Question, microbatches: int) -> int:
     """Return how much host memory one GPU lacks to have the home there; 0 where it lacks none, or something else."""
     try:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.model.spec import ModelSpec, UnitSpec, Workload, pack_unit
+from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_part, pack_unit
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.costs import cost_model
 from outsize.planner.hazards import SAVE_WINDOW
@@ -19,7 +19,7 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.program import Program
-from outsize.planner.question import Question
+from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
@@ -29,6 +29,8 @@ from outsize.units import format_bytes
 NUM_STEPS = 2
 # Visits that the partitioner times: enough for an answer in a second or two.
 MAX_VISITS, MANY_UNITS = 200_000, 48
+# The same for an estimate.
+BRIEF_VISITS = 50_000
 _ID_BYTES = 16
 
 ASSUMPTIONS = (
@@ -50,14 +52,12 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     if question.home == "disk":
         raise ConfigError("several GPUs need the home in host memory so far; try --home host, or one GPU")
     model = without_rest(question.model)
-    most = 2 * len(model.units) - 1
-    if num_workers > most:
-        raise ConfigError(
-            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
-        )
+    _check_count(num_workers, model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    times = unit_times(machine, model.dtype, work)
-    layout, memory = _fit(question, model, work, microbatches, times.forward_s, times.backward_s)
+    times = unit_times(machine, model.compute_dtype, work)
+    layout, memory = _fit(
+        question, model, work, microbatches, times.forward_s, times.backward_s, _effort(model)
+    )
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -67,9 +67,39 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
         memory=memory,
         layout=layout,
         programs=programs,
-        costs=cost_model(machine, model, layout, times, work.boundary_bytes),
-        assumptions=(*ASSUMPTIONS, *((TIED,) if _is_tied(question.model) else ())),
+        costs=cost_model(machine, model, layout, times, work.boundary_bytes, **exchange_of(question)),
+        assumptions=(
+            *ASSUMPTIONS,
+            *node_assumptions(question),
+            *((TIED,) if _is_tied(question.model) else ()),
+        ),
     )
+
+
+def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> float:
+    """Return what the partitioner makes of a step: compute, hand-over and copies, each link by itself.
+
+    No simulation: what shares host memory, and the optimizer at the end of a step, is not in it.
+
+    Args:
+        question: of several GPUs.
+        microbatches: of the step.
+        stages: of the step; None has them searched, for a moment.
+
+    Raises:
+        ConfigError: more GPUs than there can be stages.
+        InfeasiblePlanError: nothing fits.
+    """
+    model = without_rest(question.model)
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    times = unit_times(question.machine, model.compute_dtype, work)
+    _check_count(len(question.machine.gpus), model)
+    asked = replace(question, stages=stages)
+    layout, _ = _fit(asked, model, work, microbatches, times.forward_s, times.backward_s, BRIEF_VISITS)
+    assert layout.stages is not None
+    halves = (layout.stages.slot_halves, layout.stages.accumulator_halves)
+    pipeline = _pipeline(question, model, work, microbatches, times.forward_s, times.backward_s, halves)
+    return pipeline.step_s(layout.stages)
 
 
 def without_rest(model: ModelSpec) -> ModelSpec:
@@ -78,18 +108,37 @@ def without_rest(model: ModelSpec) -> ModelSpec:
     rest = model.units[model.num_streamed :]
     for extra in rest:
         units[-1] = _joined(units[-1], extra)
-        if not units[0].tensors:
-            units[0] = _joined(units[0], replace(extra, tensors=extra.tensors[:1]))
+        if _is_tied(model):
+            units[0] = _joined(units[0], _table_of(extra))
     return ModelSpec(units=tuple(units), dtype=model.dtype)
 
 
+def _check_count(num_workers: int, model: ModelSpec) -> None:
+    most = 2 * len(model.units) - 1 - _bottom(model)
+    if num_workers > most:
+        raise ConfigError(
+            f"{num_workers} GPUs, but {len(model.units)} units make at most {most} stages; use at most {most} GPUs"
+        )
+
+
 def _is_tied(model: ModelSpec) -> bool:
-    return not model.units[0].tensors
+    return not model.units[0].all_tensors
+
+
+def _table_of(rest: UnitSpec) -> UnitSpec:
+    """Return the rest with its first tensor only, which is the table of tied embeddings."""
+    if rest.tensors:
+        return replace(rest, tensors=rest.tensors[:1], frozen=())
+    part = rest.frozen[0]
+    return replace(rest, frozen=(replace(part, tensors=part.tensors[:1]),))
 
 
 def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
     rows = [(t.name, t.shape, t.trainable, t.decay) for t in (*unit.tensors, *extra.tensors)]
-    return pack_unit(unit.index, unit.name, unit.kind, rows)
+    parts = [part for member in (unit, extra) for part in member.frozen]
+    tensors = [(t.name, t.shape) for part in parts for t in part.tensors]
+    kind = [PartKind(plane=part.plane, dtype=part.dtype) for part in parts[:1]]
+    return pack_unit(unit.index, unit.name, unit.kind, rows, tuple(pack_part(one, tensors) for one in kind))
 
 
 def _fit(
@@ -99,13 +148,15 @@ def _fit(
     microbatches: int,
     forward_s: tuple[float, ...],
     backward_s: tuple[float, ...],
+    max_visits: int,
 ) -> tuple[StepLayout, Table]:
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
-    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes)
+    home = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
     for halves in HALVES:
-        stages = _single_units(model.num_streamed, halves)
+        stages = _single_units(model, halves)
         if sum(table(stages)["device"].values()) <= budgets.device:
             break
     _check(table(stages), budgets.device, budgets.host)
@@ -116,7 +167,7 @@ def _fit(
     if question.stages is None:
         pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s, halves)
         with contextlib.suppress(ValueError):
-            stages = partition(replace(pipeline, holds=holds), max_visits=_effort(model))
+            stages = partition(replace(pipeline, holds=holds), max_visits=max_visits)
     elif holds(question.stages):
         stages = question.stages
     return _layout(model, stages, microbatches, len(machine.gpus)), table(stages)
@@ -127,11 +178,17 @@ def _effort(model: ModelSpec) -> int:
     return MAX_VISITS if len(model.units) <= MANY_UNITS else MAX_VISITS // 2
 
 
-def _single_units(count: int, halves: tuple[int, int]) -> Stages:
+def _bottom(model: ModelSpec) -> int:
+    """Return the lowest unit that runs backward."""
+    return next((unit.index for unit in model.units if unit.trainable), len(model.units) - 1)
+
+
+def _single_units(model: ModelSpec, halves: tuple[int, int]) -> Stages:
     """Return stages of one unit each, which need the least memory."""
+    count = model.num_streamed
     return Stages(
         forward=tuple((u, u + 1) for u in range(count - 1)),
-        backward=tuple((u, u + 1) for u in reversed(range(count))),
+        backward=tuple((u, u + 1) for u in reversed(range(_bottom(model), count))),
         round_size=1,
         slot_halves=halves[0],
         accumulator_halves=halves[1],
@@ -149,7 +206,7 @@ def _pipeline(
 ) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
-    gradients = [unit.gradient_bytes for unit in model.units]
+    gradients = [unit.gradient_bytes * unit.trainable for unit in model.units]
     workspace = [_workspace(work, unit.kind) for unit in model.units]
 
     def fits(span: Span, backward: bool) -> bool:
@@ -176,12 +233,13 @@ def _pipeline(
         gradients_s=tuple(size / down for size in gradients),
         fits=fits,
         halves=halves,
+        bottom=_bottom(model),
     )
 
 
 def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: int) -> StepLayout:
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
-    gradients = tuple(unit.gradient_bytes for unit in model.units)
+    gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
     return StepLayout(
         num_streamed=len(model.units),
         rest=None,
@@ -198,11 +256,11 @@ def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: in
 
 
 def _memory(
-    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, stages: Stages
+    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, home: int, stages: Stages
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each GPU."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
-    gradients = [unit.gradient_bytes for unit in model.units]
+    gradients = [unit.gradient_bytes * unit.trainable for unit in model.units]
     deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
     workspace = max(
         sum(_workspace(work, model.units[u].kind) for u in range(*span)) for span in stages.backward
@@ -218,7 +276,7 @@ def _memory(
         },
         "host": {
             "saved activations": microbatches * saved,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+            "home": home,
         },
         "disk": {},
     }

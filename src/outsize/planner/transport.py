@@ -56,10 +56,10 @@ def packed_bytes(transport: Transport, model: ModelSpec) -> int:
     )
 
 
-def load_bytes(transport: Transport, unit: UnitSpec, dtype: str, plain_bytes: int) -> int:
-    """Return the bytes that the weights of ``unit`` take on the link; ``plain_bytes`` without a codec."""
+def load_bytes(transport: Transport, unit: UnitSpec, dtype: str) -> int:
+    """Return the bytes that the weights of ``unit`` take on the link."""
     if transport.is_raw("weights"):
-        return unit.link_bytes(dtype) if unit.frozen else plain_bytes
+        return unit.link_bytes(dtype)
     sent = sum(transport.wire_bytes("weights", numel, kind) for _, numel, kind in encoded_planes(unit, dtype))
     return sent + sum(part.home_bytes for part in unit.frozen if part.codec is not None)
 

@@ -21,4 +21,9 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     memory = min(gpu.memory_bytes_per_s.value for gpu in machine.gpus)
     looked_up_s = 2 * work.boundary_bytes[-1] / memory
     forward = tuple(flops / rate if flops else looked_up_s for flops in work.forward_flops)
-    return UnitTimes(forward_s=forward, backward_s=tuple(BACKWARD_FORWARDS * time for time in forward))
+    gradient = (
+        flops / rate if down else 2 * looked_up_s
+        for down, flops in zip(work.forward_flops, work.gradient_flops, strict=True)
+    )
+    backward = tuple(up + down for up, down in zip(forward, gradient, strict=True))  # recomputed first
+    return UnitTimes(forward_s=forward, backward_s=backward)

@@ -9,12 +9,16 @@ from outsize.codecs.spec import LOSSLESS4
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure, Machine
-from outsize.planner.prediction import LINK_UP, Prediction
+from outsize.planner.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fastest, missing_host_bytes
+from outsize.planner.several_workers import estimate_s
 from outsize.units import parse_bytes
 
-_MEMORY = ("vram", "ram")
+_MORE = ("vram", "ram", "gpus")
+_NETWORK = ("net", "nodes")
+COPIES = ("link to the GPU", "link from the GPU", "host memory")
+OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
 Change = Callable[[Question], Question]
 
 
@@ -27,12 +31,66 @@ class Outcome:
         prediction: with it; None where nothing fits.
         gain: tokens per second over those without it, less one; None where either does not fit.
         error: why there is none; empty where there is one.
+        estimated: whether the step was not simulated; see `estimated_outcome`.
     """
 
     change: str
     prediction: Prediction | None
     gain: float | None
     error: str = ""
+    estimated: bool = False
+
+
+def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcome:
+    """Return about what the change ``text`` would bring over ``base``, in a fraction of the time of `outcome`.
+
+    For several GPUs. The partitioner's own clock times the stages of both machines, and stages for more memory or more
+    GPUs are searched for a moment. What the simulated step of ``base`` takes beyond that is waiting for the optimizer,
+    and copies that share what they go through; both become as much shorter as what they wait for becomes faster. What
+    else than compute ends the step is in use for no more of it than is usual. Changes rank nearly as in simulations.
+
+    Raises:
+        ConfigError: not a change.
+    """
+    changed = parse_change(text)(question)
+    name = text.partition("=")[0].strip()
+    if name in _NETWORK:
+        return outcome(question, base, text)
+    same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
+    try:
+        before_s = estimate_s(question, microbatches, base.stages)
+        after_s = min(before_s, estimate_s(changed, microbatches, same))
+    except (InfeasiblePlanError, ConfigError) as error:
+        return Outcome(change=text, prediction=None, gain=None, error=str(error))
+    faster = _shares(question, changed)
+    waits_s = base.stalls.get(OPTIMIZER_WAIT, 0.0) * base.step_s
+    copies_s = max(0.0, base.step_s - before_s - waits_s)  # what links and host memory that are shared add
+    weights = {kind: base.usage.get(kind, 0.0) for kind in COPIES}
+    copies_s *= sum(weights[kind] * faster[kind] for kind in COPIES) / (sum(weights.values()) or 1.0)
+    step_s = after_s + waits_s * faster[OPTIMIZER] + copies_s
+    used_s = {kind: share * base.step_s * faster.get(kind, 1.0) for kind, share in base.usage.items()}
+    limits = {kind: 1.0 if kind == COMPUTE else max(FULL_SHARE, share) for kind, share in base.usage.items()}
+    step_s = min(base.step_s, max(step_s, *(used / limits[kind] for kind, used in used_s.items())))
+    usage = sorted(((kind, used / step_s) for kind, used in used_s.items()), key=lambda item: -item[1])
+    tokens_per_s = question.tokens_per_step / step_s
+    found = replace(base, step_s=step_s, tokens_per_s=tokens_per_s, usage=dict(usage))
+    return Outcome(change=text, prediction=found, gain=base.step_s / step_s - 1, estimated=True)
+
+
+def _shares(before: Question, after: Question) -> dict[str, float]:
+    """Return what of its time each resource takes on the changed machine, by its name in `Prediction.usage`."""
+    old, new, dtype = before.machine, after.machine, before.model.compute_dtype
+    links = [
+        (link.up_bytes_per_s.value, link.down_bytes_per_s.value) for link in (old.links[0], new.links[0])
+    ]
+    gpus = len(old.gpus) / len(new.gpus)
+    return {
+        COMPUTE: gpus * old.gpus[0].flops_per_s(dtype) / new.gpus[0].flops_per_s(dtype),
+        "link to the GPU": gpus * links[0][0] / links[1][0],
+        "link from the GPU": gpus * links[0][1] / links[1][1],
+        "host memory": old.host.bytes_per_s.value / new.host.bytes_per_s.value,
+        OPTIMIZER: old.host.adamw_params_per_s.value / new.host.adamw_params_per_s.value,
+    }
 
 
 def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
@@ -53,8 +111,8 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
         prediction = fastest(changed)
     except (InfeasiblePlanError, ConfigError) as error:
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
-    if base is not None and name in _MEMORY and prediction.step_s > base.step_s:
-        prediction = base  # what fitted before still does
+    if base is not None and name in _MORE and prediction.step_s > base.step_s:
+        prediction = base  # what fitted before still does, and a GPU may stay idle
     gain = None if base is None else prediction.tokens_per_s / base.tokens_per_s - 1
     return Outcome(change=text, prediction=prediction, gain=gain)
 
@@ -70,9 +128,10 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     gpu = () if question.home == "disk" else ("gpus=+1",)
+    nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     one_host = base.home == "host" and base.num_gpus == 1
     codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
-    return ("vram=+8GB", ram, "link=x2", *codec, "bandwidth=x2", *disk, "compute=x2", *gpu)
+    return ("vram=+8GB", ram, "link=x2", *codec, "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
 
 
 def parse_change(text: str) -> Change:
@@ -195,6 +254,19 @@ def _disk(question: Question, factor: float) -> Question:
     return replace(question, machine=replace(machine, disk=disk))
 
 
+def _net(question: Question, factor: float) -> Question:
+    if question.net_bytes_per_s is None:
+        raise ConfigError("what-if net: there is one node")
+    return replace(question, net_bytes_per_s=_times(question.net_bytes_per_s, factor))
+
+
+def _nodes(question: Question, count: float) -> Question:
+    """More nodes, each with as many sequences as one has now."""
+    if question.net_bytes_per_s is None:
+        raise ConfigError("what-if nodes: say how they are connected, with --nodes and --net")
+    return replace(question, nodes=question.nodes + int(count))
+
+
 def _times(figure: Figure, factor: float) -> Figure:
     return Figure(value=figure.value * factor, source=f"what if: x{factor:g} of {figure.source}")
 
@@ -215,4 +287,6 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "bandwidth": ("times", _bandwidth),
     "disk": ("times", _disk),
     "weights": ("codec", lambda question, _: question),
+    "net": ("times", _net),
+    "nodes": ("count", _nodes),
 }

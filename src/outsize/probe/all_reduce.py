@@ -16,43 +16,58 @@ from pathlib import Path
 
 from outsize.hardware.all_reduce import AllReduceRates, summarize
 from outsize.probe.effort import Effort
+from outsize.units import format_bytes
 
 _SMALLEST_BYTES = 2**10
 _NUM_SAMPLES = 7
 _START_S = 60.0
+# An interpreter that has imported torch, with room for other builds of it: 240 MiB were seen.
+_PROCESS_BYTES = 400 * 2**20
 
 
-def measure_all_reduce(num_ranks: int, effort: Effort, *, backend: str = "gloo") -> AllReduceRates:
+def measure_all_reduce(
+    num_ranks: int, effort: Effort, *, backend: str = "gloo", free_bytes: int | None = None
+) -> AllReduceRates:
     """Return the times of sums over ``num_ranks`` processes of this machine.
 
     Args:
         num_ranks: processes; NCCL needs a GPU for each.
         effort: the largest sum; 0 measures nothing.
         backend: ``gloo`` or ``nccl``.
+        free_bytes: memory that the processes may take together; None where it is not known.
     """
     if effort.all_reduce_bytes_max < _SMALLEST_BYTES:
         return _nothing(backend, num_ranks, "a quick probe starts no processes: outsize probe --full")
     if num_ranks < 2:
         return _nothing(backend, num_ranks, "a sum over ranks needs two of them: one GPU, or one processor")
-    with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
-        output = Path(directory) / "out.json"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-            *("-m", "outsize.probe.all_reduce", "--backend", backend, "--output", str(output)),
-            *("--bytes-max", str(effort.all_reduce_bytes_max)),
-        ]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_START_S, check=False, env=environment
-            )
+    needed = num_ranks * (_PROCESS_BYTES + 2 * effort.all_reduce_bytes_max)
+    if free_bytes is not None and free_bytes < needed:
+        return _nothing(
+            backend, num_ranks, f"{num_ranks} processes need {format_bytes(needed)} of free memory"
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
+            output = Path(directory) / "out.json"
+            done = _launch(backend, num_ranks, effort.all_reduce_bytes_max, output)
             told = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            return _nothing(backend, num_ranks, f"torchrun: {error}")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return _nothing(backend, num_ranks, f"torchrun: {error}")
     if told is None:
         lines = done.stderr.strip().splitlines()
         return _nothing(backend, num_ranks, f"torchrun: {lines[-1] if lines else 'no rank answered'}")
     return AllReduceRates.model_validate(told)
+
+
+def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subprocess.CompletedProcess[str]":
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+        *("-m", "outsize.probe.all_reduce", "--backend", backend, "--output", str(output)),
+        *("--bytes-max", str(bytes_max)),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_START_S, check=False, env=environment
+    )
 
 
 def _nothing(backend: str, num_ranks: int, why: str) -> AllReduceRates:

@@ -10,10 +10,15 @@ from outsize.hardware.readings import Measurement, explain
 from outsize.probe.effort import Effort
 from outsize.probe.timing import sample
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIDES: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
 _HEADS, _HEAD_DIM = 8, 128
 _SEQ_LENS = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def dtypes_of(device: str) -> tuple[str, ...]:
+    """Return the compute dtypes that are timed; nobody trains in fp16 on a CPU, which does it one by one."""
+    return tuple(DTYPES) if device.startswith("cuda") else ("fp32", "bf16")
 
 
 def finisher(device: str) -> Callable[[], None]:

@@ -59,16 +59,15 @@ def _counts(num_cpus: int) -> list[int]:
 def _tokenized(backend: Any, pieces: Sequence[str], num_threads: int, effort: Effort) -> Measurement:
     """Return tokens per second with ``num_threads`` threads, each of which encodes all pieces."""
 
-    def work() -> int:
+    def work(_: int) -> int:
         return sum(len(encoded.ids) for encoded in backend.encode_batch(pieces, add_special_tokens=False))
 
-    num_tokens = work()
-    rates = _rates_of(work, num_tokens, num_threads, effort)
+    rates = _rates_of(work, num_threads, effort)
     return Measurement.of(rates, f"{sum(map(len, pieces))} characters on each of {num_threads} threads")
 
 
 def _loader(effort: Effort, num_threads: int) -> Measurement:
-    """Return tokens per second of batches from an array of tokens on disk, drawn by ``num_threads`` threads."""
+    """Return tokens per second of batches from an array of tokens on disk, shared out to ``num_threads`` threads."""
     try:
         with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
             path = Path(directory) / "tokens.npy"
@@ -78,27 +77,27 @@ def _loader(effort: Effort, num_threads: int) -> Measurement:
             ) as dataset:
                 num_batches = max(1, effort.loader_tokens // _SEQ_LEN // _NUM_SEQUENCES)
 
-                def work() -> int:
-                    return sum(
-                        dataset.batch(step, _NUM_SEQUENCES).input_ids.numel() for step in range(num_batches)
-                    )
+                def work(first: int) -> int:
+                    steps = range(first, max(num_batches, num_threads), num_threads)
+                    return sum(dataset.batch(step, _NUM_SEQUENCES).input_ids.numel() for step in steps)
 
-                rates = _rates_of(work, work(), num_threads, effort)
+                rates = _rates_of(work, num_threads, effort)
     except (OSError, OutsizeError) as error:
         return Measurement.absent(explain(error))
     how = f"batches of {_NUM_SEQUENCES} x {_SEQ_LEN} on {num_threads} threads, the file in the page cache"
     return Measurement.of(rates, how)
 
 
-def _rates_of(work: Callable[[], int], num_tokens: int, num_threads: int, effort: Effort) -> list[float]:
+def _rates_of(work: Callable[[int], int], num_threads: int, effort: Effort) -> list[float]:
+    """Return tokens per second of ``work``, which is told the number of its thread and returns its tokens."""
     rates = []
     with ThreadPoolExecutor(num_threads, "probe-data") as threads:
         for index in range(effort.num_samples_min + 1):
             started = time.perf_counter()
-            list(threads.map(lambda _: work(), range(num_threads)))
+            num_tokens = sum(threads.map(work, range(num_threads)))
             seconds = time.perf_counter() - started
             if index > 0:
-                rates.append(num_threads * num_tokens / seconds)
+                rates.append(num_tokens / seconds)
     return rates
 
 

@@ -28,6 +28,7 @@ class Effort:
         feed_chunk_bytes: of each chunk that a device is fed.
         feed_num_chunks: chunks of a pass.
         feed_passes: samples of each way to feed.
+        feed_s: seconds after which no further sample of them begins, beyond one.
         pin_bytes: what is locked, a power of two; a quarter more is asked for.
         peer_bytes: of each copy between GPUs, and of those at once.
         data_chars: text that is tokenised, per thread.
@@ -53,6 +54,7 @@ class Effort:
     feed_chunk_bytes: int
     feed_num_chunks: int
     feed_passes: int
+    feed_s: float
     pin_bytes: int
     peer_bytes: int
     data_chars: int
@@ -77,8 +79,9 @@ QUICK = Effort(
     sustained_s=0.0,
     overlap_s=0.1,
     feed_chunk_bytes=4 * MIB,
-    feed_num_chunks=12,
+    feed_num_chunks=8,
     feed_passes=3,
+    feed_s=1.0,
     pin_bytes=32 * MIB,
     peer_bytes=32 * MIB,
     data_chars=100_000,
@@ -104,6 +107,7 @@ FULL = Effort(
     feed_chunk_bytes=8 * MIB,
     feed_num_chunks=32,
     feed_passes=5,
+    feed_s=10.0,
     pin_bytes=256 * MIB,
     peer_bytes=256 * MIB,
     data_chars=1_000_000,

@@ -55,7 +55,10 @@ def measure_feed(device: str, directory: Path | None, effort: Effort) -> FeedRat
         with opened as job, torch.no_grad():
             rates: dict[Way, list[float]] = {way: [] for way in _WAYS}
             computes: list[float] = []
+            stop = time.perf_counter() + effort.feed_s
             for index in range(effort.feed_passes + 1):
+                if index > 1 and time.perf_counter() >= stop:
+                    break
                 compute_s = _seconds(job.compute)
                 seconds = {way: _seconds(job.passes[way]) for way in _WAYS}
                 if index > 0:  # the first pass warms threads and code

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -32,7 +33,8 @@ def measure_pinning(effort: Effort, *, has_cuda: bool) -> tuple[PinCost, ...]:
     if has_cuda:
         costs += [
             _pin_cost("cudaHostRegister", asked, effort, _register),
-            _pin_cost("torch pin_memory", asked, effort, _torch_pin),
+            # Once: what torch has pinned it keeps, and hands out again.
+            _pin_cost("torch pin_memory", asked, replace(effort, num_samples_min=1), _torch_pin),
         ]
     return tuple(costs)
 
@@ -54,10 +56,15 @@ def _pin_cost(
             taken_bytes=Fact.absent(why),
             pin_s_per_gb=Measurement.absent(why),
         )
+    how = (
+        "torch.cuda.host_memory_stats"
+        if way == "torch pin_memory"
+        else "growth of the process, /proc/self/statm"
+    )
     return PinCost(
         way=way,
         asked_bytes=asked,
-        taken_bytes=Fact.read(max(grown for _, grown in results), "growth of the process, /proc/self/statm"),
+        taken_bytes=Fact.read(max(grown for _, grown in results), how),
         pin_s_per_gb=Measurement.of(
             (seconds / asked * 1e9 for seconds, _ in results), f"{way}, pages touched"
         ),
@@ -91,13 +98,17 @@ def _register(num_bytes: int) -> tuple[float, int]:
 
 
 def _torch_pin(num_bytes: int) -> tuple[float, int]:
-    before, started = _resident_bytes(), time.perf_counter()
+    """Pin as torch does; what it took is what its allocator says, since a driver's pages need not count as resident."""
+    before, started = _bytes_of_torch(), time.perf_counter()
     memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     seconds = time.perf_counter() - started
-    grown = _resident_bytes() - before
+    grown = _bytes_of_torch() - before
     del memory
-    torch._C._host_emptyCache()
     return seconds, grown
+
+
+def _bytes_of_torch() -> int:
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0))
 
 
 def _resident_bytes() -> int:

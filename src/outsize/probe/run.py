@@ -20,7 +20,7 @@ from outsize.hardware.streaming import TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.spec import ModelSpec
 from outsize.probe.all_reduce import measure_all_reduce
-from outsize.probe.compute import DTYPES, measure_attention, measure_device_memory, measure_matmul
+from outsize.probe.compute import dtypes_of, measure_attention, measure_device_memory, measure_matmul
 from outsize.probe.data import measure_data
 from outsize.probe.disk import measure_disk
 from outsize.probe.effort import Effort, shared, within_memory
@@ -188,8 +188,10 @@ class _Probe:
             memory_triad_bytes_per_s=self.host.dram_triad_bytes_per_s
             if on_cpu
             else measure_device_memory(device, effort),
-            matmul_flops_per_s={dtype: measure_matmul(device, dtype, effort) for dtype in DTYPES},
-            attention_flops_per_s={dtype: measure_attention(device, dtype, effort) for dtype in DTYPES},
+            matmul_flops_per_s={dtype: measure_matmul(device, dtype, effort) for dtype in dtypes_of(device)},
+            attention_flops_per_s={
+                dtype: measure_attention(device, dtype, effort) for dtype in dtypes_of(device)
+            },
             links=(),
             throttle_bytes_per_s=Fact.read(None, "this is no emulated device"),
         )
@@ -242,7 +244,9 @@ class _Probe:
         usable = int(self.inventory.cpu.num_usable_cpus.number() or 1)
         ranks = self.wishes.num_ranks or (gpus if gpus > 1 else min(4, usable))
         backend = "nccl" if 1 < ranks <= gpus else "gloo"
-        self.all_reduce = measure_all_reduce(ranks, self.effort, backend=backend)
+        self.all_reduce = measure_all_reduce(
+            ranks, self.effort, backend=backend, free_bytes=self.inventory.memory.free_bytes()
+        )
 
     def _all_devices(self) -> tuple[DeviceRates, ...]:
         found = tuple(self.devices.values())

@@ -6,7 +6,7 @@ import torch
 
 from outsize.hardware.streaming import ShapeRate
 from outsize.model.spec import ModelSpec
-from outsize.probe.compute import DTYPES, measure_growing
+from outsize.probe.compute import DTYPES, dtypes_of, measure_growing
 from outsize.probe.effort import Effort
 
 _TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -39,7 +39,7 @@ def measure_shapes(device: str, spec: ModelSpec | None, effort: Effort) -> tuple
                 lambda tokens, one=num_outputs, other=num_inputs: 2.0 * tokens * one * other,  # type: ignore[misc]
                 f"{dtype}, weight {num_outputs} x {num_inputs}, tokens =",
             )
-            for dtype in DTYPES
+            for dtype in dtypes_of(device)
         }
         rates.append(
             ShapeRate(

@@ -84,6 +84,10 @@ class History:
             count += 1
         return count
 
+    def was_replaced(self) -> bool:
+        """Whether the file is shorter than what was read of it, and so another one."""
+        return self._path.exists() and self._path.stat().st_size < self._offset
+
     def last(self, name: str) -> float | None:
         """Return the newest value of a column that is one."""
         return next((value for value in reversed(self.columns[name]) if value is not None), None)

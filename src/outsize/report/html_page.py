@@ -34,7 +34,7 @@ def make_page(data: dict[str, Any], *, live: bool = False) -> str:
     def read(name: str) -> str:
         return parts.joinpath(name).read_text(encoding="utf-8")
 
-    names = " and ".join(run["name"] for run in data["runs"])
+    names = " and ".join(run["name"] for run in data["runs"]) or "a run that has not begun"
     filled = {
         "connect": "'self'" if live else "'none'",
         "title": html.escape(f"{names} · outsize"),

@@ -27,6 +27,19 @@ def decoding_bytes(spec: ModelSpec) -> int:
     return max(part.encoded_bytes for part in parts) + largest // _GROUP * _SCALE_BYTES + _PIECES_BYTES
 
 
+def encode(part: FrozenPart, values: Tensor, into: Tensor) -> None:
+    """Write ``values`` [part.numel] as they rest at home, uint8 [part.encoded_bytes]; what is over is zero."""
+    assert part.codec is not None
+    into[open_codec(part.codec).encode(values, into) :].zero_()
+
+
+def decode(part: FrozenPart, encoded: Tensor, into: Tensor, codec: Codec | None = None) -> None:
+    """Fill ``into`` [part.numel] from what `encode` has written; ``codec`` is that of the part, if there is one yet."""
+    assert part.codec is not None
+    size = codec_spec(part.codec).max_bytes(part.numel, part.dtype)
+    (codec or open_codec(part.codec)).decode(encoded[:size], into)
+
+
 class Decoding:
     """Room on one device for one encoding, and the codecs of a model. For one lane: loads are decoded one at a time.
 
@@ -49,5 +62,4 @@ class Decoding:
     def decode(self, part: FrozenPart, encoded: Tensor, plane: Tensor) -> None:
         """Decode what has come into ``plane`` [part.numel], in order with the lane that calls."""
         assert part.codec is not None
-        size = codec_spec(part.codec).max_bytes(part.numel, part.dtype)
-        self._codecs[part.codec].decode(encoded[:size], plane)
+        decode(part, encoded, plane, self._codecs[part.codec])

@@ -36,6 +36,7 @@ from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
 from outsize.runtime.moved import Moved
+from outsize.runtime.ranges import OpRanges
 from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.stepping import OptimizerOps
@@ -156,7 +157,10 @@ class Engine:
         computes = [worker.compute for worker in self._crew.workers]
         around = partial(_lane_thread, computes, settings.num_threads)
         tables = tuple(self._table(worker) for worker in self._crew.workers)
-        self._executor = Executor(device, lane_of, partial(_on_worker, run_op, tables), hazards, around)
+        self.ranges = OpRanges(nvtx=device.torch_device.type == "cuda")
+        self._executor = Executor(
+            device, lane_of, partial(_on_worker, run_op, tables, self.ranges), hazards, around
+        )
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step; returns at once."""
@@ -353,8 +357,9 @@ def run_op(table: HandlerTable, op: Op, context: Any) -> None:
     table[op.kind, op.tile is not None](op, context)
 
 
-def _on_worker(run: RunOp, tables: Sequence[HandlerTable], op: Op, context: Any) -> None:
-    run(tables[op.worker or 0], op, context)
+def _on_worker(run: RunOp, tables: Sequence[HandlerTable], ranges: OpRanges, op: Op, context: Any) -> None:
+    with ranges.around(op) if ranges.on else contextlib.nullcontext():
+        run(tables[op.worker or 0], op, context)
 
 
 @contextlib.contextmanager

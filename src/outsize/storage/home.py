@@ -13,7 +13,7 @@ a file. Both pass the same contract (`outsize.testing`):
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -258,6 +258,10 @@ class DiskHome:
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; all requests are in flight together."""
         self._read(unit, start, into)
+
+    def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
+        """Read several ranges of one plane, each ``(start, into)``, all in flight together; errors as in `read`."""
+        self.file.read_spans([self._span(unit, plane, start, into) for start, into in ranges])
 
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """See `Home.write_planes`; all requests are in flight together."""

@@ -125,7 +125,7 @@ class Line(Part):
     )
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "
-        "files instead of direct I/O, `failed_saves`"
+        "files instead of direct I/O, `failed_saves`, `failed_writers`"
     )
 
 

@@ -7,7 +7,6 @@ import torch
 
 from outsize import __version__
 from outsize.hardware.inventory import take_inventory
-from outsize.model.spec import ITEMSIZE
 from outsize.runtime.workers import device_names
 from outsize.train.flops import Peak
 from outsize.train.prepare import Prepared
@@ -31,9 +30,9 @@ def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]
         "model": type(prepared.split.model).__name__,
         "num_parameters": spec.num_parameters,
         "num_trainable": spec.num_trainable,
-        "dtype": spec.dtype,
+        "dtype": prepared.dtype,
         "units": [
-            {"index": u.index, "name": u.name, "kind": u.kind, "weight_bytes": u.numel * ITEMSIZE[spec.dtype]}
+            {"index": u.index, "name": u.name, "kind": u.kind, "weight_bytes": u.weight_bytes(spec.dtype)}
             for u in spec.units
         ],
         "steps": config.train.steps,

@@ -3,6 +3,8 @@
 import contextlib
 import resource
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -45,11 +47,12 @@ class Accounts:
         self._stood_for: dict[str, int] = {}
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
+        self._saving_s = 0.0
         self.stalled_s: dict[str, float] = {}
         self.read_bytes = self.written_bytes = 0
 
     def record(
-        self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed_saves: int
+        self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed: Mapping[str, int]
     ) -> StepRecord:
         """Return the record of a step that has just become known, from what the lanes did since the one before."""
         times = lane_times(timeline)
@@ -93,8 +96,15 @@ class Accounts:
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
-            fallbacks=self._fallbacks(failed_saves),
+            fallbacks=self._fallbacks(failed),
         )
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Take the time of the block for checkpoints; nothing may come between it and asking for the next batch."""
+        began = time.perf_counter()
+        yield
+        self._saving_s = time.perf_counter() - began
 
     def count(self) -> dict[str, int]:
         """Return how many bytes moved since the last call, by lane."""
@@ -111,7 +121,7 @@ class Accounts:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""
         events = (*self._overhang, *timeline.events)
         self._overhang = tuple(event for event in events if event.end_s > window.ended_s)
-        return Waits(events, window)
+        return Waits(events, replace(window, saving_s=self._saving_s))
 
     def _counters(self) -> dict[str, int]:
         read, written = self._trainer.disk_bytes()
@@ -132,9 +142,9 @@ class Accounts:
             for name, tier in self._trainer.ledger.statistics().items()
         }
 
-    def _fallbacks(self, failed_saves: int) -> dict[str, int]:
+    def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""
-        found = {**self._trainer.fallbacks(), "failed_saves": failed_saves}
+        found = {**self._trainer.fallbacks(), **failed}
         return {name: count for name, count in found.items() if count}
 
 

@@ -2,35 +2,39 @@
 
 ``checkpoints/step-00000100/`` holds what ``from_pretrained`` reads, ``optimizer/<unit>.<plane>.safetensors`` and
 ``trainer_state.json``. This is how one is found, checked and brought back; `outsize.train.saving` writes them,
-`outsize.train.checkpoint_dir` says what lies in their directory.
+`outsize.train.checkpoint_dir` says what lies in their directory. Those of the Hugging Face ``Trainer`` are taken too,
+see `outsize.train.trainer_checkpoint`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outsize.config import Config
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
-from outsize.model.checkpoint_planes import find_plane, read_plane
+from outsize.model.checkpoint_planes import find_plane, pieces, read_plane
 from outsize.model.spec import UnitSpec
 from outsize.optim.halves import PIECE_ELEMENTS, join_low
-from outsize.optim.spec import MASTER, WEIGHTS
+from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS
 from outsize.storage.arena import Arena
+from outsize.train import checkpoint_state, standing, trainer_checkpoint
 from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import (
     MASTER_EXCEPTED,
     MASTER_LOW,
     file_of,
-    position_of,
     read_state,
     state_planes,
 )
 from outsize.train.fill import FILL_ELEMENTS
+from outsize.train.prepare import Prepared
 from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
+from outsize.train.stream import StreamedTrainer, schedule_of
 
 Stored = Mapping[str, StoredTensor]
 
@@ -40,7 +44,7 @@ def find(resume: str, run_dir: Path) -> Path | None:
 
     Args:
         resume: ``none``; ``auto`` for the newest one in ``run_dir``, if any; or the path of a checkpoint, or of a run
-            whose newest one is meant.
+            whose newest one is meant, of ours or of a ``Trainer``.
         run_dir: of the run.
 
     Raises:
@@ -49,26 +53,68 @@ def find(resume: str, run_dir: Path) -> Path | None:
     if resume in ("none", "auto"):
         return latest(run_dir) if resume == "auto" else None
     path = Path(resume).expanduser()
-    if (path / STATE).is_file():
-        return path
+    foreign = trainer_checkpoint.find(path)
+    if foreign is not None or (path / STATE).is_file():
+        return foreign or path
     newest = latest(path)
     if newest is None:
         plain = (path / "config.json").is_file()
         remedy = (
             "it is a model without the state of a run: start from its weights with model.path"
             if plain
-            else "give a directory checkpoints/step-..., or that of a run"
+            else "give a directory checkpoints/step-..., that of a run, or a checkpoint-... of the HF Trainer"
         )
         raise CheckpointError(f"train.resume: {path} holds no checkpoint; {remedy}")
     return newest
 
 
+def position_of(directory: Path) -> Position:
+    """Where the run stood that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: its state cannot be read.
+    """
+    if trainer_checkpoint.is_trainers(directory):
+        return trainer_checkpoint.position_of(directory)
+    return checkpoint_state.position_of(directory)
+
+
+def check_same_method(directory: Path, config: Config) -> None:
+    """Check that ``config`` trains what the run trained that wrote a checkpoint: the model, or adapters.
+
+    Raises:
+        CheckpointError: the checkpoint's state cannot be read.
+        ConfigError: it trains something else.
+    """
+    foreign = trainer_checkpoint.is_trainers(directory)
+    # A Trainer's that holds adapters has no model beside them, and is refused for that.
+    standing.check_same_method({} if foreign else read_state(directory), directory, config)
+
+
+def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
+    """Check that ``config`` goes on with the run that wrote a checkpoint, before anything is done for it.
+
+    A ``Trainer``'s says less of its run than ours: its optimizer has to be one that fits the model.
+
+    Raises:
+        CheckpointError: the checkpoint's state cannot be read.
+        ConfigError: the run had another model, seed, compute dtype, or other sequences or steps.
+    """
+    if trainer_checkpoint.is_trainers(directory):
+        trainer_checkpoint.OptimizerState(directory, prepared.split.model, prepared.split.spec)
+    else:
+        checkpoint_state.check_same_run(directory, config, prepared.dtype)
+
+
 def check_files(directory: Path) -> None:
-    """Read every file of a checkpoint and hold it against its checksum.
+    """Read every file of a checkpoint and hold it against its checksum; of a ``Trainer``'s those that have one.
 
     Raises:
         CheckpointError: one is missing or not as it was written; names the file and the unit.
     """
+    if trainer_checkpoint.is_trainers(directory):
+        trainer_checkpoint.check_files(directory)
+        return
     for name, known in read_state(directory)["files"].items():
         path, size = directory / name, known["num_bytes"]
         if not path.is_file():
@@ -84,12 +130,16 @@ def check_files(directory: Path) -> None:
             raise CheckpointError(f"{path} is damaged: its bytes are not those written{_and_now(known)}")
 
 
-def restore(trainer: StreamedTrainer, directory: Path) -> Position:
+def restore(
+    trainer: StreamedTrainer, directory: Path, announce: Callable[[str], None] = lambda _: None
+) -> Position:
     """Bring optimizer state and position back; weights are those of the checkpoint that ``prepared`` reads.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
+    if trainer_checkpoint.is_trainers(directory):
+        return _restore_foreign(trainer, directory, announce)
     state: dict[str, Any] = read_state(directory)
     for unit in trainer.spec.units:
         for plane, dtype in state_planes(trainer.spec.dtype, unit).items():
@@ -102,7 +152,45 @@ def restore(trainer: StreamedTrainer, directory: Path) -> Position:
                     _restore_plane(trainer, unit, plane, stored, arena)
     trainer.engine.optimizer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
-    return position_of(directory)
+    return checkpoint_state.position_of(directory)
+
+
+def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callable[[str], None]) -> Position:
+    """Bring the moments of a ``Trainer``'s AdamW back, as fp32."""
+    state = trainer_checkpoint.OptimizerState(directory, trainer.prepared.split.model, trainer.spec)
+    position = trainer_checkpoint.position_of(directory)
+    for unit in trainer.spec.units:
+        if not unit.trainable:
+            continue
+        with Arena() as arena:
+            for plane in (EXP_AVG, EXP_AVG_SQ):
+                moments = {t.name: state.moment(t.name, plane) for t in unit.tensors if t.trainable}
+                _fill_plane(
+                    trainer, unit, plane, {name: m for name, m in moments.items() if m is not None}, arena
+                )
+    trained = (t.name for unit in trainer.spec.units for t in unit.tensors if t.trainable)
+    trainer.engine.optimizer.updates.update({name: state.updates(name) for name in trained})
+    ours = schedule_of(trainer.prepared.config).learning_rate(position.step)
+    if state.learning_rate is not None and not isclose(state.learning_rate, ours, rel_tol=1e-6):
+        announce(
+            f"note: {directory.name} would go on with a learning rate of {state.learning_rate:g}, this run does with "
+            f"{ours:g}: optimizer.* and train.steps say so"
+        )
+    return position
+
+
+def _fill_plane(
+    trainer: StreamedTrainer, unit: UnitSpec, plane: str, tensors: Mapping[str, Tensor], arena: Arena
+) -> None:
+    """Write a plane of a unit from flat tensors by name, piece by piece; what has none is zero."""
+    size = min(FILL_ELEMENTS, unit.numel)
+    values = arena.take(4 * size, "restore").view(torch.float32)
+    for start in range(0, unit.numel, size):
+        chunk = values[: min(size, unit.numel - start)].zero_()
+        for name, first, piece in pieces(unit, start, chunk):
+            if name in tensors:
+                piece.copy_(tensors[name][first : first + piece.numel()])
+        trainer.home.write(unit.index, plane, start, chunk)
 
 
 def _restore_plane(

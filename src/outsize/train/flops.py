@@ -11,7 +11,6 @@ from outsize.errors import ModelError
 from outsize.hardware.presets import GPUS
 from outsize.hardware.spec import Gpu
 from outsize.model.spec_from_config import forward_flops, read_shape
-from outsize.planner.unit_times import BACKWARD_FORWARDS
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.workers import device_names
 from outsize.train.prepare import Prepared
@@ -34,14 +33,18 @@ class Peak:
 
 
 def step_flops(prepared: Prepared) -> float | None:
-    """Return the FLOPs of forward and backward of a step, without recompute; None for an architecture not counted."""
-    config = prepared.config
+    """Return the FLOPs of forward and backward of a step, without recompute; None for an architecture not counted.
+
+    A backward computes the gradients of inputs, as many FLOPs as the forward, and those of trained weights, as many
+    again: three forwards where all weights train, two where nearly all are frozen.
+    """
+    config, spec = prepared.config, prepared.split.spec
     try:
         shape = read_shape(prepared.hf_config.to_dict())
         forward = sum(forward_flops(shape, config.sequences_per_step, config.data.seq_len))
     except (ModelError, AttributeError):
         return None
-    return BACKWARD_FORWARDS * forward
+    return (2 + spec.num_trainable / spec.num_parameters) * forward
 
 
 def peak_of(device: str, dtype: str) -> Peak:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outsize.errors import ModelError, OutsizeError
+from outsize.errors import ConfigError, ModelError, OutsizeError
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.walk import Boundaries
@@ -168,6 +168,8 @@ def _traced(value: float) -> Figure:
 def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     """Return the times of units in a microbatch of the run, and the operations of their forwards."""
     config = prepared.config
+    if _is_cuda(prepared) and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device here to time anything on")
     rows, length = -(-config.sequences_per_step // config.train.microbatches), config.data.seq_len
     device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
     few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])

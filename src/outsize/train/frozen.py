@@ -1,13 +1,15 @@
 """Frozen parts that a codec writes: made from a model's checkpoint, with their errors, and as they decode."""
 
+from collections.abc import Mapping
+from statistics import median
+
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import Codec
-from outsize.codecs.open import open_codec
 from outsize.model.checkpoint import WeightSource
 from outsize.model.spec import FrozenPart, ModelSpec, UnitSpec
 from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.decoding import decode, encode
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 
@@ -25,9 +27,8 @@ def fill_encoded(
     decoded = arena.take(part.num_bytes, "frozen weights, decoded").view(TORCH_DTYPE[part.dtype])
     encoded = arena.take(part.encoded_bytes, "frozen weights, encoded")
     _read(part, source, values)
-    codec = _codec(part)
-    size = codec.encode(values, encoded)
-    codec.decode(encoded[:size], decoded)
+    encode(part, values, encoded)
+    decode(part, encoded, decoded)
     home.write(unit.index, part.plane, 0, encoded)
     return errors_of(part, values, decoded)
 
@@ -42,6 +43,15 @@ def errors_of(part: FrozenPart, values: Tensor, decoded: Tensor) -> dict[str, fl
         error = float(torch.linalg.vector_norm(decoded[stretch].float().sub_(one)))
         found[tensor.name] = error / size if size else 0.0
     return found
+
+
+def summary(errors: Mapping[str, float]) -> str:
+    """Say errors by name in a few words; there is at least one."""
+    worst = max(errors, key=lambda name: errors[name])
+    return (
+        f"root mean square error {median(errors.values()):.2%} of a tensor's weights (median), {errors[worst]:.2%} at "
+        f"most ({worst})"
+    )
 
 
 class Decoded:
@@ -72,14 +82,10 @@ class Decoded:
     def _decode(self, part: FrozenPart) -> Tensor:
         values = torch.empty(part.numel, dtype=TORCH_DTYPE[part.dtype])
         _read(part, self._source, values)
-        codec, encoded = _codec(part), torch.empty(part.encoded_bytes, dtype=torch.uint8)
-        codec.decode(encoded[: codec.encode(values, encoded)], values)
+        encoded = torch.empty(part.encoded_bytes, dtype=torch.uint8)
+        encode(part, values, encoded)
+        decode(part, encoded, values)
         return values
-
-
-def _codec(part: FrozenPart) -> Codec:
-    assert part.codec is not None
-    return open_codec(part.codec)
 
 
 def _read(part: FrozenPart, source: WeightSource, into: Tensor) -> None:

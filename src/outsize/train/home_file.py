@@ -101,7 +101,7 @@ def start(
     trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
     trainer.fill()
     if resumed is not None:
-        trainer.position = checkpoint.restore(trainer, resumed)
+        trainer.position = checkpoint.restore(trainer, resumed, announce)
     announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
     return trainer
 

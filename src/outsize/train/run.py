@@ -4,7 +4,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outsize.config import Config, dump_config
@@ -18,24 +18,27 @@ from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import check_same_run, describe, position_of, read_state
+from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
+from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
-from outsize.train.standing import Position, check_same_method
+from outsize.train.standing import Position
 from outsize.train.stream import StepOutcome, StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
@@ -44,6 +47,8 @@ Announce = Callable[[str], None]
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
 TIMELINE_STEP = 2
+# Errors of frozen weights that a codec has written, by name.
+QUANTISATION = "quantisation.json"
 
 
 def plan(config: Config) -> Plan:
@@ -98,19 +103,20 @@ def train(
         # Last on the way out, when no lane can write any more.
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
         if resumed is not None:
-            check_same_method(read_state(resumed), resumed, config)
+            checkpoint.check_same_method(resumed, config)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce, adapters_from=resumed)
         if resumed is not None:
-            check_same_run(resumed, config, prepared.dtype)
+            prepared = _with_tokenizer(prepared, config)
+            checkpoint.check_same_run(resumed, config, prepared)
         record = newest_home(config, run_dir, prepared, resumed, announce)
         if resumed is not None:
-            done = position_of(resumed)
+            done = checkpoint.position_of(resumed)
             if done.step >= config.train.steps:
                 announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.split.spec.dtype), step_flops(prepared)
+        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
         expected = forecast(prepared, run_dir, announce)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
@@ -132,7 +138,17 @@ def train(
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
         write_json(run_dir / "run.json", about(prepared, flops, peak))
+        if trainer.errors:
+            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+            write_json(run_dir / QUANTISATION, trainer.errors)
         heartbeat = stack.enter_context(Heartbeat(run_dir))
+        named = open_writers(
+            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+        )
+        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+        profiler = stack.enter_context(
+            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
+        )
         sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
         saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
         run = _Run(
@@ -142,6 +158,8 @@ def train(
             trainer,
             Accounts(trainer, sampler, flops, peak),
             heartbeat,
+            writers,
+            profiler,
             watchdog,
             saver,
             progress,
@@ -163,6 +181,8 @@ class _Run:
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
+    writers: Writers
+    profiler: StepProfiler
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
@@ -183,7 +203,8 @@ class _Run:
                 if interrupt.requested:
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
-                self.saver.between_steps(self.position)
+                with self.accounts.saving():
+                    self.saver.between_steps(self.position)
             self.trainer.settle()
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
@@ -220,6 +241,9 @@ class _Run:
         self.seconds += outcome.seconds
         record = self._record(outcome)
         self.heartbeat.beat(record)
+        self.writers.tell(record.to_dict())
+        if self.profiler.step_ended():
+            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -233,7 +257,8 @@ class _Run:
         if outcome.number == self.config.train.steps - 1 or outcome.number == TIMELINE_STEP:
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.seconds, timeline)
-        return self.accounts.record(outcome, timeline, self.position.skipped, self.saver.num_failed)
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        return self.accounts.record(outcome, timeline, self.position.skipped, failed)
 
     def _foresee(self, seconds: float, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""
@@ -292,6 +317,16 @@ def _saver(
         announce=announce,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
+
+
+def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+        return prepared
+    return replace(prepared, directory=Path(config.model.path))
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
 Home = Literal["auto", "host", "disk"]
+FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 
 
 def wrap(
@@ -29,6 +30,8 @@ def wrap(
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
+    base_codec: FrozenCodec = "raw",
+    table_codec: FrozenCodec = "raw",
     **memory: Any,
 ) -> nn.Module:
     """Stream ``model`` unit by unit from now on; returns the same object, for the training loop that it was in.
@@ -44,6 +47,9 @@ def wrap(
         microbatches: most parts that each batch is cut into. Weights cross to the device once per pass whatever the
             number; activations and logits of one part at a time are computed.
         store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
+        base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
+            ``nf4-double`` or ``int8``.
+        table_codec: the same for a frozen embedding and head.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
             ``slots``, ``prefetch``, ``offload``, ``tile_elements``, ``link_gb_per_s``.
 
@@ -59,7 +65,7 @@ def wrap(
         into.copy_(parameter.detach().reshape(-1))
 
     settings = _memory(device, device_memory, home, memory)
-    return _attach(model, settings, microbatches, store_dir, fill)
+    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec))
 
 
 def load(
@@ -68,11 +74,15 @@ def load(
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     attention: str = "auto",
     trust_remote_code: bool = False,
+    trainable: bool = True,
+    head: bool = True,
     device: str = "auto",
     device_memory: str | int | None = None,
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
+    base_codec: FrozenCodec = "raw",
+    table_codec: FrozenCodec = "raw",
     **memory: Any,
 ) -> nn.Module:
     """Return a wrapped model whose weights went from its checkpoint straight to their home, one unit at a time.
@@ -82,11 +92,16 @@ def load(
         dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
         attention: ``auto`` or a name that transformers knows.
         trust_remote_code: whether code that comes with the model may run.
+        trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
+            embeddings.
+        head: False leaves the head out: a model that ends in hidden states, for embeddings.
         device: see `wrap`, as for the other arguments.
         device_memory: see `wrap`.
         home: see `wrap`.
         microbatches: see `wrap`.
         store_dir: see `wrap`.
+        base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
+        table_codec: see `wrap`.
         memory: see `wrap`.
 
     Raises:
@@ -96,14 +111,18 @@ def load(
     settings = _memory(device, device_memory, home, memory)
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
-    model = build_skeleton(config, wanted, attention, trust_remote_code)
+    model = build_skeleton(config, wanted, attention, trust_remote_code, head)
     reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
     reader.load_buffers(model)
+    if not trainable or (base_codec, table_codec) != ("raw", "raw"):
+        model.requires_grad_(False)
+    if not trainable:
+        model.eval()
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)
 
-    return _attach(model, settings, microbatches, store_dir, fill)
+    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -147,13 +166,19 @@ def _attach(
     microbatches: int,
     store_dir: str | os.PathLike[str] | None,
     fill: Fill,
+    codecs: tuple[str, str],
 ) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
+    unknown = set(codecs) - set(get_args(FrozenCodec))
+    if unknown:
+        raise ConfigError(
+            f"no codec {unknown.pop()!r} for frozen weights; use {', '.join(get_args(FrozenCodec))}"
+        )
     if microbatches < 1:
         raise ConfigError(f"microbatches is {microbatches}; a batch has at least one part")
     directory = (
         Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
     )
-    attach(model, Runner(model, memory, microbatches, directory, fill))
+    attach(model, Runner(model, memory, microbatches, directory, fill, codecs))
     return model

@@ -18,6 +18,7 @@ from outsize.model.checkpoint import persistent_buffers
 from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.walk import is_walking
 from outsize.storage.home import HostHome
+from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
 
 _RUNNER = "_outsize_runner"
@@ -72,7 +73,7 @@ class Wrapped(nn.Module):
         """See `torch.nn.Module.state_dict`; over a disk home a mapping that reads tensors as they are asked for."""
         runner = runner_of(self)
         runner.settle()
-        if isinstance(runner.tiers.home, HostHome) or kwargs.get("keep_vars"):
+        if runner.parameters.in_memory or kwargs.get("keep_vars"):
             return super().state_dict(*args, **kwargs)
         return StateAtRest(runner, self, kwargs.get("prefix", ""))
 
@@ -90,7 +91,7 @@ class Wrapped(nn.Module):
             )
         runner = runner_of(self)
         runner.settle()
-        if isinstance(runner.tiers.home, HostHome):
+        if runner.parameters.in_memory:
             return super().load_state_dict(state_dict, strict=strict)
         return _load_at_rest(runner, self, state_dict, strict)
 
@@ -157,11 +158,19 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         if is_walking():
             return kind.forward(self, *args, **kwargs)
         inputs = _named(signature, self, args, kwargs)
-        return runner_of(self).forward(inputs)
+        runner = runner_of(self)
+        if runner.infers(self):
+            with runner.inferring():
+                return kind.forward(self, **on_device(inputs, runner.device))
+        return runner.forward(inputs)
 
     members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
     if hasattr(kind, "save_pretrained"):
         members["save_pretrained"] = _save_pretrained(kind)
+    if hasattr(kind, "generate"):
+        members["generate"] = generation(kind, runner_of)
+    if isinstance(getattr(kind, "device", None), property):
+        members["device"] = property(lambda self: runner_of(self).device)
     members["__qualname__"] = kind.__qualname__
     return type(kind.__name__, (Wrapped, kind), members)
 
@@ -257,7 +266,7 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
     def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         runner = runner_of(self)
         runner.settle()
-        if isinstance(runner.tiers.home, HostHome):
+        if runner.parameters.in_memory:
             return own(self, save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outsize.errors import ConfigError
 from outsize.optim.adamw import AdamW as Settings
-from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ
+from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, MASTER, master_plane
 from outsize.storage.home import HostHome
 from outsize.wrapped.module import iterate_parameters, runner_of
 
@@ -95,11 +95,12 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups in the form of ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
 
-        Over a disk home the moments are read into memory.
+        Where weights are bf16 or fp16 there is a ``master`` as well, fp32, which no ``state_dict`` of the model has.
+        Over a disk home all of it is read into memory.
         """
         self._runner.settle()
         updates = self._runner.updates
-        moments = {plane: dict(self._values(plane)) for plane in (EXP_AVG, EXP_AVG_SQ)}
+        moments = {plane: dict(self._values(plane)) for plane in self._planes()}
         self.state.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -115,6 +116,8 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state and groups from what `state_dict`, or that of ``torch.optim.AdamW``, returned.
+
+        Masters count where they round to the weights that the model has at the next step.
 
         Raises:
             ValueError: it is of other groups.
@@ -132,11 +135,20 @@ class AdamW(torch.optim.Optimizer):
         }
         self._runner.set_updates({name: int(values["step"]) for name, values in state.items()})
         for unit in self._runner.split.spec.units:
-            for plane in (EXP_AVG, EXP_AVG_SQ):
-                mine = {t.name: state[t.name][plane] for t in unit.tensors if t.trainable and t.name in state}
+            for plane in self._planes():
+                mine = {
+                    t.name: state[t.name][plane]
+                    for t in unit.tensors
+                    if t.trainable and plane in state.get(t.name, {})
+                }
                 if mine:
                     self._runner.parameters.write(unit, mine, plane)
         self._tell()
+
+    def _planes(self) -> tuple[str, ...]:
+        """The planes of a unit that a state has."""
+        master = (MASTER,) if master_plane(self._runner.split.spec.dtype) == MASTER else ()
+        return (EXP_AVG, EXP_AVG_SQ, *master)
 
     def _values(self, plane: str) -> Iterable[tuple[str, Tensor]]:
         return self._runner.parameters.values(self._runner.split.spec.units, plane)

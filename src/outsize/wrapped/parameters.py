@@ -2,7 +2,8 @@
 
 Over a host home a parameter is a view of its unit's weights, and its ``.grad`` a view of the gradient plane, so any
 optimizer of `torch.optim` steps where the bytes are. Over a disk home parameters have a shape and no bytes; their
-``.grad`` is a mark that a gradient is at home (`wrapped.at_rest`).
+``.grad`` is a mark that a gradient is at home (`wrapped.at_rest`). Frozen weights that a codec has written have a shape
+and no bytes over either home: reading decodes them.
 
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
@@ -13,10 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from outsize.model.spec import PLANE_ELEMENTS, TensorSpec, UnitSpec
+from outsize.model.spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, master_plane
 from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.decoding import decode, encode, encoded_parts
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.units import align_up
@@ -35,16 +37,21 @@ class HomeParameters:
 
     Attributes:
         named: the parameters by name.
+        in_memory: whether all of them show their bytes.
         factors: what gradients on disk are multiplied by in the next step, by name.
+        num_writes: how often `write` has replaced weights.
     """
 
     def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
         self._home = home
         self._spec = split.spec
+        self.in_memory = isinstance(home, HostHome) and not encoded_parts(split.spec)
         self._half = master_plane(split.spec.dtype) == MASTER
         self._versions: dict[str, int] = {}
+        self._given_masters: set[int] = set()
         self.named: dict[str, nn.Parameter] = {}
         self.factors: dict[str, Tensor] = {}
+        self.num_writes = 0
         for unit in split.spec.units:
             self._adopt(unit, split, fill)
 
@@ -70,13 +77,19 @@ class HomeParameters:
                 self._show(unit, unit.tensors[position])
 
     def refresh_masters(self, unit: UnitSpec) -> None:
-        """Where a user has written half-precision weights, make them the masters: they are what counts now."""
-        if not self._half or not isinstance(self._home, HostHome):
+        """Where half-precision weights are not their masters rounded, make them the masters: they are what counts."""
+        given = unit.index in self._given_masters
+        self._given_masters.discard(unit.index)
+        if not self._half:
+            return
+        if not isinstance(self._home, HostHome):
+            if given:
+                self.write(unit, self.read(unit))
             return
         for tensor in unit.tensors:
             parameter = self.named[tensor.name]
-            if parameter._version != self._versions[tensor.name] and tensor.trainable:
-                self._view(unit, tensor, MASTER).copy_(parameter.detach())
+            if tensor.trainable and (given or parameter._version != self._versions[tensor.name]):
+                _follow(self._view(unit, tensor, MASTER), parameter.detach())
                 self._versions[tensor.name] = parameter._version
 
     def values(self, units: tuple[UnitSpec, ...], plane: str = WEIGHTS) -> Iterator[tuple[str, Tensor]]:
@@ -89,32 +102,39 @@ class HomeParameters:
         """Return the tensors of ``unit``, as in `values`; of the weights, those of its frozen parts as well."""
         found: dict[str, Tensor] = {}
         for name, tensors in self._members(unit, plane):
-            if isinstance(self._home, HostHome):
+            if self._is_view(unit, name):
                 found |= {tensor.name: self._view(unit, tensor, name) for tensor in tensors}
                 continue
             with Arena() as arena:
                 flat = self._plane(arena, unit, name)
-                self._home.read(unit.index, name, 0, flat)
+                self._read(unit, name, flat, arena)
                 found |= {t.name: flat[t.offset :][: t.numel].view(t.shape).clone() for t in tensors}
         return found
 
     def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
-        """Replace some tensors of a plane of ``unit``; of the weights, their masters as well."""
+        """Replace some tensors of a plane of ``unit``; masters follow weights, and keep what rounds to them.
+
+        Masters themselves are compared with the weights before the next step, see `refresh_masters`.
+        """
+        if plane == MASTER:
+            self._given_masters.add(unit.index)
+        self.num_writes += 1
         planes = list(self._members(unit, plane))
         if plane == WEIGHTS and self._half and unit.trainable:
             planes.append((MASTER, unit.tensors))
         for name, members in planes:
             given = [tensor for tensor in members if tensor.name in tensors]
-            if isinstance(self._home, HostHome):
+            put = _follow if (plane, name) == (WEIGHTS, MASTER) else Tensor.copy_
+            if self._is_view(unit, name):
                 for tensor in given:
-                    self._view(unit, tensor, name).copy_(tensors[tensor.name].detach().view(tensor.shape))
+                    put(self._view(unit, tensor, name), tensors[tensor.name].detach().view(tensor.shape))
             elif given:
                 with Arena() as arena:
                     flat = self._plane(arena, unit, name)
-                    self._home.read(unit.index, name, 0, flat)
+                    self._read(unit, name, flat, arena)
                     for t in given:
-                        flat[t.offset : t.offset + t.numel].copy_(tensors[t.name].detach().reshape(-1))
-                    self._home.write(unit.index, name, 0, flat)
+                        put(flat[t.offset : t.offset + t.numel], tensors[t.name].detach().reshape(-1))
+                    self._write(unit, name, flat, arena)
 
     def _members(self, unit: UnitSpec, plane: str) -> Iterator[tuple[str, tuple[TensorSpec, ...]]]:
         """Yield the tensors that ``plane`` means and where they lie; weights lie in the frozen parts as well."""
@@ -126,6 +146,29 @@ class HomeParameters:
     def _plane(self, arena: Arena, unit: UnitSpec, plane: str) -> Tensor:
         numel, dtype = self._form(unit, plane)
         return arena.take(numel * dtype.itemsize, plane).view(dtype)
+
+    def _is_view(self, unit: UnitSpec, plane: str) -> bool:
+        """Whether tensors of a plane are views of it."""
+        return isinstance(self._home, HostHome) and _encoded(unit, plane) is None
+
+    def _read(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
+        """Read a whole plane, decoded."""
+        part = _encoded(unit, plane)
+        if part is None:
+            self._home.read(unit.index, plane, 0, flat)
+            return
+        encoded = arena.take(part.encoded_bytes, "encoded weights")
+        self._home.read(unit.index, plane, 0, encoded)
+        decode(part, encoded, flat)
+
+    def _write(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
+        """Write a whole plane, encoded."""
+        part = _encoded(unit, plane)
+        if part is not None:
+            encoded = arena.take(part.encoded_bytes, "encoded weights")
+            encode(part, flat, encoded)
+            flat = encoded
+        self._home.write(unit.index, plane, 0, flat)
 
     def _form(self, unit: UnitSpec, plane: str) -> tuple[int, torch.dtype]:
         """Elements of a plane, and their dtype."""
@@ -177,7 +220,7 @@ class HomeParameters:
                     else:
                         fill(t, master[stretch])
                         flat[stretch].copy_(master[stretch])
-                self._home.write(unit.index, plane, 0, flat)
+                self._write(unit, plane, flat, arena)
                 if master is not None:
                     self._home.write(unit.index, MASTER, 0, master)
             for tensor in tensors:
@@ -196,7 +239,7 @@ class HomeParameters:
     ) -> nn.Parameter:
         """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
         former.grad = None
-        if isinstance(self._home, HostHome):
+        if self._is_view(unit, plane):
             view = self._view(unit, tensor, plane)
         else:
             view = torch.empty(tensor.shape, dtype=self._form(unit, plane)[1], device="meta")
@@ -204,3 +247,15 @@ class HomeParameters:
             former.data = view
             return former
         return nn.Parameter(view, requires_grad=former.requires_grad)
+
+
+def _follow(master: Tensor, value: Tensor) -> Tensor:
+    """Make ``master`` the value, but for elements that round to it already; returns it."""
+    if value.dtype is torch.float32:
+        return master.copy_(value)
+    return master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+
+
+def _encoded(unit: UnitSpec, plane: str) -> FrozenPart | None:
+    """The frozen part that a codec writes to ``plane``, where it is one."""
+    return next((part for part in unit.frozen if part.plane == plane and part.codec is not None), None)

@@ -53,10 +53,17 @@ class Planned:
         microbatches: most parts that a batch is cut into.
         store_dir: directory of the disk home.
         fill: copies weights into the home.
+        codecs: how frozen matrices of blocks, and frozen tables, are written.
     """
 
     def __init__(
-        self, model: nn.Module, memory: MemoryConfig, microbatches: int, store_dir: Path, fill: Fill
+        self,
+        model: nn.Module,
+        memory: MemoryConfig,
+        microbatches: int,
+        store_dir: Path,
+        fill: Fill,
+        codecs: tuple[str, str] = ("raw", "raw"),
     ) -> None:
         self._model = weakref.ref(model)
         self._memory = memory
@@ -74,7 +81,7 @@ class Planned:
         self._closed = False
         self._engine_stack = contextlib.ExitStack()
         self._flags = tuple(p.requires_grad for p in model.parameters())
-        dtype, self._apart = dtype_and_parts(model)
+        dtype, self._apart = dtype_and_parts(model, *codecs)
         self.split = split(model, dtype, apart=self._apart)
         with contextlib.ExitStack() as stack:
             self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))

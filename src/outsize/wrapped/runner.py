@@ -29,13 +29,13 @@ from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.engine import Engine
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, planning
+from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.passage import Passage
-from outsize.wrapped.planned import Planned
 
 
-class Runner(Planned):
+class Runner(Inferring):
     """Streams one model; arguments as of `Planned`.
 
     Attributes:
@@ -43,9 +43,15 @@ class Runner(Planned):
     """
 
     def __init__(
-        self, model: nn.Module, memory: MemoryConfig, microbatches: int, store_dir: Path, fill: Fill
+        self,
+        model: nn.Module,
+        memory: MemoryConfig,
+        microbatches: int,
+        store_dir: Path,
+        fill: Fill,
+        codecs: tuple[str, str] = ("raw", "raw"),
     ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill)
+        super().__init__(model, memory, microbatches, store_dir, fill, codecs)
         self.coefficient: Tensor | None = None
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device

@@ -14,6 +14,10 @@ let built = new Map();
 /** Draw `data`; a section whose data is what it was stays as it is, with its zoom and its search. */
 function render(data) {
   const { runs } = data;
+  if (!runs.length) {
+    main.replaceChildren(make("h1", {}, "Nothing to show yet"), make("p", { class: "card" }, data.waiting));
+    return;
+  }
   const used = (make_) => JSON.stringify(runs.map((run) => SOURCES.get(make_)?.map((key) => run[key]) ?? null));
   const links = [], parts = [make("div", { id: "top" }, head(runs), figures(runs))];
   const kept = new Map();
@@ -46,7 +50,15 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { na
 nameTheme();
 
 const first = JSON.parse(document.getElementById("data").textContent);
+let newest = first;
 render(first);
+
+/** Say that the server does not answer, or that it does again. */
+function lost(isLost) {
+  const [pill] = document.getElementsByClassName("pill");
+  if (isLost && pill) { pill.className = "pill stopped"; pill.textContent = "no answer: what was known last"; }
+  else if (!isLost && pill?.textContent.startsWith("no answer")) { built = new Map(); render(newest); }
+}
 
 /** A live page asks again after as long as the server says; it goes on when the server is back. */
 async function follow(every) {
@@ -55,14 +67,14 @@ async function follow(every) {
     if (document.hidden) continue;
     try {
       const answer = await fetch("data.json", { cache: "no-store", headers: { "If-None-Match": `"${known}"` } });
-      document.body.classList.toggle("lost", !answer.ok && answer.status !== 304);
+      lost(!answer.ok && answer.status !== 304);
       if (answer.status !== 200) continue;
-      const data = await answer.json();
-      known = data.version_of_data;
+      newest = await answer.json();
+      known = newest.version_of_data;
       const at = scrollY;
-      render(data);
+      render(newest);
       scrollTo({ top: at, behavior: "instant" });
-    } catch { document.body.classList.add("lost"); }
+    } catch { lost(true); }
   }
 }
 if (first.refresh_s) follow(1000 * first.refresh_s);

@@ -1,0 +1,231 @@
+"""Forwards of a model whose weights are not where it computes: its own code runs, weights come and go under it.
+
+The story of a pass:
+
+1. The model's code, in the caller's thread, calls a unit; the boundary in its place asks for the unit's weights.
+2. They are kept, or the loader has brought them up meanwhile, or the caller waits. The unit's parameters become views
+   of them, and its own forward runs.
+3. Its slot is free, and the loader goes on in it: behind the last unit with the first one of the next pass.
+
+The first pass holds nothing but slots, and measures what computing takes. Units stay in what is left from the second
+pass on, the rest of the model and the cache of keys and values counted; as the cache grows, units give way to it one
+after the other. A byte of weights and a byte of cache are both read once per token, so it makes no difference to the
+link which of them stays; and a unit gives way without anything to write back.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from outsize.inference.cache import cache_bytes, find_cache
+from outsize.inference.caller import Caller
+from outsize.inference.loader import Loader
+from outsize.inference.measure import Workspace, extent_of, ordinary
+from outsize.inference.rows import Table, is_table
+from outsize.inference.source import Source
+from outsize.model.split import Split
+from outsize.model.walk import Boundaries
+from outsize.planner.scan import plan_scan
+from outsize.runtime.binding import Binder
+from outsize.runtime.device import Device
+
+# Room that is kept free for a cache to grow into, as a share of it, so that units do not give way at every token.
+CACHE_AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceStatistics:
+    """What a session has done.
+
+    Attributes:
+        num_passes: forwards that came to the last unit.
+        bytes_moved: weights that came from their home.
+        stall_s: seconds that computing waited for them.
+        load_s: seconds that loading them took; where copies are asynchronous, that handing them over took.
+        num_kept: units that stay on the device.
+        num_streamed: units that come up in every pass.
+        bytes_per_pass: weights that come up in every pass, rows of embeddings not counted.
+        workspace_bytes: most that a forward took beside weights and cache.
+        cache_bytes: keys and values, as of the last pass.
+    """
+
+    num_passes: int
+    bytes_moved: int
+    stall_s: float
+    load_s: float
+    num_kept: int
+    num_streamed: int
+    bytes_per_pass: int
+    workspace_bytes: int
+    cache_bytes: int
+
+
+class _NoGradients:
+    """A gradient sink that nothing falls into."""
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        return lambda _: None
+
+
+class Session:
+    """Streams one model; used by one thread at a time.
+
+    Args:
+        split: the model.
+        boundaries: in the place of its units.
+        device: computes; closed with the session.
+        source: its weights; closed with the session.
+        open_room: see `Loader`.
+        room_bytes: of the device, for weights, workspace and cache.
+        prefetch: units loaded ahead; None lets the planner choose.
+
+    Raises:
+        InfeasiblePlanError: not even the largest unit fits.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        boundaries: Boundaries,
+        device: Device,
+        source: Source,
+        open_room: Callable[[], Device],
+        room_bytes: int,
+        prefetch: int | None,
+    ) -> None:
+        self._split = split
+        self._boundaries = boundaries
+        self._device = device
+        self._source = source
+        self._prefetch = prefetch
+        self._caller = Caller(device.torch_device)
+        units, dtype = split.spec.units, split.spec.dtype
+        self._tables = {
+            unit.index: Table(module, unit, source)
+            for unit, module in zip(units, split.modules, strict=False)
+            if is_table(module, unit)
+        }
+        self._last = len(split.modules) - 1
+        self._unit_bytes = tuple(
+            0 if unit.kind == "rest" or unit.index in self._tables else unit.weight_bytes(dtype)
+            for unit in units
+        )
+        self._rest = units[-1] if units[-1].kind == "rest" else None
+        rest_bytes = 0 if self._rest is None else self._rest.weight_bytes(dtype)
+        self._room_bytes = room_bytes - rest_bytes
+        self._workspace = Workspace(dtype)
+        self._cache: weakref.ref[Any] | None = None
+        self._cache_bytes = self._num_passes = self._depth = 0
+        self._bound: dict[int, int] = {}
+        self._at = self._last
+        with contextlib.ExitStack() as stack, ordinary():
+            stack.callback(device.close)
+            stack.callback(source.close)
+            self._loader = Loader(device, self._caller, source, self._unit_bytes, open_room)
+            stack.callback(self._loader.close)
+            self._scan = plan_scan(self._unit_bytes, self._room_bytes, prefetch=prefetch, sparing=True)
+            self._rest_memory = device.allocate(rest_bytes, "rest")
+            self._binder = Binder(split, _NoGradients())
+            stack.callback(self._binder.close)
+            if self._rest is not None:
+                source.load(self._rest.index, self._rest_memory)
+                self._caller.finish()
+            self._loader.follow(self._scan)
+            self._stack = stack.pop_all()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Have the model's own forward compute here while the context lasts."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._boundaries.outside = self._unit
+                self._bind_rest()
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._boundaries.outside = None
+                for unit in self._split.spec.units:
+                    self._binder.unbind(unit)
+                self._bound.clear()
+
+    def statistics(self) -> InferenceStatistics:
+        """Return what was done so far."""
+        return InferenceStatistics(
+            num_passes=self._num_passes,
+            bytes_moved=self._source.bytes_moved,
+            stall_s=self._loader.stall_s + self._caller.waited_s(),
+            load_s=self._loader.load_s,
+            num_kept=len(self._scan.kept),
+            num_streamed=len(self._scan.streamed),
+            bytes_per_pass=self._scan.bytes_per_pass,
+            workspace_bytes=self._workspace.known_bytes,
+            cache_bytes=self._cache_bytes,
+        )
+
+    def close(self) -> None:
+        """End the loader and give everything back; idempotent."""
+        self._stack.close()
+
+    def _unit(
+        self, unit: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a unit's boundary calls in its place."""
+        if unit <= self._at:
+            self._begin(args, kwargs)
+        self._at = unit
+        if self._cache is None and (cache := find_cache(args, kwargs)) is not None:
+            self._cache = weakref.ref(cache)
+        if unit in self._tables:
+            output = self._tables[unit].run(real, args, kwargs)
+        elif not self._unit_bytes[unit]:  # its parameters are tied, and lie in the rest
+            output = self._workspace.run(real, args, kwargs, self._rest_memory, unit == self._last)
+        else:
+            weights = self._loader.take(unit)
+            try:
+                self._bind(unit, weights)
+                output = self._workspace.run(real, args, kwargs, weights[0], unit == self._last)
+            finally:
+                self._loader.give_back(unit)
+        if unit == self._last:
+            self._workspace.end()
+            self._num_passes += 1
+        return output
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A pass begins: keep what fits beside what it will take."""
+        extent = extent_of(args, kwargs)
+        first = not self._workspace.known_bytes
+        expected = self._workspace.expected_bytes(extent)
+        self._workspace.begin(extent)
+        cache = self._cache() if self._cache is not None else None
+        self._cache_bytes = cache_bytes(cache) if cache is not None else 0
+        self._cache = None
+        if first:
+            return
+        ahead = self._cache_bytes // CACHE_AHEAD
+        room = self._room_bytes - expected - self._cache_bytes - ahead
+        scan = plan_scan(self._unit_bytes, room, prefetch=self._prefetch)
+        if scan != self._scan:
+            self._binder.close()
+            self._bound.clear()
+            self._bind_rest()
+            self._scan = scan
+            with ordinary():
+                self._loader.follow(scan)
+
+    def _bind(self, unit: int, weights: tuple[Tensor, ...]) -> None:
+        place = weights[0].untyped_storage().data_ptr()
+        if self._bound.get(unit) != place:
+            with ordinary():
+                self._binder.bind(self._split.spec.units[unit], *weights)
+            self._bound[unit] = place
+
+    def _bind_rest(self) -> None:
+        if self._rest is not None:
+            self._binder.bind(self._rest, *self._source.planes(self._rest.index, self._rest_memory))

@@ -1,0 +1,149 @@
+"""From the home of a unit's weights to where it computes: whole, or some rows of a table."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec
+from outsize.planner.ops import Kind, Op
+from outsize.runtime.binding import TORCH_DTYPE, weight_planes
+from outsize.runtime.context import StepContext
+from outsize.runtime.device import Device
+from outsize.runtime.weights import WeightOps
+from outsize.storage.arena import Arena, Pinner
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Ledger
+from outsize.units import align_up
+
+# Rows that are read from disk together: a few MiB keep its queue full.
+READ_BYTES = 4 * 2**20
+
+
+class Source:
+    """Weights at rest.
+
+    Args:
+        spec: the model.
+        device: what computes.
+        home: where the weights rest.
+        ledger: where a buffer between disk and device is reserved.
+        pinner: what pins it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        home: HostHome | DiskHome,
+        ledger: Ledger,
+        pinner: Pinner | None = None,
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._home = home
+        self._arena = Arena(ledger=ledger, tier="host", pinner=pinner)
+        self._buffers: list[Tensor] = []
+        if isinstance(home, DiskHome) and device.name != "cpu":
+            most = max(unit.link_bytes(spec.dtype) for unit in spec.units)
+            self._buffers = self._arena.take_all([most, most], "weights between disk and device")
+        self._marks: list[object] = [None, None]
+        self._turn = 0
+        self._slot = [torch.empty(0, dtype=torch.uint8)]
+        self._weights = WeightOps(spec, device, home, self._slot, self._buffers)
+        self._row_bytes = 0
+        self._nothing = StepContext(number=0, learning_rate=0.0, microbatches=())
+
+    @property
+    def bytes_moved(self) -> int:
+        """What came from home so far."""
+        return self._weights.bytes_up + self._row_bytes
+
+    def planes(self, unit: int, memory: Tensor) -> tuple[Tensor, ...]:
+        """The weights of ``unit`` as they lie in a piece of memory: its plane, and those of its frozen parts."""
+        return weight_planes(self._spec.units[unit], self._spec.dtype, memory)
+
+    def load(self, unit: int, memory: Tensor) -> None:
+        """Bring the weights of ``unit`` into ``memory``; on the lane ``up``.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        self._slot[0] = memory
+        if not self._buffers:
+            self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0), self._nothing)
+            return
+        buffer, self._turn = self._turn, 1 - self._turn  # one is copied from while the disk fills the other
+        if self._marks[buffer] is not None:
+            self._device.wait("", self._marks[buffer])
+        self._weights.read(Op(kind=Kind.READ, unit=unit, buffer=buffer), self._nothing)
+        self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0, buffer=buffer), self._nothing)
+        self._marks[buffer] = self._device.record("up")
+
+    def rows(self, unit: int, tensor: TensorSpec, numbers: Tensor) -> Tensor:
+        """Return rows of a tensor of ``unit``, on the device: [len(numbers), ...].
+
+        Args:
+            unit: which.
+            tensor: one of its tensors.
+            numbers: of the rows, ascending and each once, on the CPU.
+        """
+        width = tensor.numel // tensor.shape[0]
+        dtype = TORCH_DTYPE[self._spec.dtype]
+        found = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
+        if isinstance(self._home, HostHome):
+            flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
+            self._device.copy(found, flat.view(tensor.shape).index_select(0, numbers))
+            self._row_bytes += found.nbytes
+            return found
+        done = 0
+        count = max(READ_BYTES // max(width * dtype.itemsize, 2 * 4096), 1)
+        for part in numbers.tensor_split(tuple(range(count, len(numbers), count))):
+            read = self._read_rows(unit, tensor, part.tolist(), width, dtype)
+            self._device.copy(found[done : done + len(part)], read.view(len(part), *tensor.shape[1:]))
+            done += len(part)
+        return found
+
+    def _read_rows(
+        self, unit: int, tensor: TensorSpec, numbers: Sequence[int], width: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Read the stretches of the plane that rows lie in, all in flight together, and pick the rows out."""
+        assert isinstance(self._home, DiskHome)
+        starts = [tensor.offset + number * width for number in numbers]
+        stretches = list(_stretches(starts, width))
+        sizes = [stop - start for start, stop in stretches]
+        picked = torch.empty(len(numbers), width, dtype=dtype)
+        with Arena() as arena:
+            memory = arena.take(sum(sizes) * dtype.itemsize, "rows").view(dtype)
+            pieces = memory.tensor_split(tuple(accumulate(sizes[:-1])))
+            self._home.read_ranges(
+                unit, "weights", [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
+            )
+            self._row_bytes += memory.nbytes
+            stretch = 0
+            for row, start in enumerate(starts):
+                while start >= stretches[stretch][1]:
+                    stretch += 1
+                first = start - stretches[stretch][0]
+                picked[row] = pieces[stretch][first : first + width]
+        return picked
+
+    def close(self) -> None:
+        """Give buffers back; idempotent."""
+        self._arena.close()
+
+
+def _stretches(starts: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole `PLANE_ELEMENTS` that hold the rows, ascending, neighbours joined."""
+    first, last = None, 0
+    for start in starts:
+        low, high = start // PLANE_ELEMENTS * PLANE_ELEMENTS, align_up(start + width, PLANE_ELEMENTS)
+        if first is not None and low <= last:
+            last = max(last, high)
+            continue
+        if first is not None:
+            yield first, last
+        first, last = low, high
+    if first is not None:
+        yield first, last

@@ -1,0 +1,160 @@
+"""What a forward without a backward moves: which units stay on the device, and in how many slots the others take turns.
+
+A token visits every unit once, in order, and the next token begins again: a cyclic scan. A fixed set that stays is
+optimal for it. Per pass each unit is read once, so whatever the device can hold saves exactly its own bytes, and
+nothing can save more; while a cache that drops what was used longest ago always drops what is needed next, and saves
+nothing (`bytes_moved_by_lru` counts it). So slots are given first, and units stay in what is left.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from outsize.errors import InfeasiblePlanError
+from outsize.units import format_bytes
+
+# The unit that computes, and the two behind it: one would hide a steady link, the second what is unsteady in it.
+PREFETCH = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """Where the units are while passes go on.
+
+    Attributes:
+        kept: units that stay on the device.
+        streamed: units that come up in every pass, ascending.
+        num_slots: places that streamed units take turns in; 0 where all stay.
+        slot_bytes: of each.
+        bytes_per_pass: what comes up in a pass once the kept units are there.
+        device_bytes: what all of it holds.
+    """
+
+    kept: frozenset[int]
+    streamed: tuple[int, ...]
+    num_slots: int
+    slot_bytes: int
+    bytes_per_pass: int
+    device_bytes: int
+
+
+def plan_scan(
+    weight_bytes: Sequence[int], room_bytes: int, *, prefetch: int | None = None, sparing: bool = False
+) -> Scan:
+    """Choose what stays within ``room_bytes``.
+
+    Args:
+        weight_bytes: of each unit in the order of the forward; 0 for those that need no place.
+        room_bytes: of the device, for weights.
+        prefetch: units loaded ahead; None is `PREFETCH`, or fewer where there is no room for so many.
+        sparing: keep only what has to be kept and load one unit ahead, as long as it is unknown what else the device
+            must hold; of a model that takes no more than half the room, keep all of it.
+
+    Raises:
+        InfeasiblePlanError: not even the largest unit fits.
+    """
+    units = [unit for unit, size in enumerate(weight_bytes) if size]
+    if sum(weight_bytes) <= (room_bytes // 2 if sparing else room_bytes):
+        return _scan(weight_bytes, frozenset(units), units, 0)
+    ahead = PREFETCH if prefetch is None else prefetch
+    for num_slots in range(min(ahead, 1 if sparing else ahead) + 1, 0, -1):
+        found = [
+            scan
+            for size in sorted({weight_bytes[unit] for unit in units})
+            if (scan := _with_slots(weight_bytes, units, room_bytes, num_slots, size, sparing)) is not None
+        ]
+        if found:
+            return min(found, key=lambda scan: scan.device_bytes if sparing else scan.bytes_per_pass)
+        if prefetch is not None:
+            break
+    if sparing:
+        return plan_scan(weight_bytes, room_bytes, prefetch=prefetch)
+    least = max(weight_bytes) * (1 if prefetch is None else prefetch + 1)
+    raise InfeasiblePlanError(
+        f"units of up to {format_bytes(max(weight_bytes))} do not fit the {format_bytes(max(room_bytes, 0))} of the "
+        "device that are left for weights; raise device_memory, or take a smaller batch or shorter prompts",
+        {"device": least - room_bytes},
+    )
+
+
+def bytes_moved_by_lru(weight_bytes: Sequence[int], room_bytes: int, num_passes: int) -> int:
+    """Return what a cache that drops the unit used longest ago would move in so many passes, for comparison."""
+    held: OrderedDict[int, int] = OrderedDict()
+    moved = 0
+    for _ in range(num_passes):
+        for unit, size in enumerate(weight_bytes):
+            if unit in held:
+                held.move_to_end(unit)
+                continue
+            moved += size
+            while held and sum(held.values()) + size > room_bytes:
+                held.popitem(last=False)
+            held[unit] = size
+    return moved
+
+
+def break_even_batch(
+    bytes_per_pass: int, link_bytes_per_s: float, compute_s: float, batch: int
+) -> float | None:
+    """Return the batch at which computing takes as long as moving; None where nothing moves or compute took no time.
+
+    Compute is taken to grow with the batch, as it does once weights no longer bound it; so this is a lower bound.
+
+    Args:
+        bytes_per_pass: that come up per token batch.
+        link_bytes_per_s: what was measured while they came.
+        compute_s: of one pass at ``batch``.
+        batch: sequences.
+    """
+    if not bytes_per_pass or compute_s <= 0 or link_bytes_per_s <= 0:
+        return None
+    return batch * (bytes_per_pass / link_bytes_per_s) / compute_s
+
+
+def _with_slots(
+    weight_bytes: Sequence[int],
+    units: Sequence[int],
+    room_bytes: int,
+    num_slots: int,
+    slot_bytes: int,
+    sparing: bool,
+) -> Scan | None:
+    """The scan whose slots are of this size; None where larger units do not all fit beside them."""
+    kept = {unit for unit in units if weight_bytes[unit] > slot_bytes}
+    left = room_bytes - num_slots * slot_bytes - sum(weight_bytes[unit] for unit in kept)
+    if left < 0:
+        return None
+    others = [] if sparing else [unit for unit in units if unit not in kept]
+    for unit in sorted(spread(others), key=lambda unit: -weight_bytes[unit]):
+        if weight_bytes[unit] <= left:
+            kept.add(unit)
+            left -= weight_bytes[unit]
+    return _scan(weight_bytes, frozenset(kept), units, num_slots)
+
+
+def _scan(weight_bytes: Sequence[int], kept: frozenset[int], units: Sequence[int], num_slots: int) -> Scan:
+    streamed = tuple(unit for unit in units if unit not in kept)
+    num_slots = min(num_slots, len(streamed))
+    slot_bytes = max((weight_bytes[unit] for unit in streamed), default=0)
+    return Scan(
+        kept=kept,
+        streamed=streamed,
+        num_slots=num_slots,
+        slot_bytes=slot_bytes,
+        bytes_per_pass=sum(weight_bytes[unit] for unit in streamed),
+        device_bytes=sum(weight_bytes[unit] for unit in kept) + num_slots * slot_bytes,
+    )
+
+
+def spread(units: Iterable[int]) -> list[int]:
+    """Return units in an order of which every beginning lies evenly among them: van der Corput's sequence.
+
+    So kept units give the link a head start at regular distances, and one more or one less that is kept moves no other.
+    """
+    found = list(units)
+    bits = max(len(found) - 1, 1).bit_length()
+    return [found[place] for place in sorted(range(len(found)), key=lambda place: _reversed(place, bits))]
+
+
+def _reversed(number: int, bits: int) -> int:
+    return int(format(number, f"0{bits}b")[::-1], 2)

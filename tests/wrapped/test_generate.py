@@ -1,0 +1,221 @@
+"""Generation of a wrapped model: transformers' own, token for token what the resident model writes."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+import zoo
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.model.split import split
+from outsize.wrapped.module import runner_of
+from support import save_model
+from wrapped.loops import ROOM, streamed_backward, wrapped
+
+PLACES = [("cpu", "host"), ("cpu", "disk"), ("emulated:1", "host"), ("emulated:1", "disk")]
+STREAMED = PLACES[1:]
+# Of the tiny llama, 118 kB: room for its slots, a forward of the prompts below, and little else.
+TIGHT = 165_000
+ARCHITECTURES = ["llama", "llama_tied", "gemma3_text", "gpt2", "qwen3_moe", "qwen3_next", "opt", "mamba"]
+
+
+def prompts(rows: int = 3, length: int = 7) -> dict[str, Tensor]:
+    """Token ids of several lengths, padded on the left."""
+    ids = zoo.batch("llama", num_sequences=rows, seq_len=length)["input_ids"].clone()
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        ids[row, :row] = 0
+        mask[row, :row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def write(model: nn.Module, **settings: Any) -> Tensor:
+    torch.manual_seed(3)
+    asked = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, **prompts(), **settings}
+    return model.generate(**asked)
+
+
+def tight(name: str) -> int:
+    """A budget with room for two units, the rest, and a forward of the prompts."""
+    units = split(plain(name)).spec.units
+    rest = sum(unit.weight_bytes("fp32") for unit in units if unit.kind == "rest")
+    forward = {"qwen3_next": 1_250_000, "mamba": 150_000}.get(name, 90_000)
+    return 2 * max(unit.weight_bytes("fp32") for unit in units if unit.kind == "block") + rest + forward
+
+
+def plain(name: str = "llama") -> nn.Module:
+    return zoo.build(name).eval()
+
+
+def frozen(name: str = "llama") -> nn.Module:
+    return plain(name).requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_the_resident_model(name: str):
+    want = write(plain(name))
+    for device, home in STREAMED:
+        with wrapped(frozen(name), device=device, home=home, device_memory=tight(name)) as model:
+            assert torch.equal(write(model), want)
+            assert torch.equal(write(model), want)  # with what the first call has left there
+
+
+@pytest.mark.parametrize(("device", "home"), STREAMED[:2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_cache": False},
+        {"do_sample": True, "top_k": 20, "temperature": 1.5},
+        {"num_beams": 3},
+        {"num_beams": 2, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"repetition_penalty": 1.3, "min_new_tokens": 4},
+    ],
+    ids=str,
+)
+def test_every_way_of_choosing_tokens_works_unmodified(device: str, home: str, settings: dict[str, Any]):
+    want = write(plain(), **settings)
+    budget = TIGHT + 55_000 * (settings.get("num_beams", 1) - 1)
+    with wrapped(frozen(), device=device, home=home, device_memory=budget) as model:
+        assert torch.equal(write(model, **settings), want)
+
+
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_any_context_of_the_caller_will_do(within: Callable[[], Any]):
+    want = write(plain())
+    with wrapped(frozen(), home="disk", device_memory=TIGHT) as model, within():
+        assert torch.equal(write(model), want)
+
+
+def test_each_pass_moves_what_is_not_kept_and_no_more():
+    with wrapped(frozen(), home="disk", device_memory=125_000) as model, torch.no_grad():
+        found = []
+        for _ in range(6):
+            model(**prompts())
+            found.append(runner_of(model).inference_statistics())
+        assert found[1].num_streamed > 0
+        assert found[1].num_kept > 0
+        assert found[5].num_passes == 6
+        for before, after in pairwise(found[2:]):
+            rows = 8192 * 3 * 7  # of the embedding: at most a stretch for each token
+            unsteady = 2 * 32768  # what was ahead
+            assert abs(after.bytes_moved - before.bytes_moved - after.bytes_per_pass) <= rows + unsteady
+        assert found[5].bytes_moved - found[1].bytes_moved < 4 * (found[1].bytes_per_pass + rows) + unsteady
+
+
+def test_a_model_that_fits_is_read_once():
+    with wrapped(frozen(), home="disk") as model:
+        write(model)
+        first = runner_of(model).inference_statistics()
+        write(model)
+        second = runner_of(model).inference_statistics()
+        assert first is not None
+        assert second is not None
+        assert second.num_streamed == 0
+        rows = 8192 * (3 * 7 + 5 * 3)
+        assert second.bytes_moved - first.bytes_moved <= rows
+
+
+def test_units_give_way_to_a_cache_that_grows():
+    with wrapped(frozen(), home="disk", device_memory=200_000) as model:
+        kept = []
+        for tokens in (6, 56):
+            write(model, max_new_tokens=tokens, eos_token_id=None)
+            found = runner_of(model).inference_statistics()
+            assert found is not None
+            kept.append(found.num_kept)
+        assert kept[0] > kept[1]
+        assert torch.equal(
+            write(model, max_new_tokens=56, eos_token_id=None),
+            write(plain(), max_new_tokens=56, eos_token_id=None),
+        )
+
+
+@pytest.mark.parametrize(("device", "home"), STREAMED)
+def test_a_device_too_small_for_a_unit_is_refused_before_anything_begins(device: str, home: str):
+    with (
+        wrapped(frozen(), device=device, home=home, device_memory="20KiB") as model,
+        pytest.raises(InfeasiblePlanError) as refusal,
+    ):
+        write(model)
+    assert refusal.value.short_by["device"] > 0
+
+
+def test_an_exception_in_a_layer_is_the_layers_own_and_the_next_call_works():
+    model = frozen()
+    calls = []
+
+    def break_once(module: nn.Module, args: Any) -> None:
+        calls.append(module)
+        if len(calls) == 3:
+            raise ValueError("broken")
+
+    model.model.layers[1].mlp.register_forward_pre_hook(break_once)
+    with wrapped(model, home="disk", device_memory=TIGHT):
+        with pytest.raises(ValueError, match="broken"):
+            write(model)
+        assert torch.equal(write(model), write(plain()))
+
+
+@pytest.mark.parametrize(("device", "home"), PLACES)
+def test_generation_between_steps_of_training_sees_the_weights_of_now(device: str, home: str):
+    batch = zoo.batch("llama")
+    reference, model = zoo.build("llama"), zoo.build("llama")
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    with wrapped(model, device=device, home=home):
+        optimizer = outsize.AdamW(model, lr=1e-2)
+        for _ in range(2):
+            streamed_backward(model, batch)
+            reference(**batch).loss.backward()
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+            assert torch.equal(write(model), write(reference))
+        model.load_state_dict(plain().state_dict())
+        assert torch.equal(write(model), write(plain()))
+
+
+@pytest.mark.parametrize(("device", "home"), PLACES)
+def test_a_frozen_model_without_a_gradient_is_streamed_as_well(device: str, home: str):
+    """Encoders: embeddings of sentences."""
+    batch = prompts()
+    with torch.no_grad():
+        want = zoo.build("bert").eval()(**batch, output_hidden_states=True).hidden_states[-1]
+    with wrapped(frozen("bert"), device=device, home=home, device_memory="400KiB") as model, torch.no_grad():
+        assert torch.equal(model(**batch, output_hidden_states=True).hidden_states[-1], want)
+        moved = runner_of(model).inference_statistics()
+        assert (moved is None) == ((device, home) == ("cpu", "host"))
+
+
+def test_a_model_loaded_from_files_writes_what_it_would(tmp_path: Any):
+    save_model(plain(), tmp_path / "model")
+    model = outsize.load(
+        tmp_path / "model", dtype="fp32", home="disk", trainable=False, **{**ROOM, "device_memory": TIGHT}
+    )
+    try:
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert str(model.device) == "cpu"
+        assert torch.equal(write(model), write(plain()))
+    finally:
+        outsize.unwrap(model)
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    with wrapped(frozen(), home="disk", device_memory=TIGHT) as model, pytest.raises(IndexError, match="97"):
+        model.generate(torch.tensor([[3, 97]]), max_new_tokens=2)
+
+
+def test_parameters_replaced_after_wrap_are_noticed():
+    model = frozen()
+    outsize.wrap(model, home="disk", **{**ROOM, "device_memory": TIGHT})
+    model.model.norm.weight = nn.Parameter(torch.ones(32))
+    with pytest.raises(outsize.ModelError, match="replaced"):
+        write(model)
+    runner_of(model).close()
+    with pytest.raises(ConfigError):
+        write(model)
