@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
-from outsize.codecs.transport import RESIDUAL_BYTES, Transport, room_bytes, staging_bytes
+from outsize.codecs.transport import PIECE_ELEMENTS, RESIDUAL_BYTES, Transport, room_bytes, staging_bytes
 from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec, is_packed
 from outsize.optim.spec import WEIGHTS
+
+# What decoding a piece allocates in passing, by element: blocks before and after their bases are added, and joined.
+DECODE_BYTES = 8
 
 
 def encoded_planes(unit: UnitSpec, dtype: str) -> Iterator[tuple[str, int, str]]:
@@ -17,8 +20,10 @@ def encoded_planes(unit: UnitSpec, dtype: str) -> Iterator[tuple[str, int, str]]
 
 
 def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[int, ...]) -> int:
-    """Return what codecs hold on each device: two buffers a crossing, what gradients lost, activations under way."""
+    """Return what codecs hold on each device: two buffers a crossing, what gradients lost, what is under way."""
     found = 2 * (staging_bytes(transport, "weights") + staging_bytes(transport, "gradients"))
+    if not transport.is_raw("weights"):
+        found += DECODE_BYTES * PIECE_ELEMENTS
     if transport.feedback:
         found += RESIDUAL_BYTES * sum(unit.numel for unit in model.units if unit.trainable)
     if not transport.is_raw("activations"):  # one encoding on its way down and one on its way up
