@@ -107,7 +107,8 @@ def fits_several_workers(question: Question, microbatches: int) -> bool:
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     try:
         _check_count(len(question.machine.gpus), model)
-        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, (), (), 0)
+        asked = replace(question, stages=_single_units(model, HALVES[-1]))
+        _fit(asked, model, work, microbatches, UnitTimes(forward_s=(), backward_s=()), 0)
     except (ConfigError, InfeasiblePlanError):
         return False
     return True
