@@ -54,6 +54,11 @@ class Boundaries:
         for index, module in enumerate(modules):
             module.forward = self._boundary(index)
 
+    @property
+    def own_forwards(self) -> tuple[Callable[..., Any], ...]:
+        """The forwards of the modules themselves, which record nothing."""
+        return self._reals
+
     def _boundary(self, index: int) -> Callable[..., Any]:
         real = self._reals[index]
 
