@@ -50,8 +50,8 @@ def replicate(split: Split, boundaries: Boundaries, device: torch.device) -> Rep
         raise ModelError(
             f"units of {type(split.model).__name__} cannot be copied for several workers: {error}; use one device"
         ) from error
-    own = (_own(real, module) for real, module in zip(boundaries.own_forwards, copies, strict=True))
-    forwards = tuple(map(recording, own))
+    reals = zip(boundaries.reals, copies, strict=True)
+    forwards = tuple(recording(_own(real, module)) for real, module in reals)
     for module in copies:
         vars(module).pop("forward", None)  # the boundary of the model itself
         for child in module.modules():
