@@ -29,12 +29,17 @@ class UnitTimes:
 
     Attributes:
         forward_s: of each streamed unit.
-        backward_s: of each, its recompute included, which takes a forward; of the last unit, forward and
-            loss included.
+        backward_s: of each, its recompute included; of the last unit, forward and loss included.
+        recompute_s: of each; a whole forward where it is empty.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...] = ()
+
+    def recompute(self, unit: int) -> float:
+        """Return the seconds that a recompute of ``unit`` takes."""
+        return (self.recompute_s or self.forward_s)[unit]
 
 
 def cost_model(
@@ -93,15 +98,17 @@ class _Pricing:
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
-        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP, Kind.RECOMPUTE):
+        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
             return Cost(seconds=self.times.forward_s[unit])
+        if op.kind is Kind.RECOMPUTE:
+            return Cost(seconds=self.times.recompute(unit))
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             stages = layout.stages
             # An R has recomputed it, or an FK kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             apart = apart or layout.is_kept(unit, op.microbatch or 0)
-            # Where both were timed, of very small units, the forward may have come out as the longer one.
-            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
+            # Where both were timed, of very small units, the recompute may have come out as the longer one.
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.recompute(unit)))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)

@@ -54,7 +54,7 @@ class Demand:
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
         saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; 0
             for the last, whose backward follows at once. Empty: unknown, and so never kept.
-        forward_s: by streamed unit, how long its forward takes beside the others', in any unit.
+        recompute_s: by streamed unit, how long its recompute takes beside the others', in any unit.
         shared_bytes: ids, labels, masks and the like, for all microbatches.
         fixed_bytes: whatever else lies on the device throughout.
     """
@@ -63,7 +63,7 @@ class Demand:
     forward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     backward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: tuple[int, ...] = ()
-    forward_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
     shared_bytes: int = 0
     fixed_bytes: int = 0
 

@@ -78,6 +78,8 @@ def demand_of(question: Question, work: Workload, shared_bytes: int) -> Demand:
         boundary_bytes=work.boundary_bytes,
         forward_workspace_bytes=work.forward_workspace_bytes,
         backward_workspace_bytes=work.backward_workspace_bytes,
+        saved_bytes=work.saved_bytes,
+        recompute_s=work.recompute_flops,
         shared_bytes=shared_bytes,
         fixed_bytes=question.fixed_bytes,
     )

@@ -245,7 +245,7 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        forward_s=_forward_times(parts),
+        recompute_s=_forward_times(parts),
         shared_bytes=measured.held_bytes * config.train.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
