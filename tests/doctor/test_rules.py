@@ -300,7 +300,7 @@ def found(record):
 def test_python_between_steps_is_told_apart(tmp_path):
     waits = {"compute:w0": {"between steps": {"none": 0.9}, "python": {"none": 0.1}}}
     finding = found(run(tmp_path, waits_s=waits, between_s=0.9))["host-bound"]
-    assert "900 ms of it between steps" in finding.evidence
+    assert "900 ms of it lie between steps" in finding.evidence
 
 
 def test_every_rule_has_a_record_that_shows_it():

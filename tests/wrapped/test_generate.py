@@ -136,6 +136,30 @@ def test_units_give_way_to_a_cache_that_grows():
         )
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_cache_that_leaves_no_room_rests_on_the_host(name: str, settings: dict[str, Any]):
+    long = {"max_new_tokens": 24, "eos_token_id": None, **settings}
+    want = write(plain(name), **long)
+    with wrapped(frozen(name), device="emulated:1") as model:
+        write(model, **long)
+        roomy = runner_of(model).inference_statistics()
+    assert roomy is not None
+    assert roomy.cache_bytes_moved == 0
+    units = split(plain(name)).spec.units
+    rest = sum(unit.weight_bytes("fp32") for unit in units if unit.kind == "rest")
+    largest = max(unit.weight_bytes("fp32") for unit in units if unit.kind == "block")
+    budget = rest + largest + roomy.workspace_bytes + int(0.85 * roomy.cache_bytes)
+    with wrapped(frozen(name), device="emulated:1", device_memory=budget) as model:
+        assert torch.equal(write(model, **long), want)
+        found = runner_of(model).inference_statistics()
+        assert found is not None
+        assert found.cache_bytes_moved > 0
+        if not settings and name == "llama":  # it appends: what goes down is the news, once each
+            up = roomy.cache_bytes * found.num_passes
+            assert found.cache_bytes_moved < up
+
+
 @pytest.mark.parametrize(("device", "home"), STREAMED)
 def test_a_device_too_small_for_a_unit_is_refused_before_anything_begins(device: str, home: str):
     with (

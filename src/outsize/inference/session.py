@@ -16,25 +16,30 @@ link which of them stays; and a unit gives way without anything to write back.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from outsize.inference.cache import cache_bytes, find_cache
+from outsize.errors import InfeasiblePlanError
+from outsize.inference.cache import HostedCache, cache_bytes, find_cache, layers_of
 from outsize.inference.caller import Caller
+from outsize.inference.experts import ExpertCache, find_experts, without
 from outsize.inference.loader import Loader
 from outsize.inference.measure import Workspace, extent_of, ordinary
 from outsize.inference.rows import Table, is_table
 from outsize.inference.source import Source
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.planner.scan import plan_scan
+from outsize.planner.scan import Scan, plan_scan
 from outsize.runtime.binding import Binder
 from outsize.runtime.device import Device
 
 # Room that is kept free for a cache to grow into, as a share of it, so that units do not give way at every token.
 CACHE_AHEAD = 8
+# Of a cache on the host, layers that the device holds at once: the one that came up, and the longer one made of it.
+LAYERS_ABOVE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class InferenceStatistics:
         bytes_per_pass: weights that come up in every pass, rows of embeddings not counted.
         workspace_bytes: most that a forward took beside weights and cache.
         cache_bytes: keys and values, as of the last pass.
+        cache_bytes_moved: of them, between device and host, where a cache rests on the host.
     """
 
     num_passes: int
@@ -62,6 +68,7 @@ class InferenceStatistics:
     bytes_per_pass: int
     workspace_bytes: int
     cache_bytes: int
+    cache_bytes_moved: int
 
 
 class _NoGradients:
@@ -97,6 +104,10 @@ class Session:
         room_bytes: int,
         prefetch: int | None,
     ) -> None:
+        experts = find_experts(split)
+        self._experts = ExpertCache(experts, source)
+        split = without(split, experts)
+        source.partly = {one.unit: split.spec.units[one.unit] for one in experts}
         self._split = split
         self._boundaries = boundaries
         self._device = device
@@ -119,7 +130,8 @@ class Session:
         self._room_bytes = room_bytes - rest_bytes
         self._workspace = Workspace(dtype)
         self._cache: weakref.ref[Any] | None = None
-        self._cache_bytes = self._num_passes = self._depth = 0
+        self._hosted: weakref.WeakKeyDictionary[Any, HostedCache] = weakref.WeakKeyDictionary()
+        self._cache_bytes = self._cache_moved = self._num_passes = self._depth = 0
         self._bound: dict[int, int] = {}
         self._at = self._last
         with contextlib.ExitStack() as stack, ordinary():
@@ -145,7 +157,8 @@ class Session:
             if self._depth == 1:
                 self._boundaries.outside = self._unit
                 self._bind_rest()
-            yield
+            with self._experts.active() if self._depth == 1 else nullcontext():
+                yield
         finally:
             self._depth -= 1
             if not self._depth:
@@ -166,6 +179,7 @@ class Session:
             bytes_per_pass=self._scan.bytes_per_pass,
             workspace_bytes=self._workspace.known_bytes,
             cache_bytes=self._cache_bytes,
+            cache_bytes_moved=self._cache_moved,
         )
 
     def close(self) -> None:
@@ -184,12 +198,12 @@ class Session:
         if unit in self._tables:
             output = self._tables[unit].run(real, args, kwargs)
         elif not self._unit_bytes[unit]:  # its parameters are tied, and lie in the rest
-            output = self._workspace.run(real, args, kwargs, self._rest_memory, unit == self._last)
+            output = self._run(unit, real, args, kwargs, self._rest_memory)
         else:
             weights = self._loader.take(unit)
             try:
                 self._bind(unit, weights)
-                output = self._workspace.run(real, args, kwargs, weights[0], unit == self._last)
+                output = self._run(unit, real, args, kwargs, weights[0])
             finally:
                 self._loader.give_back(unit)
         if unit == self._last:
@@ -204,13 +218,13 @@ class Session:
         expected = self._workspace.expected_bytes(extent)
         self._workspace.begin(extent)
         cache = self._cache() if self._cache is not None else None
-        self._cache_bytes = cache_bytes(cache) if cache is not None else 0
+        self._cache_bytes = cache_bytes(cache, cache in self._hosted) if cache is not None else 0
         self._cache = None
         if first:
             return
-        ahead = self._cache_bytes // CACHE_AHEAD
-        room = self._room_bytes - expected - self._cache_bytes - ahead
-        scan = plan_scan(self._unit_bytes, room, prefetch=self._prefetch)
+        room = self._room_bytes - expected
+        scan = self._plan(cache, room)
+        self._experts.shrink(max(room - 2 * self._cache_bytes - scan.device_bytes, 0))
         if scan != self._scan:
             self._binder.close()
             self._bound.clear()
@@ -218,6 +232,29 @@ class Session:
             self._scan = scan
             with ordinary():
                 self._loader.follow(scan)
+
+    def _plan(self, cache: Any, room_bytes: int) -> Scan:
+        """Units give way to the cache; a cache that leaves no room for slots goes to the host, for good."""
+        cached = self._cache_bytes + self._cache_bytes // CACHE_AHEAD
+        if cache is None or cache not in self._hosted:
+            try:
+                return plan_scan(self._unit_bytes, room_bytes - cached, prefetch=self._prefetch)
+            except InfeasiblePlanError:
+                if cache is None or self._device.name == "cpu":
+                    raise
+            self._hosted[cache] = HostedCache(self._device, self._split.modules)
+        share = cached * LAYERS_ABOVE // max(sum(1 for _ in layers_of(cache)), 1)
+        return plan_scan(self._unit_bytes, room_bytes - share, prefetch=self._prefetch)
+
+    def _run(self, unit: int, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor) -> Any:
+        """Run a unit, with its part of a cache that rests on the host."""
+        cache = self._cache() if self._cache is not None else None
+        hosted = self._hosted.get(cache) if cache is not None else None
+        before = hosted.bytes_moved if hosted is not None else 0
+        with nullcontext() if hosted is None else hosted.up(cache, unit):
+            output = self._workspace.run(real, args, kwargs, weights, unit == self._last)
+        self._cache_moved += hosted.bytes_moved - before if hosted is not None else 0
+        return output
 
     def _bind(self, unit: int, weights: tuple[Tensor, ...]) -> None:
         place = weights[0].untyped_storage().data_ptr()

@@ -1,12 +1,13 @@
 """From the home of a unit's weights to where it computes: whole, or some rows of a table."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
 from outsize.planner.ops import Kind, Op
 from outsize.runtime.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.context import StepContext
@@ -30,6 +31,9 @@ class Source:
         home: where the weights rest.
         ledger: where a buffer between disk and device is reserved.
         pinner: what pins it.
+
+    Attributes:
+        partly: units of which only some tensors come up, as they lie on the device then.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class Source:
         self._slot = [torch.empty(0, dtype=torch.uint8)]
         self._weights = WeightOps(spec, device, home, self._slot, self._buffers)
         self._row_bytes = 0
+        self._counting = threading.Lock()  # the loader and the caller both fetch rows
+        self.partly: dict[int, UnitSpec] = {}
         self._nothing = StepContext(number=0, learning_rate=0.0, microbatches=())
 
     @property
@@ -62,7 +68,7 @@ class Source:
 
     def planes(self, unit: int, memory: Tensor) -> tuple[Tensor, ...]:
         """The weights of ``unit`` as they lie in a piece of memory: its plane, and those of its frozen parts."""
-        return weight_planes(self._spec.units[unit], self._spec.dtype, memory)
+        return weight_planes(self.partly.get(unit, self._spec.units[unit]), self._spec.dtype, memory)
 
     def load(self, unit: int, memory: Tensor) -> None:
         """Bring the weights of ``unit`` into ``memory``; on the lane ``up``.
@@ -70,6 +76,9 @@ class Source:
         Raises:
             StorageError: the disk failed.
         """
+        if unit in self.partly:
+            self._load_partly(self._spec.units[unit], self.partly[unit], memory)
+            return
         self._slot[0] = memory
         if not self._buffers:
             self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0), self._nothing)
@@ -80,6 +89,16 @@ class Source:
         self._weights.read(Op(kind=Kind.READ, unit=unit, buffer=buffer), self._nothing)
         self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0, buffer=buffer), self._nothing)
         self._marks[buffer] = self._device.record("up")
+
+    def _load_partly(self, whole: UnitSpec, part: UnitSpec, memory: Tensor) -> None:
+        """Bring the tensors of ``part`` from where they lie in the plane of ``whole``."""
+        (plane,) = weight_planes(part, self._spec.dtype, memory)
+        places = {tensor.name: tensor for tensor in whole.tensors}
+        for tensor in part.tensors:
+            place = places[tensor.name]
+            flat = TensorSpec(name=place.name, shape=(1, place.numel), offset=place.offset)
+            row = self.rows(whole.index, flat, torch.tensor([0]))
+            plane[tensor.offset : tensor.offset + tensor.numel].copy_(row[0])
 
     def rows(self, unit: int, tensor: TensorSpec, numbers: Tensor) -> Tensor:
         """Return rows of a tensor of ``unit``, on the device: [len(numbers), ...].
@@ -95,7 +114,7 @@ class Source:
         if isinstance(self._home, HostHome):
             flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
             self._device.copy(found, flat.view(tensor.shape).index_select(0, numbers))
-            self._row_bytes += found.nbytes
+            self._count(found.nbytes)
             return found
         done = 0
         count = max(READ_BYTES // max(width * dtype.itemsize, 2 * 4096), 1)
@@ -120,7 +139,7 @@ class Source:
             self._home.read_ranges(
                 unit, "weights", [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
             )
-            self._row_bytes += memory.nbytes
+            self._count(memory.nbytes)
             stretch = 0
             for row, start in enumerate(starts):
                 while start >= stretches[stretch][1]:
@@ -128,6 +147,10 @@ class Source:
                 first = start - stretches[stretch][0]
                 picked[row] = pieces[stretch][first : first + width]
         return picked
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self._row_bytes += num_bytes
 
     def close(self) -> None:
         """Give buffers back; idempotent."""

@@ -229,6 +229,12 @@ class PartKind:
     encoded_bytes: Callable[[int], int] = lambda _: 0
 
 
+def is_packed(unit: UnitSpec, plane: str) -> bool:
+    """Whether a plane at home never changes and has no encoding yet, so that a packed home keeps it encoded."""
+    parts = [part for part in unit.frozen if part.plane == plane]
+    return parts[0].codec is None if parts else not unit.trainable
+
+
 def granule_elements_for(tile_elements: int) -> int:
     """Return the largest granule, a power of two, that tiles of that size are made of; 0 is no tiles."""
     return min(tile_elements & -tile_elements or GRANULE_ELEMENTS, GRANULE_ELEMENTS)

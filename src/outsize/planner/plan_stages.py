@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.planner.hazards import SAVE_WINDOW
@@ -24,6 +25,7 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
+from outsize.planner.transport import device_bytes, host_bytes, packed_bytes
 from outsize.units import align_up, format_bytes
 
 # A backward with recompute takes about three forwards.
@@ -73,7 +75,7 @@ def plan_stages(
     layout = partial(_layout, model, options, wanted, False)
     for halves in HALVES:
         smallest = _single_units(model, options, wanted, bottom, halves)
-        memory = _memory(model, demand, layout(smallest))
+        memory = _memory(model, demand, layout(smallest), options.transport)
         short_by = _shortage(memory, budgets)
         if not short_by:
             break
@@ -84,7 +86,7 @@ def plan_stages(
         layout = partial(_layout, model, options, wanted, keeps)
 
         def holds(stages: Stages, layout: Callable[[Stages], StepLayout] = layout) -> bool:
-            return not _shortage(_memory(model, demand, layout(stages)), budgets)
+            return not _shortage(_memory(model, demand, layout(stages), options.transport), budgets)
 
         if wanted.stages is not None:
             found = wanted.stages if holds(wanted.stages) else None
@@ -202,7 +204,9 @@ def _make(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout
 ) -> Plan:
     programs = _programs(layout)
-    traffic = partial(count_traffic, home=options.home, below=options.below, tile_elements=0)
+    traffic = partial(
+        count_traffic, home=options.home, below=options.below, tile_elements=0, transport=options.transport
+    )
     return Plan(
         home=options.home,
         below=options.below,
@@ -212,10 +216,11 @@ def _make(
         tile_elements=0,
         tile_buffer_bytes=0,
         store_buffer_bytes=0,
-        memory=_memory(model, demand, layout),
+        memory=_memory(model, demand, layout, options.transport),
         budgets=budgets,
         traffic=traffic(programs[0], model, layout, demand.boundary_bytes),
         later_programs=tuple(programs[1:]),
+        transport=options.transport,
     )
 
 
@@ -231,7 +236,9 @@ def _programs(layout: StepLayout) -> list[Program]:
     return programs
 
 
-def _memory(model: ModelSpec, demand: Demand, layout: StepLayout) -> dict[str, dict[str, int]]:
+def _memory(
+    model: ModelSpec, demand: Demand, layout: StepLayout, transport: Transport
+) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each worker."""
     stages = layout.stages
     assert stages is not None
@@ -246,10 +253,13 @@ def _memory(model: ModelSpec, demand: Demand, layout: StepLayout) -> dict[str, d
             "workspace": max(_workspace(model, demand, *span, bool(layout.kept)) for span in spans),
             "shared": demand.shared_bytes,
             "fixed": demand.fixed_bytes,
+            "codecs": device_bytes(transport, model, demand.boundary_bytes),
         },
         "host": {
+            "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+            "home": sum(home_bytes(unit, model.dtype) for unit in model.units)
+            - packed_bytes(transport, model),
         },
         "disk": {},
     }

@@ -105,9 +105,10 @@ def fits_several_workers(question: Question, microbatches: int) -> bool:
     """Return whether stages of single units, which need the least memory, fit."""
     model = without_rest(question.model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    times = unit_times(question.machine, model.compute_dtype, work)
     try:
         _check_count(len(question.machine.gpus), model)
-        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, (), (), 0)
+        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, times, 0)
     except (ConfigError, InfeasiblePlanError):
         return False
     return True

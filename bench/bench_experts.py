@@ -1,0 +1,187 @@
+"""What would a cache of experts move, and what does a fixed set of units save? (replayed, not timed)
+
+Experts: routing is drawn per token and layer from Zipf's law over that layer's experts, in an order of its own, the top
+k of each token. A cache holds a share of all experts. When a layer is reached, the experts that the batch has chosen
+must be there, and those missing are moved; then the cache is cut back to its size:
+
+* ``counters``: by access counters that decay, so that what was hot gives way when routing drifts;
+* ``lru``: what was used longest ago goes;
+* ``known``: the counters are the true probabilities, which is the best that anything can do that does not see the
+  future, since draws are independent (Aho, Denning and Ullman 1971);
+* ``belady``: what is needed farthest in the future goes (Belady 1966), the least that can be moved.
+
+Units: a dense model visits every unit once per token. What moves per token with a fixed set, and with LRU.
+
+    python bench/bench_experts.py                    # the same in every run; about a minute
+"""
+
+import argparse
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+import common
+
+LAYERS, EXPERTS, TOP, STEPS = 4, 64, 4, 150
+HALF_LIVES = 50  # of a counter, in tokens of the sequence
+TARGET = 1.1
+Key = tuple[int, int]
+Trace = list[list[Key]]
+
+
+def routing(alpha: float, batch: int, seed: int = 0) -> tuple[Trace, dict[Key, float]]:
+    """Experts that are needed, visit by visit, and the probability of each that a token wants it."""
+    generator = np.random.default_rng(seed)
+    weights = 1.0 / np.arange(1, EXPERTS + 1) ** alpha
+    orders = [generator.permutation(EXPERTS) for _ in range(LAYERS)]
+    trace: Trace = []
+    for _ in range(STEPS):
+        for layer in range(LAYERS):
+            noisy = np.log(weights) + generator.gumbel(size=(batch, EXPERTS))
+            chosen = np.unique(np.argsort(-noisy, axis=1)[:, :TOP])
+            trace.append([(layer, int(orders[layer][rank])) for rank in chosen])
+    share = weights / weights.sum()
+    return trace, {(n, int(orders[n][r])): float(share[r]) for n in range(LAYERS) for r in range(EXPERTS)}
+
+
+def by_worth(
+    trace: Trace, places: int, worth: Callable[[Key, int], float], seen: Callable[[Key, int], None]
+) -> int:
+    """Experts moved by a cache that drops what is worth least."""
+    held: set[Key] = set()
+    moved = 0
+    for now, needed in enumerate(trace):
+        for key in needed:
+            moved += key not in held
+            held.add(key)
+            seen(key, now)
+        for key in sorted(held, key=lambda key: worth(key, now))[: max(len(held) - places, 0)]:
+            held.remove(key)
+    return moved
+
+
+def counters(trace: Trace, places: int) -> int:
+    decay = 0.5 ** (1.0 / (HALF_LIVES * LAYERS))
+    count: dict[Key, float] = {}
+    last: dict[Key, int] = {}
+
+    def worth(key: Key, now: int) -> float:
+        return count[key] * decay ** (now - last[key])
+
+    def seen(key: Key, now: int) -> None:
+        count[key] = (worth(key, now) if key in count else 0.0) + 1.0
+        last[key] = now
+
+    return by_worth(trace, places, worth, seen)
+
+
+def lru(trace: Trace, places: int) -> int:
+    held: OrderedDict[Key, None] = OrderedDict()
+    moved = 0
+    for needed in trace:
+        for key in needed:
+            moved += key not in held
+            held[key] = None
+            held.move_to_end(key)
+        while len(held) > places:
+            held.popitem(last=False)
+    return moved
+
+
+def belady(trace: Trace, places: int) -> int:
+    following: dict[Key, int] = {}
+    needs: list[dict[Key, int]] = [{} for _ in trace]
+    for now in range(len(trace) - 1, -1, -1):
+        for key in trace[now]:
+            needs[now][key] = following.get(key, len(trace) + 1)
+            following[key] = now
+    again: dict[Key, int] = {}
+
+    def seen(key: Key, now: int) -> None:
+        again[key] = needs[now][key]
+
+    return by_worth(trace, places, lambda key, now: -again[key], seen)
+
+
+def experts() -> list[dict[str, Any]]:
+    rows = []
+    for alpha in (1.0, 1.2, 1.5):
+        for batch in (1, 8):
+            trace, share = routing(alpha, batch)
+            for held in (0.25, 0.5, 0.75):
+                places = int(LAYERS * EXPERTS * held)
+                least = belady(trace, places)
+                row = {
+                    "alpha": alpha,
+                    "batch": batch,
+                    "held": held,
+                    "needed": sum(map(len, trace)),
+                    "belady": least,
+                }
+                row["all_experts"] = STEPS * LAYERS * EXPERTS
+                row["counters"] = counters(trace, places)
+                row["known"] = by_worth(trace, places, lambda key, now: share[key], lambda key, now: None)  # noqa: B023
+                row["lru"] = lru(trace, places)
+                row["counters_to_belady"] = row["counters"] / least
+                row["known_to_belady"] = row["known"] / least
+                row["counters_to_known"] = row["counters"] / row["known"]
+                rows.append(row)
+    return rows
+
+
+def units() -> list[dict[str, Any]]:
+    from outsize.planner.scan import bytes_moved_by_lru, plan_scan
+
+    count, tokens, size = 32, 50, 1_000
+    rows = []
+    for places in (8, 16, 24, 31, 32):
+        scan = plan_scan([size] * count, places * size)
+        rows.append(
+            {
+                "units": count,
+                "room_in_units": places,
+                "fixed_set": scan.bytes_per_pass / size,
+                "lru": bytes_moved_by_lru([size] * count, places * size, tokens) / tokens / size,
+                "least": max(count - places, 0),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    found, dense = experts(), units()
+    names = ["alpha", "batch", "held", "needed", "belady", "counters", "known", "lru"]
+    ratios = ["counters_to_belady", "known_to_belady", "counters_to_known"]
+    headers = [*names, *ratios]
+    common.print_table(headers, [[row[name] for name in headers] for row in found], "experts moved")
+    columns = ["units", "room_in_units", "fixed_set", "lru", "least"]
+    common.print_table(columns, [[row[c] for c in columns] for row in dense], "units moved per token")
+    worst = max(row["counters_to_belady"] for row in found)
+    result = {
+        "experts": found,
+        "units": dense,
+        "layers": LAYERS,
+        "experts_per_layer": EXPERTS,
+        "top": TOP,
+        "tokens": STEPS,
+        "target": TARGET,
+        "worst_counters_to_belady": worst,
+        "worst_counters_to_known": max(row["counters_to_known"] for row in found),
+        "reached": worst <= TARGET,
+        "reachable_without_the_future": max(row["known_to_belady"] for row in found) <= TARGET,
+    }
+    common.finish(result, args.output)
+
+
+if __name__ == "__main__":
+    main()
