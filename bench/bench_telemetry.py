@@ -24,6 +24,7 @@ import common
 
 from outsize.testing.tiny import tiny_model, tiny_run
 from outsize.train import run as training
+from outsize.train.accounts import Accounts
 from outsize.train.heartbeat import Heartbeat
 
 TARGET_SHARE, TARGET_BOOKED = 0.01, 0.02
@@ -88,7 +89,7 @@ def measure(directory: Path, name: str, steps: int) -> dict[str, Any]:
     )
     records: list[float] = []
     beats: list[float] = []
-    with timed(training._Run, "_record", records), timed(Heartbeat, "beat", beats):
+    with timed(Accounts, "record", records), timed(Heartbeat, "beat", beats):
         training.train(config)
     lines = [json.loads(line) for line in (directory / "run" / "heartbeat.jsonl").read_text().splitlines()]
     # The first step warms up; the third and the last write a timeline.

@@ -16,7 +16,7 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from src/outsize/config/schema.py; change it there. -->
 
-A run is described by a YAML file with six sections, every key of which has a default except the two paths:
+A run is described by a YAML file with seven sections, every key of which has a default except the two paths:
 
 ```yaml
 model:

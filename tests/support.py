@@ -125,7 +125,7 @@ def make_config(model_dir: Path, batches: Sequence[Batch], **sections: Mapping[s
         "memory": {"device": "cpu", "home": "host", "device_memory": TOO_MUCH, "host_memory": TOO_MUCH},
     }
     for name, section in sections.items():
-        settings[name] = {**settings[name], **section}
+        settings[name] = {**settings.get(name, {}), **section}
     return Config(**settings)
 
 

@@ -24,7 +24,7 @@ ARROWS = {
     "codecs": GROUND,
     "model": GROUND | FILES | {"codecs.spec"},
     "optim": GROUND | {"codecs", "model.spec"},
-    "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "optim.spec"},
+    "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "codecs.transport", "optim.spec"},
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
     "data": GROUND | FILES | {"runtime.allocator"},
@@ -83,6 +83,7 @@ TORCH_FREE = [
     "cli/doctor.py",
     "cli/doctor_text.py",
     "codecs/spec.py",
+    "codecs/transport.py",
     "optim/spec.py",
 ]
 

@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data import IGNORED
+from outsize.data import IGNORED, open_data
 from outsize.data.detected import Detected
 from outsize.data.packed import OnePerDocument, Packed, PackedDataset
+from outsize.data.permute import SeededPermutation
 from outsize.errors import ConfigError, DataError
 
 DETECTED = Detected(
@@ -131,3 +132,17 @@ def test_documents_without_bounds_cannot_be_kept_apart():
 def test_steps_begin_at_zero(step, num_sequences):
     with pytest.raises(ValueError, match="step must be"):
         packed(100, 10).batch(step, num_sequences)
+
+
+def test_the_order_is_that_of_the_permutation_whatever_the_blocks(tmp_path, monkeypatch):
+    """Worked out block by block, in any order of asking, it is the permutation of each epoch."""
+    monkeypatch.setattr("outsize.data.packed._BLOCK", 7)
+    np.save(tmp_path / "tokens.npy", np.arange(50 * 4, dtype=np.int32))
+    with open_data(
+        tmp_path / "tokens.npy", None, seq_len=4, cache_dir=tmp_path, seed=3, vocab_size=999
+    ) as data:
+        for step in (0, 9, 3, 4, 12, 1):
+            rows = data.batch(step, 11).input_ids[:, 0] // 4
+            for row, position in zip(rows.tolist(), range(step * 11, step * 11 + 11), strict=True):
+                expected = SeededPermutation(50, 3, position // 50)(np.array([position % 50]))
+                assert row == expected[0]

@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
 from outsize.planner.stages import HALVES, Stages, slots_for, spans_down, spans_up
 
@@ -107,10 +108,12 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
     tiles = (
         tuple((t + u % 2) * t for u, t in enumerate(trainable)) if draw(st.booleans()) else (0,) * num_units
     )
+    num_microbatches = draw(st.integers(1, 7))
+    kept = kept_at_the_turn(stages, num_streamed, num_microbatches) if draw(st.booleans()) else ()
     return replace(
         base,
         rest=num_streamed if has_rest else None,
-        num_microbatches=draw(st.integers(1, 7)),
+        num_microbatches=num_microbatches,
         trainable=trainable,
         weight_bytes=weights,
         gradient_bytes=gradients,
@@ -119,7 +122,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         tiles=tiles,
         staged=False,
         offload=frozenset(),
-        kept=(),
+        kept=kept,
         num_workers=num_workers,
         stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),
         rest_users=frozenset(users),

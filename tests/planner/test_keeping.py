@@ -16,7 +16,7 @@ KiB, MiB = 2**10, 2**20
 
 
 def demand(saved, seconds):
-    return Demand(boundary_bytes=(0,) * len(saved), saved_bytes=saved, forward_s=seconds)
+    return Demand(boundary_bytes=(0,) * len(saved), saved_bytes=saved, recompute_s=seconds)
 
 
 def test_units_are_taken_by_seconds_per_byte_and_the_last_of_equals_first():
@@ -49,7 +49,7 @@ def test_microbatches_are_counted_unit_by_unit():
 def kept_plan(device, activations="auto", **changes):
     model = make_model()
     # A block's workspace, 3 MiB, holds what it keeps.
-    fields = {"saved_bytes": (0, *[2 * MiB] * 6, 0), "forward_s": (0.0, *[1.0] * 7), **changes}
+    fields = {"saved_bytes": (0, *[2 * MiB] * 6, 0), "recompute_s": (0.0, *[1.0] * 7), **changes}
     wanted = make_demand(model, **fields)
     options = replace(HOST, activations=activations)
     return plan_step(model, wanted, Budgets(device=device), options), wanted

@@ -19,11 +19,12 @@ def test_a_step_takes_at_least_its_compute_and_the_shares_add_up():
 
 
 def test_a_recompute_is_not_counted_as_work_done():
-    """A block's recompute is its fourth forward, of which three count; the head recomputes nothing."""
+    """A block's recompute comes on top of three forwards, and only those count; the head recomputes nothing."""
     question = ask(sequences=256)
     found = fastest(question)
     *blocks, head = question.workload_of(1).forward_flops
-    counted = 3 * (sum(blocks) + head) / (4 * sum(blocks) + 3 * head)
+    again = sum(question.workload_of(1).recompute_flops[:-1])
+    counted = 3 * (sum(blocks) + head) / (3 * (sum(blocks) + head) + again)
     efficiency = question.machine.gpus[0].efficiency.value
     assert found.binding == "compute"
     assert found.mfu == pytest.approx(efficiency * counted * (1 - found.bubble), rel=0.02)

@@ -16,7 +16,9 @@ def test_blocks_take_their_flops_and_the_embedding_its_bytes():
     rate = 165.2e12 * 0.75
     assert times.forward_s[1:] == pytest.approx([flops / rate for flops in WORK.forward_flops[1:]])
     assert times.forward_s[0] == pytest.approx(2 * WORK.boundary_bytes[1] / 1008e9)
-    assert times.backward_s == pytest.approx([3 * time for time in times.forward_s])
+    assert times.recompute_s[1] < times.forward_s[1]
+    both = zip(times.forward_s, times.recompute_s, strict=True)
+    assert times.backward_s == pytest.approx([2 * down + up for down, up in both])
 
 
 def test_the_slowest_gpu_sets_the_time():

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.spec import LOSSLESS4
 from outsize.errors import ConfigError
 from outsize.planner.plan import Budgets
+from outsize.planner.prediction import LINK_UP
 from outsize.planner.search import fastest
 from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 from planner.questions import CONFIG, GIB, ask
@@ -83,6 +87,27 @@ def test_a_rate_that_stays_keeps_stages_and_time():
     found = outcome(question, base, "link=x1")
     assert found.prediction.stages.forward == base.stages.forward
     assert found.gain == pytest.approx(0, abs=1e-6)
+
+
+def test_codecs_are_asked_about_where_the_link_ends_a_step_and_only_there():
+    slow = parse_change("link=x0.05")(ask(sequences=1, seq_len=128))
+    frozen = [
+        replace(unit, tensors=tuple(replace(tensor, trainable=False) for tensor in unit.tensors))
+        for unit in slow.model.units[:-2]
+    ]
+    slow = replace(slow, model=replace(slow.model, units=(*frozen, *slow.model.units[-2:])))
+    base = fastest(slow)
+    assert base.binding == LINK_UP
+    assert "weights=lossless4" in usual_changes(slow, base)
+    brought = outcome(slow, base, "weights=lossless4")
+    assert 0.02 < brought.gain < 1 / LOSSLESS4.expected_ratio("bf16") - 1
+    assert "encoded weights" in brought.prediction.memory["host"]
+    fast = ask()
+    assert "weights=lossless4" not in usual_changes(fast, fastest(fast))
+    with pytest.raises(ConfigError, match="keeps every bit"):
+        outcome(slow, base, "weights=int4")
+    with pytest.raises(ConfigError, match="one GPU only"):
+        outcome(ask("2x4090"), None, "weights=lossless4")
 
 
 @pytest.mark.parametrize("gpus", ["2x4090", "4xh100"])

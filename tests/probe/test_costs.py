@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from doctor.records import gpu
 from hardware.fake_machine import measured
@@ -73,8 +74,11 @@ def test_pairs_of_gpus_are_classified(monkeypatch):
     assert (first.target, first.source) == ("cuda:0", "cuda:1")
     assert (first.by_topology.value, first.by_rate.value) == ("host-staged", "host-staged")
     assert (second.by_topology.value, second.by_rate.value) == ("PCIe peer", "host-staged")
-    blind, _ = measure_peers(devices, (), TINY)
-    assert blind.by_topology.status == blind.by_rate.status == "not measured"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) == (0, 1))
+    blind, other = measure_peers(devices, (), TINY)
+    assert (blind.by_topology.value, other.by_topology.value) == ("PCIe peer", "host-staged")
+    assert "does not tell NVLink" in blind.by_topology.source
+    assert blind.by_rate.status == "not measured"
 
 
 def test_a_cpu_has_no_link_to_ask_under_load():

@@ -1,5 +1,6 @@
 """A run that fails completes the checkpoint under way where its state is there, and says where a resume goes on."""
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -19,10 +20,14 @@ from support import make_run
 PATIENCE_S = 30.0
 
 
-def run_of(directory: Path, name: str, home: str = "host", **train_section: Any) -> Config:
+HOST: dict[str, Any] = {"home": "host"}
+DISK: dict[str, Any] = {"home": "disk"}
+
+
+def run_of(directory: Path, name: str, memory: dict[str, Any] = HOST, **train_section: Any) -> Config:
     """Three steps in ``directory / name``, saved after each."""
     settings = {"steps": 3, "save_every": 1, "run_dir": str(directory / name), **train_section}
-    return make_run(directory, train=settings, memory={"home": home})
+    return make_run(directory, train=settings, memory=memory)
 
 
 def fail(config: Config, layer: Layer) -> list[str]:
@@ -34,8 +39,8 @@ def fail(config: Config, layer: Layer) -> list[str]:
     return said
 
 
-def assert_resumes_to_the_same_end(directory: Path, config: Config) -> None:
-    train(run_of(directory, "whole", config.memory.home))
+def assert_resumes_to_the_same_end(directory: Path, config: Config, memory: dict[str, Any] = HOST) -> None:
+    train(run_of(directory, "whole", memory))
     train(config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})}))
     assert digest(Path(config.train.run_dir or "")) == digest(directory / "whole")
 
@@ -44,10 +49,15 @@ def latest_of(directory: Path) -> str:
     return (directory / "run/checkpoints/latest").read_text().strip()
 
 
+@pytest.mark.parametrize(
+    "memory",
+    [HOST, {**HOST, "device": "emulated:2"}, {**DISK, "commits": "none"}],
+    ids=["host", "two workers", "disk in place"],
+)
 def test_the_checkpoint_under_way_is_completed_when_the_next_step_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_of(tmp_path, "run")
+    config = run_of(tmp_path, "run", memory)
     layer = Layer(tmp_path, {Key(LANE, "CLIP", 1, 0, 0): Fault.EXCEPTION})
     write, failed = Saving._write, threading.Event()
     monkeypatch.setattr(layer, "lane_op", telling(layer, failed))
@@ -62,7 +72,7 @@ def test_the_checkpoint_under_way_is_completed_when_the_next_step_fails(
         said = fail(config, layer)
     assert latest_of(tmp_path) == "step-00000001"
     assert said[-1] == "the run failed: --resume auto goes on after step 1, from step-00000001"
-    assert_resumes_to_the_same_end(tmp_path, config)
+    assert_resumes_to_the_same_end(tmp_path, config, memory)
 
 
 def telling(layer: Layer, failed: threading.Event) -> Any:
@@ -106,13 +116,22 @@ def test_what_fails_beside_the_lanes_loses_no_checkpoint_either(tmp_path: Path) 
 
 def test_a_home_on_disk_says_how_far_it_is_and_a_run_without_anything_says_so(tmp_path: Path) -> None:
     layer = {Key(LANE, "CLIP", 2, 0, 0): Fault.EXCEPTION}
-    config = run_of(tmp_path, "disk", "disk", save_every=0)
+    config = run_of(tmp_path, "disk", DISK, save_every=0)
     said = fail(config, Layer(tmp_path, layer))
     told = re.fullmatch(r"the run failed: --resume auto goes on after step ([12]), from (.*)", said[-1])
     assert told is not None  # the COMMIT of step 2 may have been under way
     assert told[2] == str(tmp_path / "disk/store/home.bin")
     again: list[str] = []
-    train(run_of(tmp_path, "disk", "disk", resume="auto"), announce=again.append)
+    train(run_of(tmp_path, "disk", DISK, resume="auto"), announce=again.append)
     assert f"resumed from step {told[1]} in {told[2]}" in again
     said = fail(run_of(tmp_path, "host", save_every=0), Layer(tmp_path, layer))
     assert said[-1] == "the run failed before anything was saved: --resume auto starts with step 1 again"
+
+
+def test_a_step_has_its_line_before_any_other_file_can_fail(tmp_path: Path) -> None:
+    """The timeline of the third step cannot be written; the step may be committed all the same."""
+    layer = Layer(tmp_path, {Key("pwrite", "disk/timeline.json.partial", 0, 0, 0): Fault.TORN})
+    with layered(layer), pytest.raises(StorageError, match=r"timeline\.json"):
+        train(run_of(tmp_path, "disk", DISK))
+    lines = (tmp_path / "disk/heartbeat.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]

@@ -192,24 +192,20 @@ class _Sections:
     def write_codes(self, first: int, last: int, y: Tensor) -> None:
         """Write integers, fp32 [groups, group], which are free to be overwritten."""
         codes = self._codes[first:last]
-        if self._grid.bits == 8 and self._grid.symmetric:
-            codes.view(torch.int8).copy_(y)
+        if self._grid.bits == 8:  # to int8 is eight times as fast as to uint8
+            codes.view(torch.int8).copy_(y if self._grid.symmetric else y.sub_(128))
             return
-        if self._grid.bits == 8:
-            codes.copy_(y)
-            return
-        pairs = y.to(torch.int8).view(-1).view(torch.int16)  # eight times as fast as to uint8
+        pairs = y.to(torch.int8).view(-1).view(torch.int16)
         pairs &= 0x0F0F
         codes.view(-1).copy_(pairs | pairs >> 4)  # of an int16, a byte takes the lower half
 
     def read_codes(self, first: int, last: int, y: Tensor) -> None:
         """Fill ``y``, fp32 [groups, group], with integers."""
         codes = self._codes[first:last]
-        if self._grid.bits == 8 and self._grid.symmetric:
-            y.copy_(codes.view(torch.int8))
-            return
         if self._grid.bits == 8:
-            y.copy_(codes)
+            y.copy_(codes.view(torch.int8))
+            if not self._grid.symmetric:
+                y += 128
         else:
             pairs = codes.view(-1).to(torch.int16)
             pairs |= pairs << 4

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outsize.codecs import huffman
 from outsize.codecs.codec import Codec
+from outsize.codecs.host import host_bytes, host_words
 from outsize.codecs.huffman import Bytes
-from outsize.codecs.planes import host_words
 from outsize.codecs.spec import CodecSpec
 from outsize.errors import CodecError
 
@@ -44,7 +44,7 @@ class DeltaCodec(Codec):
         values = words[changed]
         planes = [np.packbits(changed), _byte(values, 0), _byte(values, 1)]
         frames = huffman.compress([piece for plane in planes for piece in huffman.cut(plane)])
-        room = into.numpy()
+        room = host_bytes(into)
         if 4 + huffman.num_bytes(frames) >= source.nbytes:
             room[: source.nbytes] = words.view(np.uint8)
             return source.nbytes
@@ -53,7 +53,7 @@ class DeltaCodec(Codec):
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         words = host_words(into, self.spec.name)
-        source = encoded.numpy()
+        source = host_bytes(encoded)
         if source.size == words.nbytes:
             words.view(np.uint8)[:] = source
             return

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outsize.codecs import huffman
 from outsize.codecs.codec import Codec
+from outsize.codecs.host import host_bytes, host_words
 from outsize.codecs.spec import CodecSpec
 from outsize.errors import CodecError
 
@@ -31,7 +32,7 @@ class PlanesCodec(Codec):
         rotated = _rotate(words, 1).view(np.uint8).reshape(words.size, words.itemsize)
         frames = huffman.compress(huffman.cut(np.ascontiguousarray(rotated[:, -1])))
         others = rotated[:, :-1]
-        room = into.numpy()
+        room = host_bytes(into)
         if huffman.num_bytes(frames) + others.size >= source.nbytes:
             room[: source.nbytes] = words.view(np.uint8)
             return source.nbytes
@@ -41,7 +42,7 @@ class PlanesCodec(Codec):
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         words = host_words(into, self.spec.name)
-        source = encoded.numpy()
+        source = host_bytes(encoded)
         if source.size == words.nbytes:
             words.view(np.uint8)[:] = source
             return
@@ -54,15 +55,6 @@ class PlanesCodec(Codec):
             raise CodecError(f"no {self.spec.name} encoding of {words.size} elements: {error}") from error
         rotated[:, -1] = top
         words[:] = _rotate(rotated.view(words.dtype)[:, 0], -1)
-
-
-def host_words(tensor: Tensor, name: str) -> NDArray[np.unsignedinteger]:
-    """The elements of ``tensor`` as unsigned words; ValueError if it does not lie in host memory."""
-    if tensor.device.type != "cpu":
-        raise ValueError(f"codec {name} works in host memory, not on {tensor.device}")
-    if tensor.dtype.itemsize == 2:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.view(torch.int32).numpy().view(np.uint32)
 
 
 def exponent_bound(tensor: Tensor) -> float:

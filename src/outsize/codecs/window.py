@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec import Codec
+from outsize.codecs.host import host_bytes
 from outsize.codecs.spec import CodecSpec
 from outsize.codecs.window_layout import MANTISSA_BITS, WindowLayout
 from outsize.codecs.window_numpy import Words, decode_window, encode_window
@@ -35,7 +36,7 @@ class WindowCodec(Codec):
     def _encode(self, source: Tensor, into: Tensor) -> int:
         if source.device.type != "cpu":
             raise ValueError(f"codec {self.spec.name} encodes on the host, not on {source.device}")
-        room = into.numpy()
+        room = host_bytes(into)
         if source.dtype is not torch.float32:
             return encode_window(self._layout(source.dtype), _words(source), room)
         halves = _words(source)
@@ -63,7 +64,7 @@ class WindowCodec(Codec):
             return words if into.dtype is torch.float32 else into.view(torch.int16).copy_(words)
         if into.dtype is torch.float32:
             into = torch.empty(into.numel(), dtype=torch.int16)
-        decode_window(layout, encoded.numpy(), _words(into))
+        decode_window(layout, host_bytes(encoded), _words(into))
         return into.view(torch.int16)
 
     def _layout(self, dtype: torch.dtype) -> WindowLayout:
@@ -71,4 +72,4 @@ class WindowCodec(Codec):
 
 
 def _words(tensor: Tensor) -> Words:
-    return tensor.view(torch.int16).numpy().view(np.uint16)
+    return host_bytes(tensor).view(np.uint16)

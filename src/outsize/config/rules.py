@@ -90,7 +90,6 @@ def settings_without_effect(config: "Config") -> list[str]:
         (memory, "memory.slots", several, stages),
         (memory, "memory.prefetch", several, stages),
         (memory, "memory.offload", several, stages),
-        (memory, "memory.activations", several, "several workers recompute"),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
         (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),

@@ -1,4 +1,4 @@
-"""What can be configured: six sections, every key with its default, its unit and its meaning.
+"""What can be configured: seven sections, every key with its default, its unit and its meaning.
 
 The descriptions below are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that
@@ -366,6 +366,37 @@ class MemoryConfig(Section):
     )
 
 
+class TransportConfig(Section):
+    """How bytes are written on the link between a device and host memory.
+
+    lossless4 and lossless3 keep every bit; all others lose, within a bound that docs/codecs.md states.
+    """
+
+    weights: Literal["raw", "lossless4", "lossless3"] = Field(
+        default="raw",
+        description="Weights on their way up, encoded once at home (those that train, after each of their steps) and "
+        "decoded on the device.",
+    )
+    activations: Literal[
+        "raw", "lossless4", "lossless3", "int8", "int8-asymmetric", "int4", "int4-asymmetric"
+    ] = Field(default="raw", description="Inputs of units that leave the device between passes.")
+    gradients: Literal[
+        "raw",
+        "lossless4",
+        "lossless3",
+        "int8",
+        "int8-stochastic",
+        "int8-ef",
+        "int4",
+        "int4-stochastic",
+        "int4-ef",
+    ] = Field(
+        default="raw",
+        description="Gradients on their way home. -ef adds what was lost to the next step's, and keeps it on the "
+        "device, 2 bytes for each parameter that trains.",
+    )
+
+
 class TelemetryConfig(Section):
     """Who is told what a run does, besides its own directory."""
 
@@ -390,6 +421,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
+    transport: TransportConfig = TransportConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")

@@ -20,6 +20,9 @@ from outsize.data.recycled import RecycledArrays
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError
 
+# Positions whose order is worked out at once: 32 KiB of numbers.
+_BLOCK = 4096
+
 
 class Layout(Protocol):
     """How stored tokens are laid out in sequences."""
@@ -109,6 +112,7 @@ class PackedDataset:
         self._store = store
         self._layout = layout
         self._seed = seed
+        self._block: tuple[int, int, NDArray[np.int64]] | None = None
         self.detected = detected
         self.seq_len = seq_len
         self.num_sequences = layout.num_sequences
@@ -149,8 +153,27 @@ class PackedDataset:
         indices = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            indices[here] = SeededPermutation(self.num_sequences, self._seed, epoch)(positions[here])
+            indices[here] = self._permuted(epoch, positions[here])
         return indices
+
+    def _permuted(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where ``positions``, one after the other, go in an epoch; a block of them is worked out at once.
+
+        The cipher of a few positions costs as much as that of a thousand. Several threads may work out the same block.
+        """
+        permuted = np.empty_like(positions)
+        blocks = positions // _BLOCK
+        for number in range(int(blocks[0]), int(blocks[-1]) + 1):
+            known = self._block
+            if known is None or known[:2] != (epoch, number):
+                span = np.arange(
+                    number * _BLOCK, min((number + 1) * _BLOCK, self.num_sequences), dtype=np.int64
+                )
+                known = (epoch, number, SeededPermutation(self.num_sequences, self._seed, epoch)(span))
+                self._block = known
+            here = blocks == number
+            permuted[here] = known[2][positions[here] - number * _BLOCK]
+        return permuted
 
 
 def _labels(ids: NDArray[np.int64], trained: NDArray[np.bool_] | None) -> NDArray[np.int64]:

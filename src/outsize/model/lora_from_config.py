@@ -77,6 +77,15 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
     return replace(
         work,
         forward_flops=tuple(base + more for base, more in zip(work.forward_flops, adapters, strict=True)),
+        recompute_flops=tuple(
+            (down if _ends_in_adapter(unit) else base) + more
+            for unit, down, base, more in zip(
+                streamed, work.forward_flops, work.recompute_flops, adapters, strict=True
+            )
+        ),
+        saved_bytes=tuple(
+            size + _copied(unit) * work.tokens for unit, size in zip(streamed, work.saved_bytes, strict=True)
+        ),
         gradient_flops=tuple(
             (base + 2 * more) * (unit.index >= bottom)
             for unit, base, more in zip(streamed, work.forward_flops, adapters, strict=True)
@@ -104,6 +113,11 @@ def _unit(unit: UnitSpec, dtype: str, rank: int, modules: Sequence[str]) -> Unit
             (f"{prefix}.lora_B.weight", (out, rank), True, True),
         ]
     return pack_unit(unit.index, unit.name, unit.kind, rows, frozen_parts(unit.tensors, dtype))
+
+
+def _ends_in_adapter(unit: UnitSpec) -> bool:
+    """Return whether the last product of a block is followed by that of an adapter, whose backward needs more."""
+    return any(".down_proj." in tensor.name for tensor in unit.tensors)
 
 
 def _copied(unit: UnitSpec) -> int:

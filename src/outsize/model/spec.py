@@ -192,19 +192,23 @@ class Workload:
     Attributes:
         tokens: of the microbatch.
         forward_flops: of each streamed unit's forward; a multiply-add counts two.
+        recompute_flops: of as much of it as a backward needs.
         boundary_bytes: of the input of each streamed unit.
         forward_workspace_bytes: by unit kind, the most that its forward allocates beyond its input.
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
         held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
+        saved_bytes: of what each streamed unit's forward makes and its backward needs; 0 for the last.
         gradient_flops: of each streamed unit's backward, without what it recomputes.
     """
 
     tokens: int
     forward_flops: tuple[float, ...]
+    recompute_flops: tuple[float, ...]
     boundary_bytes: tuple[int, ...]
     forward_workspace_bytes: Mapping[str, int]
     backward_workspace_bytes: Mapping[str, int]
     held_bytes: int
+    saved_bytes: tuple[int, ...]
     gradient_flops: tuple[float, ...]
 
 
@@ -223,6 +227,12 @@ class PartKind:
     dtype: str
     codec: str | None = None
     encoded_bytes: Callable[[int], int] = lambda _: 0
+
+
+def is_packed(unit: UnitSpec, plane: str) -> bool:
+    """Whether a plane at home never changes and has no encoding yet, so that a packed home keeps it encoded."""
+    parts = [part for part in unit.frozen if part.plane == plane]
+    return parts[0].codec is None if parts else not unit.trainable
 
 
 def granule_elements_for(tile_elements: int) -> int:

@@ -148,6 +148,18 @@ def forward_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ..
     return (0.0, *blocks, 2.0 * tokens * shape.hidden * shape.vocabulary)
 
 
+def recompute_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
+    """Return the FLOPs of what a backward needs of each streamed unit's forward.
+
+    A dense block ends in a product whose result nothing but the next block needs. That of a mixture is weighed by the
+    router, whose backward needs it.
+    """
+    last = 2.0 * sequences * seq_len * shape.hidden * shape.intermediate
+    embedding, *blocks, head = forward_flops(shape, sequences, seq_len)
+    needed = (flops - last * (not shape.is_mixture(layer)) for layer, flops in enumerate(blocks))
+    return (embedding, *needed, head)
+
+
 def _dense_layers(config: Mapping[str, Any]) -> frozenset[int]:
     every = int(config.get("decoder_sparse_step") or 1)
     layers = range(int(config["num_hidden_layers"]))

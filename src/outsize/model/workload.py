@@ -7,7 +7,7 @@ queries, keys, values, the attention's output and what the MLP makes, and in fp3
 """
 
 from outsize.model.spec import ITEMSIZE, Workload
-from outsize.model.spec_from_config import Shape, forward_flops
+from outsize.model.spec_from_config import Shape, forward_flops, recompute_flops
 
 # Bytes per logit of a chunk of the loss: their softmax, and in the backward two more of that size, fp32.
 LOGIT_BYTES = 12
@@ -37,6 +37,7 @@ def count_workload(
     return Workload(
         tokens=tokens,
         forward_flops=flops,
+        recompute_flops=recompute_flops(shape, sequences, seq_len),
         gradient_flops=tuple(2 * forward for forward in flops),  # two products for each of the forward's
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
@@ -45,6 +46,11 @@ def count_workload(
             "block": tokens * _block_backward(shape, size),
             "head": head,
         },
+        saved_bytes=(
+            0,
+            *(tokens * _block_saved(shape, size, shape.is_mixture(layer)) for layer in range(shape.layers)),
+            0,
+        ),
         held_bytes=tokens * (size * 2 * (shape.head_dim + shape.hidden) + ID_BYTES),
     )
 
@@ -60,6 +66,26 @@ def _block_backward(shape: Shape, size: int) -> int:
     kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + 6 * _widest_mlp(shape))
     norms = 12 * shape.hidden + (size + 4) * (width + kv_width) * shape.head_norms
     return kept + norms + _routing(shape, size)
+
+
+def _block_saved(shape: Shape, size: int, mixture: bool) -> int:
+    """Return the bytes per token that a block's forward makes and its backward needs, the block's input apart.
+
+    Of a norm: what it is taken of, in fp32 (the first one's is the input itself where that is fp32), the same
+    normalised, and its output, an operand of the products behind it. Of the attention: queries, keys and values with
+    their positions, its output, and one fp32 for each head, its log-sum-exp. Of an MLP: the operands of its product and
+    of its last matrix. A mixture has these for each expert that a token visits, with a copy of the token and what the
+    expert returns.
+    """
+    width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
+    norms = 2 * (shape.hidden * (4 + 2 * size) + 4) - (4 * shape.hidden if size == 4 else 0)
+    if shape.head_norms:
+        norms += (size + 4) * (width + kv_width) + 4 * (shape.heads + shape.kv_heads)
+    attention = size * (2 * width + 2 * kv_width) + 4 * shape.heads
+    if not mixture:
+        return norms + attention + size * 4 * shape.intermediate
+    active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
+    return norms + attention + size * 4 * active + _routing(shape, size)
 
 
 def _widest_mlp(shape: Shape) -> int:

@@ -8,14 +8,16 @@ read`` and ``disk write``.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.planner.discrete import Cost
 from outsize.planner.layout import StepLayout
-from outsize.planner.memory import Tier
+from outsize.planner.memory import NO_CODECS, Tier
 from outsize.planner.ops import Kind, Op
 from outsize.planner.simulate import CostModel
+from outsize.planner.transport import activation_bytes, gradient_bytes, load_bytes
 
 # AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
 ADAMW_BYTES = 28
@@ -29,12 +31,17 @@ class UnitTimes:
 
     Attributes:
         forward_s: of each streamed unit.
-        backward_s: of each, its recompute included, which takes a forward; of the last unit, forward and
-            loss included.
+        backward_s: of each, its recompute included; of the last unit, forward and loss included.
+        recompute_s: of each; a whole forward where it is empty.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...] = ()
+
+    def recompute(self, unit: int) -> float:
+        """Return the seconds that a recompute of ``unit`` takes."""
+        return (self.recompute_s or self.forward_s)[unit]
 
 
 def cost_model(
@@ -47,6 +54,7 @@ def cost_model(
     home: Tier = "host",
     below: Tier = "host",
     tile_elements: int = 0,
+    transport: Transport = NO_CODECS,
     nodes: int = 1,
     net_bytes_per_s: float = 0.0,
 ) -> CostModel:
@@ -66,7 +74,9 @@ def cost_model(
     }
     if disk is not None:
         capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
-    pricing = _Pricing(machine, model, layout, times, boundary_bytes, home, below, tile_elements, nodes)
+    pricing = _Pricing(
+        machine, model, layout, times, boundary_bytes, home, below, tile_elements, transport, nodes
+    )
     if nodes == 1:
         return CostModel(cost_of=pricing.cost_of, capacity=capacity)
     capacity["network"] = net_bytes_per_s
@@ -88,38 +98,58 @@ class _Pricing:
     home: Tier
     below: Tier
     tile_elements: int
+    transport: Transport
     nodes: int
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
-        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP, Kind.RECOMPUTE):
+        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
             return Cost(seconds=self.times.forward_s[unit])
+        if op.kind is Kind.RECOMPUTE:
+            return Cost(seconds=self.times.recompute(unit))
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             stages = layout.stages
             # An R has recomputed it, or an FK kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             apart = apart or layout.is_kept(unit, op.microbatch or 0)
-            # Where both were timed, of very small units, the forward may have come out as the longer one.
-            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.forward_s[unit]))
+            # Where both were timed, of very small units, the recompute may have come out as the longer one.
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.recompute(unit)))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
-            size = self._link_bytes(unit) if op.kind is Kind.LOAD else layout.gradient_bytes[unit]
+            size = self._sent_bytes(op)
             return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
-            return self._copy(op, self.boundary_bytes[unit], way, True)
+            size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)
+            return self._copy(op, size, way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
             # Nodes that share a step step a share of each unit.
-            return Cost(amount=ADAMW_BYTES * self._elements(op) / self.nodes, through=through)
+            amount = ADAMW_BYTES * self._elements(op) / self.nodes
+            return Cost(seconds=self._encode_s(op), amount=amount, through=through)
         if op.kind in (Kind.READ, Kind.WRITE):
             return self._disk(op)
         if op.kind is Kind.COMMIT:
             return Cost(seconds=COMMIT_S)
         return Cost()
+
+    def _sent_bytes(self, op: Op) -> int:
+        """Return the bytes of a LOAD, SUM or GRAD on the link."""
+        unit = op.unit or 0
+        if op.kind is Kind.LOAD:
+            return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
+        size = self.layout.gradient_bytes[unit]
+        return gradient_bytes(self.transport, size) if op.kind is Kind.GRAD else size
+
+    def _encode_s(self, op: Op) -> float:
+        """Return what encoding the weights of a unit takes after its STEP, on one core."""
+        if self.transport.is_raw("weights"):
+            return 0.0
+        size = self.model.units[op.unit or 0].weight_bytes(self.model.dtype)
+        return size / self.transport.spec("weights").encode_bytes_per_s
 
     def exchange(self, op: Op) -> Cost:
         """Return what a node sends, and receives, for the gradient (GRAD) or the weights (STEP) of a unit.

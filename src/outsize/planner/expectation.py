@@ -62,6 +62,7 @@ class PlannedStep:
             home=self.plan.home,
             below=self.plan.below,
             tile_elements=tile_elements,
+            transport=self.plan.transport,
         )
 
     def expect(self, costs: CostModel) -> ExpectedStep:

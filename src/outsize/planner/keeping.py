@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Demand
+from outsize.planner.stages import Stages
 
 
 def keep_order(layout: StepLayout, demand: Demand) -> list[int]:
@@ -16,9 +17,9 @@ def keep_order(layout: StepLayout, demand: Demand) -> list[int]:
 
     def gain(unit: int) -> tuple[float, int]:
         size = demand.saved_bytes[unit]
-        return (demand.forward_s[unit] / size if size else float("inf")), unit
+        return (demand.recompute_s[unit] / size if size else float("inf")), unit
 
-    worth = [u for u in layout.keepable if not demand.saved_bytes[u] or demand.forward_s[u] > 0]
+    worth = [u for u in layout.keepable if not demand.saved_bytes[u] or demand.recompute_s[u] > 0]
     return sorted(worth, key=gain, reverse=True)
 
 
@@ -28,6 +29,12 @@ def kept_microbatches(layout: StepLayout, order: Sequence[int], count: int) -> t
     for rank, unit in enumerate(order):
         kept[unit] = min(max(count - rank * layout.num_microbatches, 0), layout.num_microbatches)
     return tuple(kept)
+
+
+def kept_at_the_turn(stages: Stages, num_streamed: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return what stages can keep: all of the units that turn around, one microbatch at a time."""
+    first = stages.backward[0][0]
+    return (*[0] * first, *[num_microbatches] * (num_streamed - 1 - first), 0)
 
 
 def most_kept(layout: StepLayout, demand: Demand, fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:

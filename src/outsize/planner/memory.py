@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from outsize.codecs.transport import Transport
 from outsize.model.spec import ModelSpec, UnitSpec, granule_elements_for
 from outsize.optim.spec import (
     bytes_per_parameter,
@@ -32,10 +33,19 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
+from outsize.planner.transport import (
+    activation_bytes,
+    device_bytes,
+    gradient_bytes,
+    host_bytes,
+    load_bytes,
+    packed_bytes,
+)
 from outsize.units import align_up
 
 Tier = Literal["host", "disk"]
 
+NO_CODECS = Transport()
 # A record as it is written, the tables of both sides that it is made from, and a copy while it is.
 COMMIT_COPIES = 4
 # Extents of `storage.scratch` are whole sectors.
@@ -54,7 +64,7 @@ class Demand:
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
         saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; 0
             for the last, whose backward follows at once. Empty: unknown, and so never kept.
-        forward_s: by streamed unit, how long its forward takes beside the others', in any unit.
+        recompute_s: by streamed unit, how long its recompute takes beside the others', in any unit.
         shared_bytes: ids, labels, masks and the like, for all microbatches.
         fixed_bytes: whatever else lies on the device throughout.
     """
@@ -63,7 +73,7 @@ class Demand:
     forward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     backward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: tuple[int, ...] = ()
-    forward_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
     shared_bytes: int = 0
     fixed_bytes: int = 0
 
@@ -138,6 +148,7 @@ def memory_table(
     below: Tier,
     tile_elements: int,
     host_buffer_bytes: int,
+    transport: Transport = NO_CODECS,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
@@ -153,9 +164,13 @@ def memory_table(
     if layout.commits:
         record = commit_record_bytes(model, granule_elements_for(tile_elements))
         buffers["commits"] = COMMIT_COPIES * record
+    table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
+    table["host"]["encoded weights"] = host_bytes(transport, model)
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    if home == "host":
+        table["host"]["home"] -= packed_bytes(transport, model)
     if layout.commits:
         kept = sum(committed_bytes(unit, model.dtype) for unit in model.units)
         table[home]["home"] = kept + 2 * commit_record_bytes(model)
@@ -171,6 +186,7 @@ def count_traffic(
     home: Tier,
     below: Tier,
     tile_elements: int,
+    transport: Transport = NO_CODECS,
 ) -> Traffic:
     """Return the bytes that ``program`` moves, counted op by op."""
     moved: Counter[str] = Counter()
@@ -187,18 +203,18 @@ def count_traffic(
         loaded = model.units[unit].link_bytes(model.dtype)
         on_disk = below == "disk" and home == "disk"
         if op.kind is Kind.LOAD:
-            moved["up"] += loaded
+            moved["up"] += load_bytes(transport, model.units[unit], model.dtype)
             moved["disk_read"] += loaded * on_disk
         elif op.kind is Kind.SUM:
             moved["up"] += layout.gradient_bytes[unit]
         elif op.kind is Kind.GRAD:
-            moved["down"] += layout.gradient_bytes[unit]
+            moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit])
             moved["disk_written"] += layout.gradient_bytes[unit] * on_disk
         elif op.kind in (Kind.SAVE, Kind.SEND):
-            moved["down"] += boundary_bytes[unit]
+            moved["down"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
             moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind in (Kind.FETCH, Kind.RECV):
-            moved["up"] += boundary_bytes[unit]
+            moved["up"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += loaded

@@ -3,7 +3,7 @@
 from outsize.planner.candidate import Candidate
 from outsize.planner.costs import cost_model
 from outsize.planner.expectation import coarser
-from outsize.planner.memory import Demand, Tier
+from outsize.planner.memory import NO_CODECS, Demand, Tier
 from outsize.planner.plan import fits_at_all, plan_step
 from outsize.planner.question import Question, demand_of, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
@@ -22,9 +22,8 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
     """
     model, machine = question.model, question.machine
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    plan = plan_step(
-        model, _demand(question, microbatches), question.budgets, _options(question, microbatches, home)
-    )
+    options = _options(question, microbatches, home)
+    plan = plan_step(model, _demand(question, microbatches), question.budgets, options)
     layout, tile_elements = coarser(plan, max(unit.numel for unit in model.units))
     costs = cost_model(
         machine,
@@ -34,6 +33,7 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         work.boundary_bytes,
         home=home,
         tile_elements=tile_elements,
+        transport=options.transport,
         **exchange_of(question),
     )
     return Candidate(
@@ -61,4 +61,7 @@ def _demand(question: Question, microbatches: int) -> Demand:
 
 
 def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
-    return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches)
+    transport = question.transport if home == "host" else NO_CODECS
+    return PlanOptions(
+        home=home, below="host", clip=question.clip, microbatches=microbatches, transport=transport
+    )

@@ -37,6 +37,8 @@ class Pipeline:
         hop_s: hand-over between stages.
         weights_s: what weights take over the link, by unit; nothing where it is empty.
         gradients_s: the same of gradients.
+        recompute_s: by unit, how much of its backward is recompute; a whole forward where it is empty.
+        keeps: whether the stage that turns around recomputes nothing.
         bottom: the lowest unit that runs backward.
         fits: whether a worker can hold the units of a span, forward (False) or backward (True).
         holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
@@ -50,6 +52,8 @@ class Pipeline:
     hop_s: float = 0.0
     weights_s: tuple[float, ...] = ()
     gradients_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
+    keeps: bool = False
     bottom: int = 0
     fits: Fits = lambda span, backward: True
     holds: Callable[[Stages], bool] = lambda stages: True
@@ -69,7 +73,15 @@ class Pipeline:
 
     def step_s(self, stages: Stages) -> float:
         """Return the time of a step."""
-        times = stage_times(stages, self.forward_s, self.backward_s, self.weights_s, self.gradients_s)
+        times = stage_times(
+            stages,
+            self.forward_s,
+            self.backward_s,
+            self.weights_s,
+            self.gradients_s,
+            self.recompute_s,
+            self.keeps,
+        )
         size = stages.round_size
         return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s, self.halves)
 

@@ -41,6 +41,8 @@ def stage_times(
     backward_s: Sequence[float],
     weights_s: Sequence[float] = (),
     gradients_s: Sequence[float] = (),
+    recompute_s: Sequence[float] = (),
+    keeps: bool = False,
 ) -> list[StageTimes]:
     """Return the times of the stages of a round, in order.
 
@@ -50,22 +52,25 @@ def stage_times(
         backward_s: by unit, recompute included; of the last unit, its forward included.
         weights_s: what the weights of each unit take over the link; nothing where it is empty.
         gradients_s: the same of gradients.
+        recompute_s: by unit; a whole forward where it is empty.
+        keeps: whether the stage that turns around recomputes nothing.
     """
+    recompute_s = recompute_s or forward_s
     last = len(forward_s) - 1
     fused = stages.backward[0]
     times = [
         StageTimes(sum(forward_s[first:end]), up_s=sum(weights_s[first:end])) for first, end in stages.forward
     ]
-    both = sum(forward_s[u] for u in range(*fused) if u != last)
+    both = sum(forward_s[u] - keeps * recompute_s[u] for u in range(*fused) if u != last)
     times.append(_backward(StageTimes(both + sum(backward_s[slice(*fused)])), fused, weights_s, gradients_s))
     stage_of = [index for index, (first, end) in enumerate(stages.forward) for _ in range(first, end)]
     for first, end in stages.backward[1:]:
-        seconds, recompute_s = sum(backward_s[first:end]), sum(forward_s[first:end])
+        seconds, early = sum(backward_s[first:end]), sum(recompute_s[first:end])
         source, early_s = -1, 0.0
         if end > 1:  # the input of the top unit comes out of the unit below
             source = stage_of[end - 2]
             early_s = sum(forward_s[end : stages.forward[source][1]]) if stage_of[end - 1] == source else 0.0
-        stage = StageTimes(seconds, recompute_s, source, early_s)
+        stage = StageTimes(seconds, early, source, early_s)
         times.append(_backward(stage, (first, end), weights_s, gradients_s))
     return times
 

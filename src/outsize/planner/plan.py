@@ -6,10 +6,11 @@ keeping what backwards need (`planner.keeping`).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from outsize.codecs.transport import Transport
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import bytes_per_parameter
@@ -60,6 +61,7 @@ class Plan:
         budgets: what they had to fit.
         traffic: bytes that cross links in one step.
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
+        transport: codecs on the link.
     """
 
     home: Tier
@@ -74,6 +76,7 @@ class Plan:
     budgets: Budgets
     traffic: Traffic
     later_programs: tuple[Program, ...] = ()
+    transport: Transport = field(default_factory=Transport)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -137,6 +140,7 @@ class Plan:
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
             "bytes_per_step": asdict(self.traffic),
+            "transport": asdict(self.transport),
             "program": render(self.program).splitlines(),
         }
 
@@ -167,6 +171,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             below=options.below,
             tile_elements=knobs.tile_elements,
             host_buffer_bytes=sizing.host_buffer_bytes,
+            transport=options.transport,
         )
 
     knobs = sizing.least()
@@ -222,6 +227,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         home=options.home,
         below=options.below,
         tile_elements=knobs.tile_elements,
+        transport=options.transport,
     )
     return Plan(
         home=options.home,
@@ -235,6 +241,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         memory=memory,
         budgets=budgets,
         traffic=traffic,
+        transport=options.transport,
     )
 
 

@@ -7,12 +7,15 @@ several units add to the gradient of a rest that trains, each is in a stage of i
 microbatches: sums are then taken use by use, as everywhere.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.planner.hazards import SAVE_WINDOW
+from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Demand, count_traffic, home_bytes
 from outsize.planner.ops import Kind
@@ -22,6 +25,7 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
+from outsize.planner.transport import device_bytes, host_bytes, packed_bytes
 from outsize.units import align_up, format_bytes
 
 # A backward with recompute takes about three forwards.
@@ -68,25 +72,30 @@ def plan_stages(
             f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
             f"stages; use at most {most} workers"
         )
-    layout = partial(_layout, model, options, wanted)
+    layout = partial(_layout, model, options, wanted, False)
     for halves in HALVES:
         smallest = _single_units(model, options, wanted, bottom, halves)
-        memory = _memory(model, demand, layout(smallest))
+        memory = _memory(model, demand, layout(smallest), options.transport)
         short_by = _shortage(memory, budgets)
         if not short_by:
             break
     else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
-    def holds(stages: Stages) -> bool:
-        return not _shortage(_memory(model, demand, layout(stages)), budgets)
+    for keeps in (True, False) if options.activations != "recompute" else (False,):
+        layout = partial(_layout, model, options, wanted, keeps)
 
-    if wanted.stages is not None:
-        stages = wanted.stages if holds(wanted.stages) else smallest
-    else:
-        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves)
-        stages = _cut(replace(pipeline, holds=holds), options, wanted) or smallest
-    return _make(model, demand, budgets, options, layout(stages))
+        def holds(stages: Stages, layout: Callable[[Stages], StepLayout] = layout) -> bool:
+            return not _shortage(_memory(model, demand, layout(stages), options.transport), budgets)
+
+        if wanted.stages is not None:
+            found = wanted.stages if holds(wanted.stages) else None
+        else:
+            pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
+            found = _cut(replace(pipeline, holds=holds), options, wanted)
+        if found is not None:
+            return _make(model, demand, budgets, options, layout(found))
+    return _make(model, demand, budgets, options, layout(smallest))
 
 
 def num_handed_over(program: Program) -> int:
@@ -127,6 +136,7 @@ def _pipeline(
     bottom: int,
     device_bytes: int,
     halves: tuple[int, int],
+    keeps: bool,
 ) -> Pipeline:
     """Return what is cut: times, and which single stages fit ``device_bytes``."""
     streamed = model.units[: model.num_streamed]
@@ -141,7 +151,7 @@ def _pipeline(
         size = halves[0] * max(*weights, sum(weights[u] for u in units)) + fixed
         size += halves[1] * max(*gradients, sum(gradients[u] for u in units if backward))
         return (
-            size + _activations(len(units), demand) + _workspace(model, demand, span, backward)
+            size + _activations(len(units), demand) + _workspace(model, demand, span, backward, keeps)
             <= device_bytes
         )
 
@@ -150,6 +160,7 @@ def _pipeline(
         backward_s=tuple(BACKWARD_FORWARDS * seconds for seconds in wanted.forward_s),
         num_workers=wanted.num_workers,
         num_microbatches=options.microbatches,
+        keeps=keeps,
         bottom=bottom,
         fits=fits,
         halves=halves,
@@ -165,7 +176,9 @@ def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stag
         return None
 
 
-def _layout(model: ModelSpec, options: PlanOptions, wanted: StageOptions, stages: Stages) -> StepLayout:
+def _layout(
+    model: ModelSpec, options: PlanOptions, wanted: StageOptions, keeps: bool, stages: Stages
+) -> StepLayout:
     count = model.num_streamed
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
     gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
@@ -182,6 +195,7 @@ def _layout(model: ModelSpec, options: PlanOptions, wanted: StageOptions, stages
         tiles=(0,) * len(model.units),
         num_workers=wanted.num_workers,
         stages=stages,
+        kept=kept_at_the_turn(stages, count, options.microbatches) if keeps else (),
         rest_users=wanted.rest_users,
     )
 
@@ -190,7 +204,9 @@ def _make(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout
 ) -> Plan:
     programs = _programs(layout)
-    traffic = partial(count_traffic, home=options.home, below=options.below, tile_elements=0)
+    traffic = partial(
+        count_traffic, home=options.home, below=options.below, tile_elements=0, transport=options.transport
+    )
     return Plan(
         home=options.home,
         below=options.below,
@@ -200,10 +216,11 @@ def _make(
         tile_elements=0,
         tile_buffer_bytes=0,
         store_buffer_bytes=0,
-        memory=_memory(model, demand, layout),
+        memory=_memory(model, demand, layout, options.transport),
         budgets=budgets,
         traffic=traffic(programs[0], model, layout, demand.boundary_bytes),
         later_programs=tuple(programs[1:]),
+        transport=options.transport,
     )
 
 
@@ -219,7 +236,9 @@ def _programs(layout: StepLayout) -> list[Program]:
     return programs
 
 
-def _memory(model: ModelSpec, demand: Demand, layout: StepLayout) -> dict[str, dict[str, int]]:
+def _memory(
+    model: ModelSpec, demand: Demand, layout: StepLayout, transport: Transport
+) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each worker."""
     stages = layout.stages
     assert stages is not None
@@ -231,13 +250,16 @@ def _memory(model: ModelSpec, demand: Demand, layout: StepLayout) -> dict[str, d
             "gradient accumulators": sum(layout.accumulator_bytes),
             "resident": _resident(model),
             "activations": _activations(max(end - first for (first, end), _ in spans), demand),
-            "workspace": max(_workspace(model, demand, *span) for span in spans),
+            "workspace": max(_workspace(model, demand, *span, bool(layout.kept)) for span in spans),
             "shared": demand.shared_bytes,
             "fixed": demand.fixed_bytes,
+            "codecs": device_bytes(transport, model, demand.boundary_bytes),
         },
         "host": {
+            "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units),
+            "home": sum(home_bytes(unit, model.dtype) for unit in model.units)
+            - packed_bytes(transport, model),
         },
         "disk": {},
     }
@@ -250,15 +272,15 @@ def _resident(model: ModelSpec) -> int:
     return sum(unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
 
 
-def _workspace(model: ModelSpec, demand: Demand, span: Span, backward: bool) -> int:
+def _workspace(model: ModelSpec, demand: Demand, span: Span, backward: bool, keeps: bool) -> int:
     """Return what the units of a stage allocate while they run; those of a backward stage keep their graphs."""
     kinds = [model.units[unit].kind for unit in range(*span)]
     forward = [demand.forward_workspace_bytes.get(kind, 0) for kind in kinds]
     both = [demand.backward_workspace_bytes.get(kind, 0) for kind in kinds]
     if not backward:
         return max(forward)
-    # The stage that turns around recomputes its units one by one.
-    return max(*forward, *both) if span[1] == model.num_streamed else sum(both)
+    # The stage that turns around recomputes its units one by one, where it recomputes them.
+    return max(*forward, *both) if span[1] == model.num_streamed and not keeps else sum(both)
 
 
 def _activations(num_units: int, demand: Demand) -> int:

@@ -200,8 +200,9 @@ def _usage(candidate: Candidate, busy_s: float, step_s: float) -> dict[str, floa
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
+LINK_UP = "link to the GPU"
 _RESOURCES = {
-    "up": "link to the GPU",
+    "up": LINK_UP,
     "down": "link from the GPU",
     "optimizer": "optimizer on the host",
     "uplink": "switch",

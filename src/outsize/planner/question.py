@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
+from outsize.codecs.transport import Transport
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec import ModelSpec, Workload
-from outsize.planner.memory import Demand
+from outsize.planner.memory import NO_CODECS, Demand
 from outsize.planner.plan import Budgets
 from outsize.planner.stages import Stages
 
@@ -40,6 +41,7 @@ class Question:
         clip: whether gradients are clipped by their global norm.
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
+        transport: codecs on the link of one GPU, where the home is in host memory.
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
     """
@@ -55,6 +57,7 @@ class Question:
     clip: bool = True
     workload_of: Callable[[int], Workload]
     fixed_bytes: int = 0
+    transport: Transport = NO_CODECS
     nodes: int = 1
     net_bytes_per_s: Figure | None = None
 
@@ -78,6 +81,8 @@ def demand_of(question: Question, work: Workload, shared_bytes: int) -> Demand:
         boundary_bytes=work.boundary_bytes,
         forward_workspace_bytes=work.forward_workspace_bytes,
         backward_workspace_bytes=work.backward_workspace_bytes,
+        saved_bytes=work.saved_bytes,
+        recompute_s=work.recompute_flops,
         shared_bytes=shared_bytes,
         fixed_bytes=question.fixed_bytes,
     )

@@ -51,7 +51,7 @@ class HandoverRules:
             if op.kind is Kind.RECOMPUTE:
                 require((*at, worker) not in self._recomputed, f"unit {unit} has been recomputed already")
                 self._recomputed.add((*at, worker))
-            elif op.kind is Kind.FORWARD:
+            elif op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
                 self._inputs[after].add(worker)
                 if BELOW in self._inputs[at] and unit < self._fused:
                     self._inputs[at].discard(worker)

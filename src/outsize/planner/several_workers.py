@@ -13,8 +13,9 @@ from functools import partial
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_part, pack_unit
 from outsize.planner.candidate import Candidate, Table
-from outsize.planner.costs import cost_model
+from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.hazards import SAVE_WINDOW
+from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.partition import Pipeline, partition
@@ -55,9 +56,7 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     _check_count(num_workers, model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     times = unit_times(machine, model.compute_dtype, work)
-    layout, memory = _fit(
-        question, model, work, microbatches, times.forward_s, times.backward_s, _effort(model)
-    )
+    layout, memory = _fit(question, model, work, microbatches, times, _effort(model))
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -95,10 +94,10 @@ def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> 
     times = unit_times(question.machine, model.compute_dtype, work)
     _check_count(len(question.machine.gpus), model)
     asked = replace(question, stages=stages)
-    layout, _ = _fit(asked, model, work, microbatches, times.forward_s, times.backward_s, BRIEF_VISITS)
+    layout, _ = _fit(asked, model, work, microbatches, times, BRIEF_VISITS)
     assert layout.stages is not None
     halves = (layout.stages.slot_halves, layout.stages.accumulator_halves)
-    pipeline = _pipeline(question, model, work, microbatches, times.forward_s, times.backward_s, halves)
+    pipeline = _pipeline(question, model, work, microbatches, times, halves)
     return pipeline.step_s(layout.stages)
 
 
@@ -106,9 +105,10 @@ def fits_several_workers(question: Question, microbatches: int) -> bool:
     """Return whether stages of single units, which need the least memory, fit."""
     model = without_rest(question.model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    times = unit_times(question.machine, model.compute_dtype, work)
     try:
         _check_count(len(question.machine.gpus), model)
-        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, (), (), 0)
+        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, times, 0)
     except (ConfigError, InfeasiblePlanError):
         return False
     return True
@@ -158,8 +158,7 @@ def _fit(
     model: ModelSpec,
     work: Workload,
     microbatches: int,
-    forward_s: tuple[float, ...],
-    backward_s: tuple[float, ...],
+    times: UnitTimes,
     max_visits: int,
 ) -> tuple[StepLayout, Table]:
     """Return the layout of the fastest stages found that fit, and their memory."""
@@ -177,7 +176,7 @@ def _fit(
         return sum(table(stages)["device"].values()) <= budgets.device
 
     if question.stages is None:
-        pipeline = _pipeline(question, model, work, microbatches, forward_s, backward_s, halves)
+        pipeline = _pipeline(question, model, work, microbatches, times, halves)
         with contextlib.suppress(ValueError):
             stages = partition(replace(pipeline, holds=holds), max_visits=max_visits)
     elif holds(question.stages):
@@ -212,8 +211,7 @@ def _pipeline(
     model: ModelSpec,
     work: Workload,
     microbatches: int,
-    forward_s: tuple[float, ...],
-    backward_s: tuple[float, ...],
+    times: UnitTimes,
     halves: tuple[int, int],
 ) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
@@ -236,8 +234,10 @@ def _pipeline(
     up = min(most, *(link.up_bytes_per_s.value for link in machine.links))
     down = min(most, *(link.down_bytes_per_s.value for link in machine.links))
     return Pipeline(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        recompute_s=times.recompute_s,
+        keeps=True,
         num_workers=count,
         num_microbatches=microbatches,
         hop_s=work.boundary_bytes[-1] / up,
@@ -264,6 +264,7 @@ def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: in
         tiles=(0,) * len(model.units),
         num_workers=num_workers,
         stages=stages,
+        kept=kept_at_the_turn(stages, len(model.units), microbatches),
     )
 
 

@@ -5,10 +5,11 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal
 
+from outsize.codecs.transport import Transport
 from outsize.model.spec import ModelSpec
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
@@ -42,6 +43,7 @@ class PlanOptions:
         commits: whether a home on disk keeps what a step changes twice, and commits every step.
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
+        transport: codecs on the link.
         activations: whether what backwards need of their forwards is recomputed, or kept on the device; ``auto`` keeps
             what has room when all else has.
     """
@@ -57,6 +59,7 @@ class PlanOptions:
     commits: bool = True
     cut: bool = False
     activations: Activations = "auto"
+    transport: Transport = field(default_factory=Transport)
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":

@@ -4,9 +4,6 @@ from outsize.hardware.spec import Machine
 from outsize.model.spec import Workload
 from outsize.planner.costs import UnitTimes
 
-# A backward computes two products for each of the forward's, and recomputes the forward first.
-BACKWARD_FORWARDS = 3
-
 
 def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     """Return the times of each streamed unit on the slowest GPU of ``machine``.
@@ -21,9 +18,10 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     memory = min(gpu.memory_bytes_per_s.value for gpu in machine.gpus)
     looked_up_s = 2 * work.boundary_bytes[-1] / memory
     forward = tuple(flops / rate if flops else looked_up_s for flops in work.forward_flops)
+    recompute = tuple(flops / rate if flops else looked_up_s for flops in work.recompute_flops)
     gradient = (
         flops / rate if down else 2 * looked_up_s
         for down, flops in zip(work.forward_flops, work.gradient_flops, strict=True)
     )
-    backward = tuple(up + down for up, down in zip(forward, gradient, strict=True))  # recomputed first
-    return UnitTimes(forward_s=forward, backward_s=backward)
+    backward = tuple(up + down for up, down in zip(recompute, gradient, strict=True))
+    return UnitTimes(forward_s=forward, backward_s=backward, recompute_s=recompute)

@@ -71,7 +71,7 @@ def _of_staged(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, 
     fetched = any(unit == first for first, _ in (*layout.stages.forward, layout.stages.backward[0]))
     fused = unit >= layout.stages.backward[0][0]
     saved = -size if not fused or fetched else 0
-    if op.kind is Kind.FORWARD:
+    if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
         leaves = -size if unit < layout.first_backward or (fetched and not fused) else 0
         spent = -size if unit < layout.first_backward and fetched else 0
         return [(device, following)], [(device, leaves), (below, spent)]

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from outsize.codecs.spec import LOSSLESS4
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure, Machine
-from outsize.planner.prediction import COMPUTE, FULL_SHARE, Prediction
+from outsize.planner.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fastest, missing_host_bytes
 from outsize.planner.several_workers import estimate_s
@@ -118,7 +120,8 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
 def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
-    Where the home is on disk for want of host memory, that memory is as much as brings it there.
+    Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to the
+    one GPU ends a step, weights that go over it in fewer bytes are asked about, too.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
@@ -126,7 +129,9 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     disk = ("disk=x2",) if on_disk else ()
     gpu = () if question.home == "disk" else ("gpus=+1",)
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
-    return ("vram=+8GB", ram, "link=x2", "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
+    one_host = base.home == "host" and base.num_gpus == 1
+    codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
+    return ("vram=+8GB", ram, "link=x2", *codec, "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
 
 
 def parse_change(text: str) -> Change:
@@ -144,11 +149,25 @@ def parse_change(text: str) -> Change:
     try:
         if how == "more":
             return _bound(apply, parse_bytes(_after("+", amount)))
+        if how == "codec":
+            return _with_codec(amount)
         if how == "count":
             return _bound(apply, int(_after("+", amount)))
         return _bound(apply, float(_after("x", amount)))
     except ValueError as error:
         raise ConfigError(f"what-if {text!r}: {EXAMPLES[how]}") from error
+
+
+def _with_codec(name: str) -> Change:
+    """The weights go over the link as codec ``name`` writes them."""
+    transport = Transport(weights=name)
+
+    def change(question: Question) -> Question:
+        if len(question.machine.gpus) > 1:
+            raise ConfigError("what-if weights: priced for one GPU only")
+        return replace(question, transport=transport)
+
+    return change
 
 
 def _after(sign: str, amount: str) -> str:
@@ -256,6 +275,7 @@ EXAMPLES = {
     "more": "write how much more, for example +8GB",
     "count": "write how many more, for example +1",
     "times": "write how many times as fast, for example x2",
+    "codec": "write a codec that keeps every bit: lossless4 or lossless3",
 }
 # What can change: how its amount is written, and what it does.
 CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
@@ -266,6 +286,7 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "link": ("times", _link),
     "bandwidth": ("times", _bandwidth),
     "disk": ("times", _disk),
+    "weights": ("codec", lambda question, _: question),
     "net": ("times", _net),
     "nodes": ("count", _nodes),
 }

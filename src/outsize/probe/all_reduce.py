@@ -20,7 +20,7 @@ from outsize.units import format_bytes
 
 _SMALLEST_BYTES = 2**10
 _NUM_SAMPLES = 7
-_START_S = 60.0
+_START_S = 120.0
 # An interpreter that has imported torch, with room for other builds of it: 240 MiB were seen.
 _PROCESS_BYTES = 400 * 2**20
 

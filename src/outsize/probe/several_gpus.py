@@ -126,7 +126,7 @@ def _peer(
     return PeerLink(
         source=there,
         target=here,
-        by_topology=kind_by_topology(gpus[target], source) if known else Fact.absent("no NVML"),
+        by_topology=kind_by_topology(gpus[target], source) if known else _kind_by_torch(source, target),
         by_rate=kind_by_rate(
             copy,
             _slower_link(gpus[source], gpus[target]) if known else None,
@@ -134,6 +134,16 @@ def _peer(
         ),
         copy_bytes_per_s=copy,
     )
+
+
+def _kind_by_torch(source: int, target: int) -> Fact:
+    """Return what CUDA says of peer access, where NVML says nothing; it does not tell NVLink from PCIe."""
+    how = "torch.cuda.can_device_access_peer, which does not tell NVLink from PCIe"
+    try:
+        kind = "PCIe peer" if torch.cuda.can_device_access_peer(target, source) else "host-staged"
+    except (RuntimeError, AssertionError) as error:
+        return Fact.absent(f"{how}: {explain(error)}")
+    return Fact.read(kind, how)
 
 
 def _copy_rate(source: torch.device, target: torch.device, effort: Effort) -> Measurement:

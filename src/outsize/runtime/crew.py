@@ -16,6 +16,7 @@ from outsize.planner.ops import Kind
 from outsize.planner.plan import Plan
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import Binder, GradientSums
+from outsize.runtime.carriers import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.compute import ComputeOps, LossSettings
 from outsize.runtime.device import Device
 from outsize.runtime.glue import Glue
@@ -69,6 +70,7 @@ class _Memory:
         home: HostHome | DiskHome,
         host_buffers: list[Tensor],
         settings: "EngineSettings",
+        encoded: EncodedWeights | None,
     ) -> None:
         layout, spec = plan.layout, split.spec
         sizes = (*layout.slot_bytes, *plan.resident_slot_bytes)
@@ -76,7 +78,8 @@ class _Memory:
         sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
         self.sums = GradientSums()
-        self.weights = WeightOps(spec, device, home, self.slots, host_buffers)
+        staging = take_staging(plan.transport, "weights", device)
+        self.weights = WeightOps(spec, device, home, self.slots, host_buffers, encoded, staging)
         self.gradients = GradientOps(
             spec,
             device,
@@ -92,6 +95,7 @@ class _Memory:
             times_home=Counter(
                 op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
             ),
+            carrier=gradient_carrier(plan.transport, spec, device),
         )
 
 
@@ -104,9 +108,10 @@ def make_single(
     host_buffers: list[Tensor],
     scratch: Scratch | None,
     settings: "EngineSettings",
+    encoded: EncodedWeights | None,
 ) -> Crew:
     """Return the one worker of a plan without stages; it runs the units of the model itself."""
-    memory = _Memory(split, plan, device, home, host_buffers, settings)
+    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded)
     binder = Binder(split, memory.sums)
     compute = ComputeOps(
         split,
@@ -121,7 +126,7 @@ def make_single(
         settings.graph_in_forward,
         settings.needed,
     )
-    activations = ActivationOps(device, scratch)
+    activations = ActivationOps(device, scratch, activation_codec(plan.transport))
     worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
     return Crew((worker,), (binder.close,))
 
@@ -135,6 +140,7 @@ def make_crew(
     host_buffers: list[Tensor],
     scratch: Scratch | None,
     settings: "EngineSettings",
+    encoded: EncodedWeights | None,
 ) -> Crew:
     """Return the workers of a plan with stages; each runs a replica of the units.
 
@@ -147,6 +153,7 @@ def make_crew(
         host_buffers: none.
         scratch: in host memory, for what is handed over.
         settings: of the engine.
+        encoded: the weights as they go over links; None where they go as they are.
 
     Raises:
         ModelError: the units cannot be replicated.
@@ -155,7 +162,7 @@ def make_crew(
     assert isinstance(device, Workers)
     assert isinstance(scratch, HostScratch)
     assert layout.stages is not None
-    memories = [_Memory(split, plan, each, home, host_buffers, settings) for each in device.devices]
+    memories = [_Memory(split, plan, each, home, host_buffers, settings, encoded) for each in device.devices]
     sums = [memory.sums for memory in memories]
 
     def rest_planes(worker: int) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
+from outsize.runtime.carriers import encode_weights
 from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps
 from outsize.runtime.context import COMPUTE_KINDS, StepContext
@@ -34,6 +35,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
+from outsize.runtime.moved import Moved
 from outsize.runtime.ranges import OpRanges
 from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_compute import StagedComputeOps
@@ -138,13 +140,14 @@ class Engine:
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
         )
         spec = split.spec
+        encoded = encode_weights(plan.transport, split.spec, home, host)
         crew = make_crew if layout.stages is not None else make_single
-        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings)
+        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings, encoded)
         self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
         slots = [plane for worker in self._crew.workers for plane in worker.slots]
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
-        self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements)
+        self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements, encoded)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
@@ -287,21 +290,20 @@ class Engine:
         self._crew.close()
         self._last = None
 
-    def link_bytes(self) -> dict[str, int]:
-        """Bytes that went up to workers and down from them so far, by lane."""
-        moved: dict[str, int] = {}
+    def moved(self) -> dict[str, Moved]:
+        """What went up to workers and down from them so far, by lane."""
+        found: dict[str, Moved] = {}
         for index, worker in enumerate(self._crew.workers):
-            weights, activations, gradients = worker.weights, worker.activations, worker.gradients
-            moved[f"up:w{index}"] = weights.bytes_up + activations.bytes_up + gradients.bytes_up
-            moved[f"down:w{index}"] = gradients.bytes_down + activations.bytes_down
-        return moved
+            summed_on = worker.gradients.bytes_up
+            ups = (worker.weights.up, worker.activations.up, Moved(summed_on, summed_on))
+            found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
+            downs = (worker.gradients.down, worker.activations.down)
+            found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        return found
 
-    def logical_bytes(self) -> dict[str, int]:
-        """The same bytes as they are used: weights that cross encoded count as they lie in slots."""
-        moved = self.link_bytes()
-        for index, worker in enumerate(self._crew.workers):
-            moved[f"up:w{index}"] += worker.weights.logical_bytes_up - worker.weights.bytes_up
-        return moved
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that went over links so far, by lane."""
+        return {lane: moved.wire for lane, moved in self.moved().items()}
 
     @property
     def weights(self) -> WeightOps:

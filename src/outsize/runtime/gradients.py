@@ -12,8 +12,10 @@ from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.planner.ops import Op
 from outsize.runtime.binding import GradientSums, tensor_views
+from outsize.runtime.carriers import GradientCarrier
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
+from outsize.runtime.moved import Moved
 from outsize.runtime.weights import typed_plane
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
@@ -38,6 +40,11 @@ class GradientOps:
         skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
         times_home: how often the gradient of a unit comes home in a step, where that is more than once.
+        carrier: brings gradients home encoded, of units that come home once; None where they go as they are.
+
+    Attributes:
+        down: what has moved home so far.
+        bytes_up: that came back to be summed on.
     """
 
     def __init__(
@@ -55,7 +62,9 @@ class GradientOps:
         skip_nonfinite: bool,
         observe: GradientObserver | None = None,
         times_home: Mapping[int, int] = MappingProxyType({}),
+        carrier: GradientCarrier | None = None,
     ) -> None:
+        self._carrier = carrier
         self._times_home = times_home
         self._spec = spec
         self._device = device
@@ -69,8 +78,13 @@ class GradientOps:
         self._skip_nonfinite = skip_nonfinite
         self._observe = observe
         self._plane_of: dict[int, Tensor] = {}
-        self.bytes_down = 0
+        self.down = Moved()
         self.bytes_up = 0
+
+    @property
+    def bytes_down(self) -> int:
+        """That went home over the link."""
+        return self.down.wire
 
     def accumulate(self, op: Op, context: StepContext) -> None:
         """ACC: from now on this accumulator sums the gradient of the unit."""
@@ -122,11 +136,15 @@ class GradientOps:
             self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
         if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
-        self.bytes_down += plane.nbytes
-        if op.buffer is not None:
-            self._device.copy(self._staged(op.unit, op.buffer), plane)
-        elif isinstance(self._home, HostHome):
-            self._device.copy(self._home.view(op.unit, "gradient"), plane)
+        target = self._target(op.unit, op.buffer)
+        if self._carrier is not None and target is not None and self._times_home.get(op.unit, 1) == 1:
+            unit = self._spec.units[op.unit]
+            wire_bytes = self._carrier.bring_home(unit, context.touched[op.unit], plane, target)
+            self.down = self.down.and_then(wire_bytes, plane.nbytes)
+            return
+        self.down = self.down.and_then(plane.nbytes, plane.nbytes)
+        if target is not None:
+            self._device.copy(target, plane)
         else:
             self._home.write(op.unit, "gradient", 0, plane)
 
@@ -184,6 +202,12 @@ class GradientOps:
             f"step {context.number + 1}: loss {context.loss():g}, gradient of {unit.name} not finite; nothing of this "
             "step is saved. Try optimizer.max_grad_norm, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
         )
+
+    def _target(self, unit: int, buffer: int | None) -> Tensor | None:
+        """Where in host memory the gradient of a unit goes: a host buffer, or its home; None for a home on disk."""
+        if buffer is not None:
+            return self._staged(unit, buffer)
+        return self._home.view(unit, "gradient") if isinstance(self._home, HostHome) else None
 
     def _staged(self, unit: int, buffer: int) -> Tensor:
         return typed_plane(self._host_buffers[buffer], self._spec.units[unit], "fp32")

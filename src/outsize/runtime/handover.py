@@ -14,6 +14,7 @@ from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
+from outsize.runtime.moved import Moved
 from outsize.runtime.staged_run import StagedRun, bytes_of
 from outsize.storage.scratch import HostScratch
 
@@ -36,6 +37,16 @@ class HandoverOps:
         self._fetches = fetches
         self.bytes_up = 0
         self.bytes_down = 0
+
+    @property
+    def up(self) -> Moved:
+        """What has come up so far; it goes as it is."""
+        return Moved(self.bytes_up, self.bytes_up)
+
+    @property
+    def down(self) -> Moved:
+        """The same on the way down."""
+        return Moved(self.bytes_down, self.bytes_down)
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: the input goes below; the device memory is free afterwards."""

@@ -224,6 +224,15 @@ class MicrobatchRun:
         }
         return list(found.values())
 
+    def stored_dtypes(self, unit: int) -> list[torch.dtype]:
+        """Dtypes of the elements of what `stored` returns, one for each."""
+        visit = self._visits[unit]
+        found = {
+            visit.leaves[position].untyped_storage()._cdata: visit.leaves[position].dtype
+            for position in visit.sources
+        }
+        return list(found.values())
+
     def drop(self, unit: int) -> None:
         """Forget the arguments of a unit whose backward will not run (a frozen prefix)."""
         self._visits.pop(unit, None)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from outsize.errors import ModelError
+from outsize.model.recorded import recording
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 
@@ -49,7 +50,8 @@ def replicate(split: Split, boundaries: Boundaries, device: torch.device) -> Rep
         raise ModelError(
             f"units of {type(split.model).__name__} cannot be copied for several workers: {error}; use one device"
         ) from error
-    forwards = tuple(_own(real, module) for real, module in zip(boundaries.forwards, copies, strict=True))
+    reals = zip(boundaries.reals, copies, strict=True)
+    forwards = tuple(recording(_own(real, module)) for real, module in reals)
     for module in copies:
         vars(module).pop("forward", None)  # the boundary of the model itself
         for child in module.modules():

@@ -94,6 +94,11 @@ class StagedComputeOps(ComputeOps):
                 with self._naming(op), self._device.computing():
                     run.arrive(unit + 1)
 
+    def forward_keep(self, op: Op, context: StepContext) -> None:
+        """See `ComputeOps.forward_keep`."""
+        with self._turn():
+            super().forward_keep(op, context)
+
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """See `ComputeOps.forward_backward`."""
         with self._turn():

@@ -11,6 +11,7 @@ from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.adamw import AdamW, step_planes
 from outsize.optim.spec import WEIGHTS, master_plane, planes_for, step_read_planes, step_write_planes
 from outsize.planner.ops import Op
+from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import Layout
@@ -25,6 +26,7 @@ class OptimizerOps:
         settings: of the optimizer.
         tile_buffers: byte buffers, each with room for all planes of one tile.
         tile_elements: elements per tile.
+        encoded: told of units that have stepped in place; None where nobody wants to know.
 
     Attributes:
         updates: how often each trainable parameter has been stepped; one that got no gradient in a step is left alone
@@ -38,7 +40,9 @@ class OptimizerOps:
         settings: AdamW,
         tile_buffers: list[Tensor],
         tile_elements: int,
+        encoded: EncodedWeights | None = None,
     ) -> None:
+        self._encoded = encoded
         self._spec = spec
         self._home = home
         self._settings = settings
@@ -70,6 +74,8 @@ class OptimizerOps:
             planes = {name: self._home.view(op.unit, name) for name in planes_for(self._spec.dtype)}
             weights = planes[WEIGHTS] if self._master != WEIGHTS else None
             self._apply(unit, 0, unit.numel, planes, weights, context)
+            if self._encoded is not None:
+                self._encoded.stepped(op.unit)
         else:
             unit, start, stop, planes = self._tile(op)
             self._apply(unit, start, stop, planes, None, context)

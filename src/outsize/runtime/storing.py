@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.spec import planes_for
 from outsize.planner.ops import Op
@@ -78,6 +80,9 @@ class StoreOps:
     def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """See `UnitAtRest.chunks`."""
         if isinstance(self._home, HostHome):
+            if self._home.packed(unit.index, planes[0]) is not None:
+                yield from self._unpacked(unit, planes)
+                return
             yield 0, tuple(self._home.view(unit.index, plane) for plane in planes)
             return
         parts, size = self._cut(unit, planes)
@@ -86,6 +91,16 @@ class StoreOps:
             chunk = {plane: part[:length] for plane, part in parts.items()}
             self._home.read_planes(unit.index, start, chunk)
             yield start, tuple(chunk.values())
+
+    def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""
+        for start in range(0, unit.numel, PIECE_ELEMENTS):
+            length = min(PIECE_ELEMENTS, unit.numel - start)
+            parts = [
+                torch.empty(length, dtype=self._layout.extent(unit.index, plane).dtype) for plane in planes
+            ]
+            self._home.read_planes(unit.index, start, dict(zip(planes, parts, strict=True)))
+            yield start, tuple(parts)
 
     def _cut(self, unit: UnitSpec, planes: Sequence[str]) -> tuple[dict[str, Tensor], int]:
         """Cut the buffer into a part for each plane; returns them, and how many elements each takes."""

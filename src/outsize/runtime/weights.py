@@ -1,6 +1,6 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -9,9 +9,11 @@ from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.ops import Op
 from outsize.runtime.binding import TORCH_DTYPE, weight_planes
+from outsize.runtime.carriers import EncodedWeights, bring_up
 from outsize.runtime.context import StepContext
 from outsize.runtime.decoding import Decoding
 from outsize.runtime.device import Device
+from outsize.runtime.moved import Moved
 from outsize.storage.home import DiskHome, HostHome
 
 
@@ -29,10 +31,11 @@ class WeightOps:
         home: where the weights rest.
         slots: one byte buffer per slot, the rest's slot last where there is a rest.
         host_buffers: byte buffers for units between disk and device.
+        encoded: the weights as they go over the link; None where they go as they are.
+        staging: two byte buffers on the device for what arrives encoded.
 
     Attributes:
-        bytes_up: that crossed the link so far.
-        logical_bytes_up: the same weights as they lie in slots, decoded.
+        up: what has moved so far.
     """
 
     def __init__(
@@ -42,14 +45,23 @@ class WeightOps:
         home: HostHome | DiskHome,
         slots: list[Tensor],
         host_buffers: list[Tensor],
+        encoded: EncodedWeights | None = None,
+        staging: Sequence[Tensor] = (),
     ) -> None:
         self._spec = spec
         self._device = device
         self._home = home
         self._slots = slots
         self._host_buffers = host_buffers
+        self._encoded = encoded
+        self._staging = staging
         self._decoding = Decoding(spec, device)
-        self.bytes_up = self.logical_bytes_up = 0
+        self.up = Moved()
+
+    @property
+    def bytes_up(self) -> int:
+        """That went over the link."""
+        return self.up.wire
 
     def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
         """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
@@ -74,10 +86,15 @@ class WeightOps:
         for position, (name, part, plane) in enumerate(zip(_names(unit), parts, planes, strict=True)):
             if not plane.numel():
                 continue
+            pieces = self._encoded.pieces(unit.index, name) if self._encoded is not None else []
+            if self._encoded is not None and pieces:
+                codec = self._encoded.codec
+                wire_bytes = bring_up(self._device, codec, pieces, plane, self._staging)
+                self.up = self.up.and_then(wire_bytes, plane.nbytes)
+                continue
             encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
             into = plane if encoded is None else encoded
-            self.bytes_up += into.nbytes
-            self.logical_bytes_up += plane.nbytes
+            self.up = self.up.and_then(into.nbytes, plane.nbytes)
             if staged is not None:
                 self._device.copy(into, staged[position])
             elif isinstance(self._home, HostHome):

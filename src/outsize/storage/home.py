@@ -12,6 +12,7 @@ a file. Both pass the same contract (`outsize.testing`):
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +22,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
+from outsize.codecs.codec import DTYPE_NAME, Codec
+from outsize.codecs.transport import room_bytes
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile, Span
 from outsize.storage.layout import Layout
 from outsize.storage.ledger import Ledger
+from outsize.storage.packed import PackedPlane
 from outsize.storage.pool import IOPool
 
 
@@ -82,28 +86,49 @@ class HostHome:
         model: the units.
         planes: bytes per element of each plane.
         arena: where the memory comes from. It stays the owner: close it after the home.
+        packed: lossless codec that writes weights which do not train; such planes are not lent out by `view`. None
+            keeps them as they are.
 
     Raises:
         BudgetExceededError: the arena's tier has too little left.
     """
 
-    def __init__(self, model: ModelSpec, planes: Mapping[str, int], arena: Arena) -> None:
+    def __init__(
+        self, model: ModelSpec, planes: Mapping[str, int], arena: Arena, packed: Codec | None = None
+    ) -> None:
         self._layout = Layout(model, planes)
         self._planes: dict[tuple[int, str], Tensor] = {}
+        self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
+            if packed is not None and is_packed(model.units[unit], plane):
+                size = room_bytes(packed.spec, extent.numel, DTYPE_NAME[extent.dtype])
+                memory = arena.take(size, "home: packed weights")
+                self._packed[unit, plane] = PackedPlane(extent.numel, extent.dtype, packed, memory)
+                continue
             memory = arena.take(extent.num_bytes, f"home: {plane}")
             self._planes[unit, plane] = memory.view(extent.dtype)
         self._statistics = HomeStatistics(num_bytes=self._layout.num_bytes)
+        self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
 
     def view(self, unit: int, plane: str) -> Tensor:
         """Return the plane itself, all elements, flat.
 
         Raises:
-            ValueError: there is no such plane.
+            ValueError: there is no such plane, or it is packed.
         """
         self._layout.extent(unit, plane)
+        if (unit, plane) in self._packed:
+            raise ValueError(f"plane {plane!r} of unit {unit} is packed; read it, or take its pieces")
         return self._planes[unit, plane]
+
+    def packed(self, unit: int, plane: str) -> PackedPlane | None:
+        """Return a plane that is kept encoded; None for one that lies there as it is."""
+        return self._packed.get((unit, plane))
+
+    def version(self, unit: int, plane: str) -> int:
+        """Return how often a plane was written by `write`; what is done on views is not seen."""
+        return self._versions[unit, plane]
 
     def extend(self, model: ModelSpec, planes: Mapping[str, int], arena: Arena) -> None:
         """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
@@ -117,7 +142,11 @@ class HostHome:
         """See `Home.read`; ``into`` may lie on any device."""
         self._layout.locate(unit, plane, start, into)
         started = time.perf_counter()
-        into.detach().copy_(self._planes[unit, plane][start : start + into.numel()])
+        packed = self._packed.get((unit, plane))
+        if packed is not None:
+            packed.read(start, into.detach())
+        else:
+            into.detach().copy_(self._planes[unit, plane][start : start + into.numel()])
         elapsed = time.perf_counter() - started
         with self._lock:
             former = self._statistics
@@ -129,9 +158,14 @@ class HostHome:
         """See `Home.write`; ``source`` may lie on any device."""
         self._layout.locate(unit, plane, start, source)
         started = time.perf_counter()
-        self._planes[unit, plane][start : start + source.numel()].copy_(source.detach())
+        packed = self._packed.get((unit, plane))
+        if packed is not None:
+            packed.write(start, source.detach())
+        else:
+            self._planes[unit, plane][start : start + source.numel()].copy_(source.detach())
         elapsed = time.perf_counter() - started
         with self._lock:
+            self._versions[unit, plane] += 1
             former = self._statistics
             self._statistics = replace(
                 former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed
@@ -154,6 +188,7 @@ class HostHome:
     def close(self) -> None:
         """Let go of the planes; the arena gives the memory back."""
         self._planes.clear()
+        self._packed.clear()
 
     def __enter__(self) -> Self:
         return self

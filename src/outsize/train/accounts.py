@@ -42,8 +42,9 @@ class Accounts:
         machine = trainer.prepared.machine
         self._lanes = [f"compute:w{worker}" for worker in range(machine.num_workers)]
         self._cuda = tuple(dict.fromkeys(n for n in device_names(machine.device) if n.startswith("cuda")))
+        self._links = trainer.engine.moved()
         self._moved = self._counters()
-        self._logical = trainer.engine.logical_bytes()
+        self._stood_for: dict[str, int] = {}
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
         self._saving_s = 0.0
@@ -58,7 +59,7 @@ class Accounts:
         for lane, seconds in times.stall_s.items():
             self.stalled_s[lane] = self.stalled_s.get(lane, 0.0) + seconds
         waits = self._waits(timeline, outcome.window)
-        moved, logical = self.count(), self._count_logical()
+        moved = self.count()
         before, self._cpu_s = self._cpu_s, time.process_time()
         kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
         return StepRecord(
@@ -91,7 +92,7 @@ class Accounts:
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
             wire_bytes=moved,
-            logical_bytes={**moved, **logical},
+            logical_bytes={**moved, **self._stood_for},
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
@@ -107,15 +108,14 @@ class Accounts:
 
     def count(self) -> dict[str, int]:
         """Return how many bytes moved since the last call, by lane."""
+        links, before_links = self._trainer.engine.moved(), self._links
+        self._links = links
+        self._stood_for = {lane: links[lane].logical - before_links[lane].logical for lane in links}
         before, self._moved = self._moved, self._counters()
         moved = {lane: size - before[lane] for lane, size in self._moved.items()}
         self.read_bytes += moved[_READ]
         self.written_bytes += moved[_WRITTEN]
         return moved
-
-    def _count_logical(self) -> dict[str, int]:
-        before, self._logical = self._logical, self._trainer.engine.logical_bytes()
-        return {lane: size - before[lane] for lane, size in self._logical.items()}
 
     def _waits(self, timeline: Timeline, window: Window) -> Waits:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""
@@ -125,7 +125,7 @@ class Accounts:
 
     def _counters(self) -> dict[str, int]:
         read, written = self._trainer.disk_bytes()
-        return {**self._trainer.engine.link_bytes(), _READ: read, _WRITTEN: written}
+        return {**{lane: moved.wire for lane, moved in self._links.items()}, _READ: read, _WRITTEN: written}
 
     def _mfu(self, seconds: float) -> float | None:
         if self._flops is None or self._peak.flops_per_s is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.codecs.transport import Transport
 from outsize.config import Config
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
@@ -245,7 +246,7 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        forward_s=_forward_times(parts),
+        recompute_s=_forward_times(parts),
         shared_bytes=measured.held_bytes * config.train.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
@@ -262,6 +263,7 @@ def make_plan(
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
+        transport=transport_of(config, machine),
         activations=memory.activations,
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
@@ -272,6 +274,33 @@ def make_plan(
     for program in plan.programs:
         validate(program, plan.layout)
     return plan
+
+
+def transport_of(config: Config, machine: Machine) -> Transport:
+    """Return the codecs on the link.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
+    transport = Transport(**config.transport.model_dump())
+    if transport == Transport():
+        return transport
+    if machine.device == "cpu":
+        raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
+    if machine.home == "disk" and not transport.is_raw("weights"):
+        raise ConfigError(
+            "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
+            "or set memory.home=host"
+        )
+    if machine.num_workers > 1 and not transport.is_raw("activations"):
+        raise ConfigError("transport.activations: several workers hand inputs over as they are; leave it raw")
+    if machine.device.startswith("cuda"):
+        for crossing in ("activations", "gradients"):
+            if transport.spec(crossing).lossless and not transport.is_raw(crossing):
+                raise ConfigError(
+                    f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
+                )
+    return transport
 
 
 def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:

@@ -24,6 +24,7 @@ from outsize.planner.idle import Window
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
+from outsize.runtime.carriers import packed_codec
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
@@ -354,7 +355,7 @@ class StreamedTrainer:
     def _open_home(self, store_dir: Path, buffers: Arena, record: Record | None) -> HostHome | DiskHome:
         planes, plan = planes_for(self.spec.dtype), self.prepared.plan
         if self.prepared.machine.home == "host":
-            return HostHome(self.spec, planes, self._host)
+            return HostHome(self.spec, planes, self._host, packed_codec(plan.transport))
         if not plan.layout.commits:
             path = store_dir / TEMPORARY
             return DiskHome(self.spec, planes, path, self.pool, ledger=self.ledger, temporary=True)

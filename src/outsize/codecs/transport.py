@@ -1,0 +1,87 @@
+"""Which codec is used where bytes cross the link between a device and the tier below it. No torch."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from outsize.codecs.spec import RAW, CodecSpec, codec_spec, raw_bytes
+from outsize.units import align_up
+
+# What is sent is encoded in pieces of so many elements: one is decoded while the next one is under way.
+PIECE_ELEMENTS: Final = 2**20
+# Their encodings begin at multiples of so many bytes.
+PIECE_ALIGN: Final = 64
+# Room for an encoding at home, beyond what weights are expected to take: a share, and bytes, for small planes are
+# rarely alike. None needs more than its elements.
+SLACK: Final = 1.02
+SLACK_BYTES: Final = 16_384
+# A gradient codec of this ending remembers on the device what it lost, and adds it to the next gradient.
+FEEDBACK: Final = "-ef"
+# Of bf16, kept per trained element on the device.
+RESIDUAL_BYTES: Final = 2
+
+LOSSLESS: Final = ("raw", "lossless4", "lossless3")
+ACTIVATIONS: Final = (*LOSSLESS, "int8", "int8-asymmetric", "int4", "int4-asymmetric")
+GRADIENTS: Final = (*LOSSLESS, "int8", "int8-stochastic", "int8-ef", "int4", "int4-stochastic", "int4-ef")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """Codecs by crossing; `RAW` is none.
+
+    Attributes:
+        weights: up to the device; exact ones only.
+        activations: inputs of units, down and up again.
+        gradients: down to their home.
+    """
+
+    weights: str = RAW.name
+    activations: str = RAW.name
+    gradients: str = RAW.name
+
+    def __post_init__(self) -> None:
+        for crossing, known in (
+            ("weights", LOSSLESS),
+            ("activations", ACTIVATIONS),
+            ("gradients", GRADIENTS),
+        ):
+            if getattr(self, crossing) not in known:
+                raise ValueError(
+                    f"no codec {getattr(self, crossing)!r} for {crossing}; there is {', '.join(known)}"
+                )
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit arrives."""
+        return all(self.spec(c).lossless for c in ("weights", "activations", "gradients"))
+
+    @property
+    def feedback(self) -> bool:
+        """Whether gradients have what they lost added the next time."""
+        return self.gradients.endswith(FEEDBACK)
+
+    def spec(self, crossing: str) -> CodecSpec:
+        """Return the facts of the codec of a crossing: ``weights``, ``activations`` or ``gradients``."""
+        name: str = getattr(self, crossing)
+        return codec_spec(name.removesuffix(FEEDBACK))
+
+    def is_raw(self, crossing: str) -> bool:
+        """Whether a crossing has no codec."""
+        return self.spec(crossing) is RAW
+
+    def wire_bytes(self, crossing: str, numel: int, dtype: str) -> int:
+        """Return the bytes that ``numel`` elements are expected to take on the link."""
+        return self.spec(crossing).expected_bytes(numel, dtype)
+
+
+def room_bytes(spec: CodecSpec, numel: int, dtype: str) -> int:
+    """Return the bytes that are set aside at home for the encoding of a plane."""
+    pieces = -(-numel // PIECE_ELEMENTS)
+    expected = int(spec.expected_bytes(numel, dtype) * SLACK) + SLACK_BYTES
+    return align_up(min(expected, raw_bytes(numel, dtype)) + pieces * PIECE_ALIGN, 4096)
+
+
+def staging_bytes(transport: Transport, crossing: str) -> int:
+    """Return the size of each of the two buffers on the device for pieces of a crossing; 0 where it is raw."""
+    if transport.is_raw(crossing):
+        return 0
+    return transport.spec(crossing).max_bytes(PIECE_ELEMENTS, "fp32")

@@ -1,0 +1,52 @@
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outsize.codecs.measure import NAMES, core_seconds, kind_of, measure, measure_file
+from outsize.errors import CodecError
+from outsize.testing.codecs import normal
+
+
+def test_every_codec_is_measured_on_every_kind(tmp_path):
+    tensors = {"layer.weight": normal(4096, torch.float32), "layer.exp_avg": normal(2048, torch.float32)}
+    save_file({**tensors, "ids": torch.arange(5)}, tmp_path / "some.safetensors")
+    found = measure_file(tmp_path / "some.safetensors")
+    assert {(figures.kind, figures.numel) for figures in found} == {("weights", 4096), ("moments", 2048)}
+    assert {figures.codec for figures in found} == set(NAMES)
+    cast = measure_file(tmp_path / "some.safetensors", torch.bfloat16, ["int4"])
+    assert [(figures.dtype, figures.codec) for figures in cast] == [("bf16", "int4")] * 2
+
+
+def test_lossless_ones_have_no_error_and_no_ratio_below_the_bound():
+    for figures in measure("weights", normal(2**17, torch.bfloat16)):
+        lossless = figures.codec in ("lossless4", "lossless3", "entropy")
+        assert (figures.largest_error == 0) == (figures.relative_error == 0) == lossless
+        assert not lossless or figures.bound <= figures.ratio < 0.77
+        assert figures.encode_bytes_per_s > 0
+        assert figures.to_dict()["codec"] == figures.codec
+
+
+def test_what_is_not_finite_is_left_out_of_errors():
+    source = normal(4096, torch.float32)
+    source[7] = torch.nan
+    (figures,) = measure("gradients", source, ["int8"])
+    assert 0 < figures.largest_error < 1
+
+
+def test_kinds_follow_names():
+    names = ["model.layers.0.q_proj.weight", "q_proj.exp_avg_sq", "q_proj.grad", "hidden_states.3"]
+    assert [kind_of(name) for name in names] == ["weights", "moments", "gradients", "activations"]
+
+
+def test_files_that_hold_nothing_of_the_kind_are_refused(tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"nothing")
+    save_file({"ids": torch.arange(5)}, tmp_path / "ids.safetensors")
+    for name, message in (("bad", "not a safetensors file"), ("ids", "no tensor of fp32")):
+        with pytest.raises(CodecError, match=message):
+            measure_file(tmp_path / f"{name}.safetensors")
+
+
+def test_the_time_of_work_is_above_zero_and_threads_are_as_before():
+    before = torch.get_num_threads()
+    assert core_seconds(lambda: None, 1) > 0
+    assert torch.get_num_threads() == before

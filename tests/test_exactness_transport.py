@@ -1,0 +1,171 @@
+"""Lossless codecs on the link change no bit of a run; others change what they say, and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import zoo
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.runtime.carriers import EncodedWeights
+from outsize.train.prepare import prepare
+from outsize.train.stream import StreamedTrainer
+from support import make_batches, make_config, run_streamed, save_model
+from test_exactness import compare
+
+EXACT = {"weights": "lossless4", "gradients": "lossless4", "activations": "lossless3"}
+
+
+def on(device: str = "emulated", **memory: Any) -> dict[str, Any]:
+    return {"device": device, **memory}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("fp32", "lossless4"), ("bf16", "lossless3"), ("fp16", "lossless4")]
+)
+def test_lossless_is_exact_in_every_dtype(dtype: str, codec: str, tmp_path: Path):
+    transport = {"weights": codec, "gradients": codec, "activations": codec}
+    model, memory = {"dtype": dtype}, on(offload=True)
+    got = compare(
+        "llama", tmp_path, model=model, memory=memory, train={"microbatches": 2}, transport=transport
+    )
+    assert got.plan.transport.exact
+
+
+@pytest.mark.parametrize(("name", "slots"), [("qwen3_moe", 2), ("gpt2", 4), ("llama_tied", 3)])
+def test_lossless_is_exact_for_families(name: str, slots: int, tmp_path: Path):
+    optimizer, memory = {"max_grad_norm": 0.05}, on(slots=slots, offload=True)
+    compare(name, tmp_path, memory=memory, optimizer=optimizer, train={"microbatches": 3}, transport=EXACT)
+
+
+def test_frozen_weights_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And those that train, once before the first step and after each."""
+    encoded: list[int] = []
+    encode = EncodedWeights._encode
+
+    def count(self: EncodedWeights, unit: int, *rest: Any) -> None:
+        encoded.append(unit)
+        encode(self, unit, *rest)
+
+    monkeypatch.setattr(EncodedWeights, "_encode", count)
+    freeze = ("*embed_tokens*", "*layers.0.*")
+    compare("llama", tmp_path, model={"freeze": freeze}, memory=on(), transport={"weights": "lossless3"})
+    assert [encoded.count(unit) for unit in range(4)] == [0, 0, 4, 4]  # of those beside their home
+
+
+def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
+    """Frozen weights that fit host memory only encoded: bit-equal to a run that had room, and no disk."""
+    shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 264}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    save_model(AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads)), tmp_path / "model")
+    batches = make_batches("llama")
+    model = {"dtype": "bf16", "freeze": ("*embed_tokens*", "*layers.*")}
+    transport = {"weights": "lossless3"}
+    roomy = make_config(tmp_path / "model", batches, model=model, memory=on())
+    want, prepared = run_streamed(roomy, batches, tmp_path / "roomy")
+    packed = prepare(
+        make_config(tmp_path / "model", batches, model=model, memory=on(), transport=transport),
+        tmp_path / "packed",
+        print,
+    )
+    budget = packed.plan.total_bytes("host")
+    assert budget < 0.9 * prepared.plan.total_bytes("host")
+    tight = {"host_memory": str(budget + 2**16)}
+    with pytest.raises(InfeasiblePlanError, match="home"):
+        prepare(
+            make_config(tmp_path / "model", batches, model=model, memory=on(**tight)), tmp_path / "raw", print
+        )
+    config = make_config(tmp_path / "model", batches, model=model, memory=on(**tight), transport=transport)
+    got, _ = run_streamed(config, batches, tmp_path / "run")
+    assert got.losses == want.losses
+    assert got.weights.keys() == want.weights.keys()
+    assert all(got.weights[name].equal(want.weights[name]) for name in want.weights)
+
+
+def test_lossless_is_exact_for_several_workers(tmp_path: Path):
+    memory, transport = on("emulated:2"), {"weights": "lossless4", "gradients": "lossless4"}
+    compare("llama", tmp_path, memory=memory, train={"microbatches": 4}, transport=transport)
+
+
+def test_gradients_of_a_disk_home_go_encoded_too(tmp_path: Path):
+    compare("llama", tmp_path, memory=on(home="disk"), transport={"gradients": "lossless4"})
+
+
+@pytest.mark.parametrize(
+    ("transport", "near"),
+    [
+        ({"activations": "int8"}, 0.01),
+        ({"gradients": "int8-stochastic"}, 0.02),
+        ({"gradients": "int4-ef"}, 0.05),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_lossy_ones_stay_near_and_repeat(transport: dict[str, str], near: float, tmp_path: Path):
+    """Twice the same run is the same run, and its losses are near those of an exact one."""
+    losses = [
+        losses_of(tmp_path / str(run), transport=chosen)
+        for run, chosen in enumerate((transport, transport, {}))
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] == pytest.approx(losses[2], rel=near)
+
+
+def losses_of(directory: Path, **sections: Any) -> list[float]:
+    save_model(zoo.build("llama"), directory / "model")
+    batches = make_batches("llama", num_steps=6)
+    train = {"microbatches": 2}
+    config = make_config(
+        directory / "model", batches, memory=on(offload=True), train={"loss": "model", **train}, **sections
+    )
+    return run_streamed(config, batches, directory / "run")[0].losses
+
+
+def test_wire_and_logical_bytes_are_counted_apart(tmp_path: Path):
+    save_model(zoo.build("llama"), tmp_path / "model")
+    batches = make_batches("llama", num_steps=1)
+    transport = {"weights": "lossless4", "gradients": "int8", "activations": "int8"}
+    wanted = {"memory": on(offload=True), "model": {"dtype": "bf16"}}
+    config = make_config(tmp_path / "model", batches, transport=transport, **wanted)
+    raw = prepare(make_config(tmp_path / "model", batches, **wanted), tmp_path / "raw", print)
+    prepared = prepare(config, tmp_path / "run", print)
+    with StreamedTrainer(prepared, tmp_path / "run") as trainer:
+        trainer.fill()
+        list(trainer.steps(batches))
+        trainer.settle()
+        moved = trainer.engine.moved()
+    wire = {lane: each.wire for lane, each in moved.items()}
+    logical = {lane: each.logical for lane, each in moved.items()}
+    assert (logical["up:w0"], logical["down:w0"]) == (raw.plan.traffic.up, raw.plan.traffic.down)
+    assert wire["up:w0"] < logical["up:w0"]
+    assert wire["down:w0"] < logical["down:w0"] / 3
+    assert wire["down:w0"] == prepared.plan.traffic.down
+    assert wire["up:w0"] == pytest.approx(prepared.plan.traffic.up, rel=0.2)  # of planes so small
+    assert prepared.plan.memory["device"]["codecs"] > 0
+    assert prepared.plan.memory["host"]["encoded weights"] > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "transport", "message"),
+    [
+        ({"device": "cpu"}, {"weights": "lossless4"}, "over no link"),
+        (on(home="disk"), {"weights": "lossless4"}, "set memory.home=host"),
+        (on("emulated:2"), {"activations": "int8"}, "several workers"),
+    ],
+)
+def test_what_has_no_such_link_is_refused(
+    memory: dict[str, Any], transport: dict[str, str], message: str, tmp_path: Path
+):
+    save_model(zoo.build("llama"), tmp_path / "model")
+    config = make_config(tmp_path / "model", make_batches("llama"), memory=memory, transport=transport)
+    with pytest.raises(ConfigError, match=message):
+        prepare(config, tmp_path / "run", print)
+
+
+def test_codecs_are_part_of_the_budget(tmp_path: Path):
+    save_model(zoo.build("llama"), tmp_path / "model")
+    memory, batches = on(device_memory="6MiB"), make_batches("llama")
+    prepare(make_config(tmp_path / "model", batches, memory=memory), tmp_path / "run", print)
+    config = make_config(tmp_path / "model", batches, memory=memory, transport={"weights": "lossless4"})
+    with pytest.raises(InfeasiblePlanError, match="for codecs"):
+        prepare(config, tmp_path / "run", print)
