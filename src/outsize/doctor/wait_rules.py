@@ -55,7 +55,8 @@ def _for_a_batch(_: Facts) -> str:
 def _for_python(facts: Facts) -> str:
     between_s, step_s = facts.run.mean("between_s"), facts.run.mean("seconds")
     if between_s > facts.run.waits().get("python", 0.0) * step_s / 2:
-        return f"nothing is under way; {format_seconds(between_s)} of it lie between steps: progress, trackers, telemetry"
+        between = format_seconds(between_s)
+        return f"nothing is under way; {between} of it lie between steps: progress, trackers, telemetry"
     ops = len(facts.run.plan.get("program", ()))
     many = f"; {ops} ops, {facts.run.mean('seconds') / ops * 1e3:.2g} ms each" if ops else ""
     return f"compute waits while no op is under way{many}"

@@ -43,11 +43,16 @@ class Boundaries:
 
     Outside a `Walk` a boundary calls the real forward, so the model still works as before; or ``outside``, where
     somebody has put a function ``(unit, real forward, args, kwargs)`` there.
+
+    Attributes:
+        reals: the units' own forwards.
+        forwards: the same, able to record.
+        outside: see above.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._reals: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
-        self.forwards: tuple[Callable[..., Any], ...] = tuple(map(recording, self._reals))
+        self.reals: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
+        self.forwards: tuple[Callable[..., Any], ...] = tuple(map(recording, self.reals))
         self.outside: Outside | None = None
         self._modules = tuple(modules)
         self._had_own = tuple("forward" in vars(module) for module in modules)
@@ -55,7 +60,7 @@ class Boundaries:
             module.forward = self._boundary(index)
 
     def _boundary(self, index: int) -> Callable[..., Any]:
-        real = self._reals[index]
+        real = self.reals[index]
 
         def boundary(*args: Any, **kwargs: Any) -> Any:
             current = greenlet.getcurrent()
@@ -74,7 +79,7 @@ class Boundaries:
 
     def close(self) -> None:
         """Give every unit its own forward back."""
-        for module, real, had_own in zip(self._modules, self._reals, self._had_own, strict=True):
+        for module, real, had_own in zip(self._modules, self.reals, self._had_own, strict=True):
             if had_own:
                 module.forward = real
             elif "forward" in vars(module):

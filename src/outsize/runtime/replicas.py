@@ -49,7 +49,7 @@ def replicate(split: Split, boundaries: Boundaries, device: torch.device) -> Rep
         raise ModelError(
             f"units of {type(split.model).__name__} cannot be copied for several workers: {error}; use one device"
         ) from error
-    forwards = tuple(_own(real, module) for real, module in zip(boundaries.forwards, copies, strict=True))
+    forwards = tuple(_own(real, module) for real, module in zip(boundaries.reals, copies, strict=True))
     for module in copies:
         vars(module).pop("forward", None)  # the boundary of the model itself
         for child in module.modules():
