@@ -28,7 +28,7 @@ ARROWS = {
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
     "data": GROUND | FILES | {"runtime.allocator"},
-    "probe": GROUND | {"hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
+    "probe": GROUND | {"codecs", "hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
     "doctor": GROUND | {"hardware"},
     "telemetry": GROUND | {"hardware"},
     "report": GROUND | {"doctor", "planner", "telemetry"},

@@ -140,6 +140,8 @@ def test_mistakes_are_told_before_anything_is_measured(found, tmp_path, capsys):
     assert "add --emulated N" in capsys.readouterr().err
     assert run("--tokenizer", "absent.json") == 2
     assert "no such file" in capsys.readouterr().err
+    assert run("--tensors", "absent.safetensors") == 2
+    assert "name a safetensors file" in capsys.readouterr().err
     assert run("--model", "absent") == 2
     assert found[1] == []
 

@@ -119,9 +119,10 @@ def test_estimates_rank_changes_as_simulations_do(gpus):
     assert all(found.estimated and found.prediction.step_s <= base.step_s for found in told)
     simulated = [outcome(question, base, change).gain for change in changes]
     assert not any(outcome(question, base, change).estimated for change in changes[:1])
-    best, worst = max(simulated), min(simulated)
-    assert told[simulated.index(best)].gain == max(found.gain for found in told)
-    assert told[simulated.index(worst)].gain == pytest.approx(min(found.gain for found in told), abs=0.01)
+    # Two changes that bring nearly the same may change places.
+    gains = [found.gain for found in told]
+    assert gains[simulated.index(max(simulated))] == pytest.approx(max(gains), abs=0.05)
+    assert gains[simulated.index(min(simulated))] == pytest.approx(min(gains), abs=0.01)
     for found, gain in zip(told, simulated, strict=True):
         assert found.gain == pytest.approx(gain, abs=0.2 * (1 + gain))
 

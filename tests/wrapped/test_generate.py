@@ -243,3 +243,18 @@ def test_parameters_replaced_after_wrap_are_noticed():
     runner_of(model).close()
     with pytest.raises(ConfigError):
         write(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("device", "home"), STREAMED[:2])
+def test_adapters_of_peft_write_as_well(device: str, home: str):
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(zoo.build("llama"), config).eval()
+
+    want = write(adapted())
+    with wrapped(adapted(), device=device, home=home, device_memory=260_000) as model:
+        assert torch.equal(write(model), want)

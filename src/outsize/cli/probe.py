@@ -44,6 +44,10 @@ def probe(
             "--tokenizer", metavar="FILE", help="Time this tokenizer.json instead of one made here."
         ),
     ] = None,
+    tensors: Annotated[
+        Path | None,
+        typer.Option("--tensors", metavar="FILE", help="Try every codec on this safetensors file."),
+    ] = None,
     num_ranks: Annotated[
         int | None,
         typer.Option(
@@ -79,9 +83,12 @@ def probe(
             raise ConfigError(
                 f"--tokenizer {tokenizer}: no such file; name a tokenizer.json or its directory"
             )
+        if tensors is not None and not tensors.is_file():
+            raise ConfigError(f"--tensors {tensors}: no such file; name a safetensors file")
         wishes = Wishes(
             model=_spec(model) if model is not None else None,
             tokenizer=tokenizer,
+            tensors=tensors,
             num_ranks=num_ranks,
             emulated=emulated,
             link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,

@@ -52,6 +52,14 @@ def several_rows(found: MachineFile) -> Iterable[_Row]:
             size = format_bytes(point.num_bytes)
             seconds = format_seconds(point.seconds.median or 0.0)
             yield (f"all-reduce of {size}, {sums.backend}, {sums.num_ranks} ranks", seconds, bus)
+    for codec in found.codecs:
+        ratio, bound, error = (
+            fact.number() or 0.0 for fact in (codec.ratio, codec.bound, codec.relative_error)
+        )
+        kept = "lossless" if error == 0 else f"error {error:.2g}"
+        told = f"in {_rate(codec.encode_bytes_per_s)}, out {_rate(codec.decode_bytes_per_s)} per core"
+        name = f"{codec.codec} on {codec.kind}, {codec.dtype}"
+        yield (name, f"{ratio:.3f} of the bytes", f"{kept}, bound {bound:.3f}; {told}")
     if found.data is not None:
         for count, tokens in found.data.tokenizer_tokens_per_s.items():
             yield (f"tokenizer, threads: {count}", _tokens(tokens), str(found.data.tokenizer.value or ""))

@@ -52,7 +52,7 @@ def _rates(found: MachineFile) -> dict[str, tuple[float, float]]:
     """Return median and spread of each rate by its name."""
     rates = {
         name: (reading.median, reading.spread)
-        for part in ("host", "disks", "devices", "together", "peers", "all_reduce", "data")
+        for part in ("host", "disks", "devices", "together", "peers", "all_reduce", "data", "codecs")
         for name, reading in readings(getattr(found, part), part)
         if isinstance(reading, Measurement)
         and reading.median is not None

@@ -164,6 +164,34 @@ class DataRates(Record):
     loader_tokens_per_s: dict[str, Measurement]
 
 
+class CodecRates(Record):
+    """What one codec makes of one kind of tensors of a given file.
+
+    Attributes:
+        kind: weights, gradients, moments or activations, by the names of the tensors.
+        codec: its name.
+        dtype: of the elements.
+        num_elements: looked at.
+        ratio: encoded bytes by raw bytes.
+        bound: least ratio of any lossless code of single exponents.
+        largest_error: of an element, as a share of the largest magnitude; 0 where lossless.
+        relative_error: 2-norm of the error by that of the elements.
+        encode_bytes_per_s: of raw bytes, on one core.
+        decode_bytes_per_s: the same.
+    """
+
+    kind: str
+    codec: str
+    dtype: str
+    num_elements: int
+    ratio: Fact
+    bound: Fact
+    largest_error: Fact
+    relative_error: Fact
+    encode_bytes_per_s: Measurement
+    decode_bytes_per_s: Measurement
+
+
 class MachineFile(Record):
     """All that a probe found.
 
@@ -180,6 +208,7 @@ class MachineFile(Record):
         peers: copies between GPUs, each ordered pair.
         all_reduce: sums over several processes; None where it was not tried.
         data: tokenizer and loader; None where an older probe did not try.
+        codecs: on the tensors of a given file; none where none was given.
         left_out: parts for which a probe's time did not suffice; empty for none.
     """
 
@@ -195,6 +224,7 @@ class MachineFile(Record):
     peers: tuple[PeerLink, ...] = ()
     all_reduce: AllReduceRates | None = None
     data: DataRates | None = None
+    codecs: tuple[CodecRates, ...] = ()
     left_out: Fact = Fact.unread()
 
     def to_json(self) -> str:
@@ -277,6 +307,8 @@ def _label(part: object, index: int) -> str:
             return f"{part.device} {part.direction}"
         case PeerLink():
             return f"{part.target} from {part.source}"
+        case CodecRates():
+            return f"{part.codec} {part.kind} {part.dtype}"
         case AllReducePoint():
             return f"{part.num_bytes}"
     return str(index)

@@ -14,12 +14,20 @@ import torch
 
 from outsize.hardware.all_reduce import AllReduceRates
 from outsize.hardware.inventory import Inventory, take_inventory
-from outsize.hardware.machine_file import DataRates, DeviceRates, DiskRates, HostRates, MachineFile
+from outsize.hardware.machine_file import (
+    CodecRates,
+    DataRates,
+    DeviceRates,
+    DiskRates,
+    HostRates,
+    MachineFile,
+)
 from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.spec import ModelSpec
 from outsize.probe.all_reduce import measure_all_reduce
+from outsize.probe.codecs import measure_codecs
 from outsize.probe.compute import dtypes_of, measure_attention, measure_device_memory, measure_matmul
 from outsize.probe.data import measure_data
 from outsize.probe.disk import measure_disk
@@ -44,6 +52,7 @@ class Wishes:
     Attributes:
         model: whose matrix products are timed; None for none.
         tokenizer: a ``tokenizer.json`` to time; None for one made on the spot.
+        tensors: a safetensors file that codecs are tried on; None for none.
         num_ranks: processes that sum; None for one on each GPU, or on each of up to four processors.
         emulated: how many devices to emulate instead of those that are there; 0 for none.
         link_bytes_per_s: what links of emulated devices are held to; None for nothing.
@@ -51,6 +60,7 @@ class Wishes:
 
     model: ModelSpec | None = None
     tokenizer: Path | None = None
+    tensors: Path | None = None
     num_ranks: int | None = None
     emulated: int = 0
     link_bytes_per_s: float | None = None
@@ -105,6 +115,7 @@ class _Probe:
     peers: tuple[PeerLink, ...] = ()
     all_reduce: AllReduceRates | None = None
     data: DataRates | None = None
+    codecs: tuple[CodecRates, ...] = ()
     left_out: list[str] = field(default_factory=list)
 
     def parts(self) -> list[tuple[str, bool, Callable[[], None]]]:
@@ -141,6 +152,9 @@ class _Probe:
             ("memory that is locked or far", False, lambda: self._host_costs(names)),
             ("tokenizer and loader", False, self._data),
         ]
+        if self.wishes.tensors is not None:
+            # Asked for by name, so it is done however late it is.
+            found.append((f"codecs on {self.wishes.tensors}", True, self._codecs))
         if len(names) > 1:
             found += [
                 ("all GPUs at once", False, lambda: self._set(together=measure_together(names, self.effort))),
@@ -164,6 +178,7 @@ class _Probe:
             peers=self.peers,
             all_reduce=self.all_reduce,
             data=self.data,
+            codecs=self.codecs,
             left_out=Fact.read(
                 ", ".join(self.left_out), f"what would have begun after {self.effort.limit_s:g} s"
             ),
@@ -235,6 +250,9 @@ class _Probe:
     def _data(self) -> None:
         usable = self.inventory.cpu.num_usable_cpus.number()
         self.data = measure_data(self.effort, self.wishes.tokenizer, num_cpus=int(usable or 1))
+
+    def _codecs(self) -> None:
+        self.codecs = measure_codecs(self.wishes.tensors)
 
     def _peers(self) -> None:
         self.peers = measure_peers(list(self.devices.values()), self.inventory.gpus, self.effort)
