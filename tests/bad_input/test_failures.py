@@ -87,7 +87,7 @@ def check_unsaved(world: World, run_dir: str, lines: Collection[int] = (1,)) -> 
     assert home.exists() == ("store" in names)
     names -= {"store"}  # nothing is left of a home before its first commit, and of one in memory
     # The third step leaves a timeline.
-    assert names - {"timeline.json"} == {"config.yaml", "plan.json", "heartbeat.jsonl"}
+    assert names - {"timeline.json"} == {"config.yaml", "plan.json", "run.json", "heartbeat.jsonl"}
     assert len((directory / "heartbeat.jsonl").read_text().splitlines()) in lines
 
 
@@ -230,8 +230,8 @@ def remember_prepared(patched: pytest.MonkeyPatch, found: list[Prepared]) -> Non
     """Keep what the run was made from."""
     prepare = run.prepare
 
-    def noted(*args: Any) -> Prepared:
-        found.append(prepare(*args))
+    def noted(*args: Any, **kwargs: Any) -> Prepared:
+        found.append(prepare(*args, **kwargs))
         return found[-1]
 
     patched.setattr(run, "prepare", noted)
