@@ -435,6 +435,22 @@ def test_a_flipped_bit_in_any_file_is_an_error_that_names_it(tmp_path: Path) -> 
     check_files(saved)
 
 
+@pytest.mark.parametrize(
+    ("name", "device"), [("gpt2", "cpu"), ("gpt2", "emulated:2"), ("bloom", "emulated:2")]
+)
+def test_tied_weights_are_saved_whoever_computes(name: str, device: str, tmp_path: Path) -> None:
+    result = train(make_run(tmp_path, name, train={"steps": 1}, memory={"device": device}))
+    AutoModelForCausalLM.from_pretrained(result.export_dir)
+
+
+def test_tied_weights_are_saved_while_one_of_their_places_is_being_bound(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "gpt2")
+    with trainer_of(config, tmp_path) as trainer:
+        model = trainer.prepared.split.model
+        model.lm_head._parameters["weight"] = torch.nn.Parameter(model.lm_head.weight.detach())
+        save(trainer, tmp_path / "run", Position(1, 1, 0), config)
+
+
 def test_a_checkpoint_can_be_taken_elsewhere(tmp_path: Path) -> None:
     config = make_run(tmp_path)
     with trainer_of(config, tmp_path) as trainer:

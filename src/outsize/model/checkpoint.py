@@ -8,6 +8,7 @@ parameter is there and has its shape; then ``read`` fills whatever piece of memo
 import logging
 import os
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -37,6 +38,14 @@ class WeightSource(Protocol):
         """
 
 
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return all names of each parameter of ``model``, as it is now: in a run, parameters come and go."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    return tuple(map(tuple, names_of.values()))
+
+
 class ModuleSource:
     """The parameters of a model that is in memory already."""
 
@@ -60,8 +69,18 @@ class CheckpointReader:
         unexpected: names of stored tensors that the model has no use for.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], model_skeleton: nn.Module) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model_skeleton: nn.Module,
+        tied: Sequence[Sequence[str]] | None = None,
+    ) -> None:
         """Check headers, names and shapes; reads no weights but tied ones that are stored twice.
+
+        Args:
+            directory: the checkpoint.
+            model_skeleton: the model.
+            tied: all names of each parameter, see `tied_names`; None asks the model.
 
         Raises:
             CheckpointError: a file is missing or truncated, or tensors are missing or of another shape.
@@ -72,7 +91,9 @@ class CheckpointReader:
         self._shapes = {n: tuple(p.shape) for n, p in model_skeleton.named_parameters(remove_duplicate=False)}
         self._converted: tuple[tuple[str, int | None], dict[str, Tensor]] | None = None
         self._check_shapes()
-        self._stored_name = self._resolve(model_skeleton)
+        self._stored_name = self._resolve(
+            model_skeleton, tied_names(model_skeleton) if tied is None else tied
+        )
         self.unexpected = _without_ignored(model_skeleton, self._map.unexpected)
         if self.unexpected:
             logger.warning("%s: not used: %s", self.directory, _some(self.unexpected))
@@ -150,13 +171,10 @@ class CheckpointReader:
                     "use the full-precision checkpoint"
                 )
 
-    def _resolve(self, model: nn.Module) -> dict[str, str]:
+    def _resolve(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[str, str]:
         """Return the name under which each parameter is stored; for tied ones, any of its names will do."""
-        names_of: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names_of.setdefault(id(parameter), []).append(name)
         resolved, missing = {}, []
-        for names in names_of.values():
+        for names in tied:
             present = [name for name in names if name in self._map.shapes]
             if not present:
                 missing.append(names[0])
@@ -171,7 +189,7 @@ class CheckpointReader:
             )
         return resolved
 
-    def _check_tied(self, names: list[str]) -> None:
+    def _check_tied(self, names: Sequence[str]) -> None:
         """Raise if one tied parameter is stored under several names with different values."""
         copies = [self._map.plain[name] for name in names if name in self._map.plain]
         for first, other in pairwise(copies):

@@ -45,16 +45,23 @@ class CheckpointWriter:
         model: for names and rules; its buffers are written, its parameters are not read.
         units: all units of the model.
         moved: called after every piece that was written.
+        tied: all names of each parameter, where the model's own come and go; None asks it in the end.
 
     Attributes:
         files: size and checksum of each file written, by name; all are synced.
     """
 
     def __init__(
-        self, directory: Path, model: nn.Module, units: Sequence[UnitSpec], moved: Moved = lambda: None
+        self,
+        directory: Path,
+        model: nn.Module,
+        units: Sequence[UnitSpec],
+        moved: Moved = lambda: None,
+        tied: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.files: dict[str, FileSum] = {}
         self._moved = moved
+        self._tied = tied
         self._directory = directory
         self._model = model
         self._buffers = _saved_buffers(model)
@@ -116,7 +123,7 @@ class CheckpointWriter:
         files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
         copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
-        CheckpointReader(directory, self._model)  # every name and shape is there, or this raises
+        CheckpointReader(directory, self._model, self._tied)  # every name and shape is there, or this raises
         for path in sorted(directory.iterdir()):
             if path.is_file() and path.name not in self.files:
                 files.sync(path)

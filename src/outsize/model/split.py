@@ -33,6 +33,20 @@ class Split:
     spec: ModelSpec
     owners: dict[str, tuple[tuple[nn.Module, str], ...]]
 
+    def tied_names(self) -> tuple[tuple[str, ...], ...]:
+        """Return all names of each parameter as they were when the model was split.
+
+        In a run the model does not say it: what is tied is bound at one place after the other, and with several workers
+        to a parameter of each place's own.
+        """
+        paths: dict[int, list[str]] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            paths.setdefault(id(module), []).append(f"{path}." if path else "")
+        return tuple(
+            tuple(path + attribute for module, attribute in places for path in paths[id(module)])
+            for places in self.owners.values()
+        )
+
 
 def split(
     model: nn.Module,

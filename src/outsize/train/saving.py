@@ -146,7 +146,8 @@ class Saving:
             units = [split.spec.units[unit] for unit in self._prepared.plan.layout.step_order]
             self._writer = AdapterWriter(self._staging, adapters, units)
         else:
-            self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._check)
+            tied = split.tied_names()
+            self._writer = CheckpointWriter(self._staging, split.model, split.spec.units, self._check, tied)
         return self._writer
 
     def _write(self, resting: UnitAtRest, writer: CheckpointWriter | AdapterWriter) -> None:
