@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.runtime.live_bytes import LiveBytes
-from outsize.runtime.microbatch import roots_of
+from outsize.runtime.microbatch import Roots, roots_of
 from outsize.runtime.shortcut import Needed, Shortcuts, Trial
 
 WIDTH = 8
@@ -55,10 +56,15 @@ def tried(call: Callable[[], Tensor]) -> Needed | None:
     return trial.needed()
 
 
-def gradients(block: nn.Module, out: Tensor, x: Tensor) -> list[Tensor]:
-    (root,) = roots_of(out)
+def rooted(block: nn.Module, x: Tensor) -> Roots:
+    """Run it, and hold no output."""
+    return roots_of(block(x))
+
+
+def gradients(block: nn.Module, roots: Roots, x: Tensor) -> list[Tensor]:
+    (root,) = roots
     assert root is not None
-    torch.autograd.backward([root], [torch.ones_like(out)])
+    torch.autograd.backward([root], [torch.ones_like(x)])
     found = [*(parameter.grad for parameter in block.parameters()), x.grad]
     for tensor in (*block.parameters(), x):
         tensor.grad = None
@@ -73,14 +79,13 @@ def look() -> None:
 def test_what_follows_the_last_saved_tensor_is_not_computed_and_no_gradient_changes(ending: str):
     torch.manual_seed(0)
     block, x = Block(ending), torch.randn(2, 3, WIDTH, requires_grad=True)
-    want = gradients(block, block(x), x)
+    want = gradients(block, rooted(block, x), x)
     needed = tried(partial(block, x))
     assert needed is not None
     with Products() as products:
-        out = Shortcuts({5: needed}, look).run(5, partial(block, x))
+        roots = Shortcuts({5: needed}, look).run(5, partial(rooted, block, x))
     assert products.count == 1  # `up`, not `down`
-    assert out.shape == x.shape
-    assert all(map(torch.equal, gradients(block, out, x), want))
+    assert all(map(torch.equal, gradients(block, roots, x), want))
 
 
 @pytest.mark.parametrize("ending", ["norm", "choice"])
@@ -112,19 +117,42 @@ def test_what_was_not_in_the_trial_is_run_again_in_full(more: str):
     needed = tried(partial(block, x))
     assert needed is not None
     block.more = more
-    want = gradients(block, block(x), x)
+    want = gradients(block, rooted(block, x), x)
     shortcuts = Shortcuts({0: needed}, look)
     calls = []
 
-    def call() -> Tensor:
+    def call() -> Roots:
         calls.append(None)
-        return block(x)
+        return rooted(block, x)
 
     for _ in range(2):
         got = gradients(block, shortcuts.run(0, call), x)
         assert [g is None for g in got] == [w is None for w in want]
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True) if g is not None)
     assert len(calls) == (2 if more == "less" else 3)
+
+
+class Keeper(Block):
+    """Keeps what a part of it returned, as code does that looks at activations."""
+
+    def keep(self, *seen: Any) -> None:
+        self.seen = seen[-1].detach()
+
+
+@pytest.mark.parametrize("part", ["down", ""])
+def test_what_someone_keeps_of_a_recompute_has_been_computed(part: str):
+    torch.manual_seed(0)
+    block, x = Keeper(), torch.randn(3, WIDTH, requires_grad=True)
+    needed = tried(partial(block, x))
+    assert needed is not None
+    block.get_submodule(part).register_forward_hook(block.keep)
+    want = gradients(block, rooted(block, x), x)
+    kept = block.seen
+    del block.seen
+    torch.full((3, WIDTH), float("nan"))  # what memory that nobody has written to may well hold
+    shortcuts = Shortcuts({0: needed}, look)
+    assert all(map(torch.equal, gradients(block, shortcuts.run(0, partial(rooted, block, x)), x), want))
+    assert torch.equal(block.seen, kept)
 
 
 def test_a_unit_that_was_not_tried_is_run_in_full():

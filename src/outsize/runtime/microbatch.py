@@ -208,12 +208,12 @@ class MicrobatchRun:
     def _recompute(self, unit: int, visit: Visit, forward: Forward) -> Roots:
         visit.track_inputs()
 
-        def call() -> Any:
+        def call() -> Roots:
             self._reseed(unit, False)
-            return visit.call(forward)
+            return roots_of(visit.call(forward))
 
         with self._ambient(), torch.enable_grad():
-            return roots_of(call() if self._shortcuts is None else self._shortcuts.run(unit, call))
+            return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
 
     def stored(self, unit: int) -> list[torch.UntypedStorage]:
         """Storages of the differentiable inputs of ``unit``, each once: what SAVE and FETCH move."""

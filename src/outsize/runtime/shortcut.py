@@ -11,7 +11,8 @@ The story of one recompute:
 2. Just before that operation a dispatch mode is entered. It sees operations below autograd, when their graph is made.
 3. Once all tensors are saved, operations of `SKIPPED` return memory of the right form that nobody has written to.
 4. An operation that is not one of them, or one more tensor to save, was not in the trial: the unit is run again, in
-   full, and is from now on.
+   full, and is from now on. The same where someone still holds such memory when nothing but the graph should be left: a
+   hook that keeps an activation, or a module that does.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,14 +123,23 @@ class Shortcuts:
         self._look = look
 
     def run(self, unit: int, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns, with its graph; the tensors themselves may hold anything."""
+        """Return what ``call`` makes of its outputs, whose graph is whole and whose values are anything.
+
+        Args:
+            unit: the unit.
+            call: runs it, and returns nothing that holds an output: `microbatch.roots_of` it, say.
+        """
         needed = self._needed.get(unit)
         if needed is not None:
+            shortened = _Shortened(needed, self._look)
             try:
-                with _Shortened(needed, self._look):
-                    return call()
+                with shortened:
+                    found = call()
+                if not shortened.is_held():
+                    return found
             except _UnforeseenError:
-                self._needed.pop(unit, None)
+                pass
+            self._needed.pop(unit, None)
         return call()
 
 
@@ -151,6 +162,10 @@ class _Shortened:
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(kind, error, trace)
+
+    def is_held(self) -> bool:
+        """Whether a tensor that was not computed is still there."""
+        return self._mode is not None and not all(made.expired() for made in self._mode.made)
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._look()
@@ -176,6 +191,7 @@ class _Skip(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.skips = False
+        self.made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,7 +205,9 @@ class _Skip(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formed = func(
             *_forms(args), **_forms({**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
         )
-        return torch.empty_strided(formed.size(), formed.stride(), dtype=formed.dtype, device=device)
+        unwritten = torch.empty_strided(formed.size(), formed.stride(), dtype=formed.dtype, device=device)
+        self.made.append(StorageWeakRef(unwritten.untyped_storage()))  # type: ignore[no-untyped-call]
+        return unwritten
 
 
 def _forms(values: Any) -> Any:
