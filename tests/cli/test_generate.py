@@ -1,6 +1,7 @@
 """``outsize generate``: what it prints, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,37 @@ def test_it_writes_what_the_resident_model_writes(model: Path, home: str, capsys
     assert [one["text"] for one in found["written"]] == [resident(model, p, 5) for p in ("the square", "a")]
     assert (found["num_tokens"], found["num_passes"]) == (10, 5)
     assert (found["bytes_per_pass"] > 0) == (home == "disk")
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_texts_of_batches_are_printed_once(model: Path, num_prompts: int, capsys: Any):
+    """Also where the last batch, or the only one, holds a single prompt."""
+    prompts = ["the square", "a", "b"][:num_prompts]
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert run(model, *given, "--max-new-tokens", 5, "--batch-size", 2, "--home", "host", *ROOM) == 0
+    assert capsys.readouterr().out == "".join(f"{p}{resident(model, p, 5)}\n\n" for p in prompts)
+
+
+def resident_ids(model: Path) -> dict[str, list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = {}
+    for prompt in ("the square", "a"):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        found[prompt] = plain.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
+    return found
+
+
+def test_a_text_ends_at_any_of_the_marks_that_generation_stops_at(model: Path, tmp_path: Path, capsys: Any):
+    """What pads a row that ended first is no token of it."""
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    plain = resident_ids(copy)
+    other = next(token for token in plain["a"][1:] if token not in plain["the square"])
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, other]}))
+    prompts = ["--prompt", "the square", "--prompt", "a", "--batch-size", 2, "--max-new-tokens", 5]
+    assert run(copy, *prompts, "--home", "host", *ROOM, "--json") == 0
+    written = json.loads(capsys.readouterr().out)["written"]
+    assert [one["num_tokens"] for one in written] == [5, plain["a"].index(other) + 1]
 
 
 def test_a_tight_device_streams_and_says_where_it_breaks_even(model: Path, capsys: Any):

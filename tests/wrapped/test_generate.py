@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +84,21 @@ def test_every_way_of_choosing_tokens_works_unmodified(device: str, home: str, s
     budget = TIGHT + 55_000 * (settings.get("num_beams", 1) - 1)
     with wrapped(frozen(), device=device, home=home, device_memory=budget) as model:
         assert torch.equal(write(model, **settings), want)
+
+
+def test_a_loaded_model_generates_as_its_checkpoint_says(tmp_path: Path):
+    model = plain()
+    model.generation_config.eos_token_id = [5, 7]
+    save_model(model, tmp_path / "model")
+    loaded = outsize.load(tmp_path / "model", trainable=False, **ROOM)
+    assert loaded.generation_config.eos_token_id == [5, 7]
+    runner_of(loaded).close()
+
+
+@pytest.mark.parametrize("key", ["activations", "commits"])
+def test_keys_that_mean_nothing_to_a_wrapped_model_are_refused(key: str):
+    with pytest.raises(ConfigError, match=f"{key}: it is of outsize train only"):
+        outsize.wrap(plain(), device="cpu", **{key: "none"})
 
 
 @pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode, torch.enable_grad])

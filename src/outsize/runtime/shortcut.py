@@ -165,7 +165,8 @@ class _Shortened:
 
     def is_held(self) -> bool:
         """Whether a tensor that was not computed is still there."""
-        return self._mode is not None and not all(made.expired() for made in self._mode.made)
+        made = self._mode.made if self._mode is not None else []
+        return not all(storage.expired() for storage in made)  # type: ignore[no-untyped-call]
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._look()

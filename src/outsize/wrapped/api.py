@@ -14,6 +14,7 @@ from outsize.model.checkpoint import CheckpointReader
 from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import TensorSpec
 from outsize.train.machine import choose_device, choose_dtype
+from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
@@ -117,8 +118,10 @@ def load(
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
     model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none")
-    reader = CheckpointReader(locate_checkpoint(path_or_hub_id), model)
+    directory = locate_checkpoint(path_or_hub_id)
+    reader = CheckpointReader(directory, model)
     reader.load_buffers(model)
+    take_generation_config(model, directory)
     if not trainable or (base_codec, table_codec) != ("raw", "raw"):
         model.requires_grad_(False)
     if not trainable:
@@ -166,6 +169,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _memory(device: str, device_memory: str | int | None, home: Home, others: dict[str, Any]) -> MemoryConfig:
     from pydantic import ValidationError
 
+    for key in ("activations", "commits"):
+        if key in others:
+            raise ConfigError(f"outsize.wrap: {key}: it is of outsize train only; leave it out")
     try:
         return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -76,7 +76,7 @@ def write(
         prompts: texts.
         max_new_tokens: per prompt.
         batch_size: prompts at once; weights come up once for all of them.
-        on_text: given pieces of text as they are written, where there is one prompt at a time.
+        on_text: given pieces of text as they are written, where ``batch_size`` is 1.
         choice: keyword arguments of transformers' `generate` on how tokens are chosen.
 
     Raises:
@@ -85,10 +85,11 @@ def write(
     encoded = [_encode(tokenizer, prompt) for prompt in prompts]
     _check_lengths(model, prompts, encoded, max_new_tokens)
     written: list[Written] = []
+    ends = _ends(model, tokenizer)
     num_passes, started = 0, time.perf_counter()
     before = _moved(model)
     for ids in (encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)):
-        counter = _Streamer(tokenizer, on_text if len(ids) == 1 else None)
+        counter = _Streamer(tokenizer, on_text if batch_size == 1 else None)
         inputs = _padded(ids, tokenizer.pad_token_id)
         output = cast(Any, model).generate(
             **inputs,
@@ -100,7 +101,7 @@ def write(
         )
         num_passes += counter.num_tokens
         for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-            new = _until_end(row, tokenizer.eos_token_id)
+            new = _until_end(row, ends)
             text = tokenizer.decode(new, skip_special_tokens=True)
             written.append(Written(prompts[len(written)], text, len(new)))
     seconds = time.perf_counter() - started
@@ -191,9 +192,16 @@ def _padded(rows: Sequence[list[int]], padding: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _until_end(ids: list[int], end: int | None) -> list[int]:
+def _ends(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a text: those that generation stops at, of which a model may have several."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = tokenizer.eos_token_id if found is None else found
+    return frozenset(found if isinstance(found, list) else () if found is None else (found,))
+
+
+def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
     """The ids up to the end of the text, the mark of the end included."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
+    return ids[: next((count for count, token in enumerate(ids, 1) if token in ends), None)]
 
 
 def _moved(model: nn.Module) -> InferenceStatistics | None:
