@@ -142,6 +142,17 @@ def test_another_learning_rate_is_taken_and_said(begun: tuple[Config, Path], tmp
     assert any("with a learning rate of 0.001, this run does with 0.0005" in line for line in said)
 
 
+def test_other_settings_of_adamw_are_taken_and_said(begun: tuple[Config, Path], tmp_path: Path) -> None:
+    config, checkpoint = begun
+    settings = config.optimizer.model_copy(update={"weight_decay": 0.25, "betas": (0.9, 0.95)})
+    said: list[str] = []
+    resume(config.model_copy(update={"optimizer": settings}), checkpoint, tmp_path / "run", said)
+    assert [line for line in said if line.startswith(f"note: {checkpoint.name}")] == [
+        f"note: {checkpoint.name}: betas was (0.9, 0.999), and is (0.9, 0.95) from here on: optimizer.betas",
+        f"note: {checkpoint.name}: weight_decay was 0.1, and is 0.25 from here on: optimizer.weight_decay",
+    ]
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)

@@ -165,9 +165,9 @@ def read_run(directory: Path) -> RunRecord:
     return RunRecord(
         directory=str(directory),
         steps=steps[1:] or steps,
-        plan=_mapping(directory / "plan.json"),
-        config=_mapping(directory / "config.yaml"),
-        about=_mapping(directory / "run.json"),
+        plan=read_mapping(directory / "plan.json"),
+        config=read_mapping(directory / "config.yaml"),
+        about=read_mapping(directory / "run.json"),
     )
 
 
@@ -196,7 +196,12 @@ def _steps(heartbeat: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(steps)
 
 
-def _mapping(path: Path) -> Mapping[str, Any]:
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """Return what a JSON or YAML file of a run holds; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     if not path.exists():
         return {}
     try:

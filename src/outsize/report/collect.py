@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outsize.doctor.run_record import read_mapping
 from outsize.errors import ConfigError
 from outsize.planner.timeline import Timeline
 from outsize.report.chrome import lane_order
 from outsize.report.downsample import MOST_BUCKETS, means, min_max, smoothed
-from outsize.report.files import MOST_OPS, read_mapping, read_timeline
+from outsize.report.files import MOST_OPS, read_timeline
 from outsize.report.history import COMPUTE, History
 from outsize.report.verdict import verdict
 

@@ -1,36 +1,13 @@
 """The other files of a run directory, read as far as they are there; a report is made of whatever a run has left."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from outsize.doctor.run_record import read_mapping
 from outsize.errors import ConfigError
 from outsize.planner.timeline import Event, Timeline
 
 # Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.
 MOST_OPS = 30_000
-
-
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """Return what a JSON or YAML file holds; empty where there is none.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-        # JSON is YAML too, but its own reader is faster and stricter.
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: not what a run writes")
-    return found
 
 
 def read_timeline(path: Path) -> Timeline | None:

@@ -170,6 +170,8 @@ def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callab
                 )
     trained = (t.name for unit in trainer.spec.units for t in unit.tensors if t.trainable)
     trainer.engine.optimizer.updates.update({name: state.updates(name) for name in trained})
+    for line in state.other_settings(trainer.prepared.config.optimizer):
+        announce(f"note: {directory.name}: {line}")
     ours = schedule_of(trainer.prepared.config).learning_rate(position.step)
     if state.learning_rate is not None and not isclose(state.learning_rate, ours, rel_tol=1e-6):
         announce(

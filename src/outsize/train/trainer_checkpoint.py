@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
+from outsize.config.schema import OptimizerConfig
 from outsize.errors import CheckpointError
 from outsize.model.spec import ModelSpec, TensorSpec
 from outsize.optim.groups import decay_parameter_names
@@ -120,6 +121,7 @@ class OptimizerState:
         groups, self._state = _parts(loaded, self._path)
         for group in groups:
             self._check_group(group)
+        self._groups = groups
         self.learning_rate = _last_rate(directory / SCHEDULER, position_of(directory).step)
         numbers = [number for group in groups for number in group["params"]]
         specs = {tensor.name: tensor for unit in spec.units for tensor in unit.tensors if tensor.trainable}
@@ -132,6 +134,19 @@ class OptimizerState:
         self._number_of = dict(zip(names, numbers, strict=True))
         for name, tensor in specs.items():
             self._check(name, tensor)
+
+    def other_settings(self, config: OptimizerConfig) -> list[str]:
+        """Say which settings of AdamW are others than those of ``config``, one line each."""
+        decays = [group["weight_decay"] for group in self._groups if "weight_decay" in group]
+        theirs = {key: self._groups[0].get(key) for key in ("betas", "eps")}
+        theirs["weight_decay"] = max(decays, default=None)  # the group of biases and norms has none
+        theirs["betas"] = tuple(theirs["betas"])
+        ours = {key: getattr(config, key) for key in theirs}
+        return [
+            f"{key} was {value}, and is {ours[key]} from here on: optimizer.{key}"
+            for key, value in theirs.items()
+            if value is not None and value != ours[key]
+        ]
 
     def updates(self, name: str) -> int:
         """How often a parameter was stepped; 0 for one that never got a gradient."""
