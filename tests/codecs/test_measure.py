@@ -17,6 +17,19 @@ def test_every_codec_is_measured_on_every_kind(tmp_path):
     assert [(figures.dtype, figures.codec) for figures in cast] == [("bf16", "int4")] * 2
 
 
+def test_no_more_is_held_of_a_file_than_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr("outsize.codecs.measure.MOST_ELEMENTS", 1000)
+    save_file({f"{i}.weight": normal(600, torch.float32) for i in range(4)}, tmp_path / "some.safetensors")
+    kept = []
+    cat = torch.cat
+    monkeypatch.setattr(
+        torch, "cat", lambda parts: kept.append([p.untyped_storage().nbytes() for p in parts]) or cat(parts)
+    )
+    (figures,) = measure_file(tmp_path / "some.safetensors", names=["int8"])
+    assert figures.numel == 1000
+    assert kept[0] == [2400, 1600]
+
+
 def test_lossless_ones_have_no_error_and_no_ratio_below_the_bound():
     for figures in measure("weights", normal(2**17, torch.bfloat16)):
         lossless = figures.codec in ("lossless4", "lossless3", "entropy")

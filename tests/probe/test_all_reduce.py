@@ -1,3 +1,5 @@
+import signal
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,5 +22,23 @@ def test_what_cannot_be_summed_says_why(monkeypatch):
     assert "two of them" in measure_all_reduce(1, small).note
     assert "need 800.0" in measure_all_reduce(2, small, free_bytes=512 * MIB).note
     failed = SimpleNamespace(stderr="a trace\nno such backend\n")
-    monkeypatch.setattr(all_reduce.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(all_reduce, "_launch", lambda *_: failed)
     assert measure_all_reduce(2, small).note == "torchrun: no such backend"
+
+
+def test_ranks_that_do_not_answer_in_time_are_ended_by_torchrun(monkeypatch):
+    """It ends them when it is asked to end; killed, it would leave them waiting for each other."""
+    sent = []
+
+    class Silent(subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__(["sleep", "60"], **options)
+
+        def send_signal(self, number):
+            sent.append(number)
+            super().send_signal(number)
+
+    monkeypatch.setattr(all_reduce, "_START_S", 0.05)
+    monkeypatch.setattr(all_reduce.subprocess, "Popen", Silent)
+    assert "timed out" in measure_all_reduce(2, replace(TINY, all_reduce_bytes_max=2**14)).note
+    assert sent == [signal.SIGTERM]

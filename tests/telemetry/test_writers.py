@@ -96,6 +96,15 @@ def test_one_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypa
         train(config)
 
 
+def test_those_that_began_end_where_another_does_not_begin(tmp_path: Path, monkeypatch):
+    calls, module = fake_tracker()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="not installed"):
+        open_writers(["trackio", "wandb"], tmp_path, "outsize", {})
+    assert [call for call, *_ in calls] == ["init", "finish"]
+
+
 def test_one_that_refuses_to_begin_says_so(tmp_path: Path, monkeypatch):
     def refuse(**options):
         raise RuntimeError("no API key")

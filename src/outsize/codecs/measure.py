@@ -80,13 +80,16 @@ def measure_file(
     for name, tensor in _tensors(path):
         if tensor.dtype in DTYPE_NAME and tensor.numel():
             chosen = tensor.dtype if cast is None else cast
-            found.setdefault((kind_of(name), chosen), []).append(tensor.reshape(-1).to(chosen))
+            taken = found.setdefault((kind_of(name), chosen), [])
+            room = MOST_ELEMENTS - sum(part.numel() for part in taken)
+            if room > 0:  # a file may be larger than memory
+                taken.append(tensor.reshape(-1)[:room].to(chosen, copy=True))
     if not found:
         raise CodecError(f"{path}: no tensor of fp32, bf16 or fp16")
     return tuple(
         figures
         for (kind, _), tensors in sorted(found.items(), key=lambda item: str(item[0]))
-        for figures in measure(kind, torch.cat(tensors)[:MOST_ELEMENTS], names)
+        for figures in measure(kind, torch.cat(tensors), names)
     )
 
 

@@ -21,6 +21,7 @@ from outsize.units import format_bytes
 _SMALLEST_BYTES = 2**10
 _NUM_SAMPLES = 7
 _START_S = 120.0
+_END_S = 45.0
 # An interpreter that has imported torch, with room for other builds of it: 240 MiB were seen.
 _PROCESS_BYTES = 400 * 2**20
 
@@ -65,9 +66,23 @@ def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subp
         *("--bytes-max", str(bytes_max)),
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=_START_S, check=False, env=environment
-    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as torchrun:
+        try:
+            stdout, stderr = torchrun.communicate(timeout=_START_S)
+        except BaseException:
+            _end(torchrun)
+            raise
+    return subprocess.CompletedProcess(command, torchrun.returncode, stdout, stderr)
+
+
+def _end(torchrun: "subprocess.Popen[str]") -> None:
+    """End it in a way in which it ends its ranks: killed, it would leave them waiting for each other."""
+    torchrun.terminate()
+    try:
+        torchrun.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        torchrun.kill()
 
 
 def _nothing(backend: str, num_ranks: int, why: str) -> AllReduceRates:

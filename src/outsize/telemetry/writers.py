@@ -4,6 +4,7 @@ A run must not end because a tracker does. A writer that fails is told of once, 
 what it would have been told is in the heartbeat.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -169,15 +170,18 @@ def open_writers(
         ConfigError: one of them is not installed, or refuses to begin.
     """
     found: dict[str, Writer] = {}
-    for name in names:
-        try:
-            found[name] = OPENERS[name](run_dir, project, config)
-        except ImportError as error:
-            raise ConfigError(
-                f"telemetry.writers: {name} is not installed; pip install 'outsize[{name}]', or leave it out"
-            ) from error
-        except Exception as error:
-            raise ConfigError(f"telemetry.writers: {name} does not begin: {error}") from error
+    with contextlib.ExitStack() as opened:
+        for name in names:
+            try:
+                found[name] = OPENERS[name](run_dir, project, config)
+            except ImportError as error:
+                raise ConfigError(
+                    f"telemetry.writers: {name} is not installed; pip install 'outsize[{name}]', or leave it out"
+                ) from error
+            except Exception as error:
+                raise ConfigError(f"telemetry.writers: {name} does not begin: {error}") from error
+            opened.callback(found[name].close)
+        opened.pop_all()
     return found
 
 
