@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 import outsize
 import zoo
@@ -86,13 +87,16 @@ def test_every_way_of_choosing_tokens_works_unmodified(device: str, home: str, s
         assert torch.equal(write(model, **settings), want)
 
 
-def test_a_loaded_model_generates_as_its_checkpoint_says(tmp_path: Path):
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_a_model_generates_as_its_checkpoint_says_when_loaded_and_saved(home: str, tmp_path: Path):
     model = plain()
     model.generation_config.eos_token_id = [5, 7]
     save_model(model, tmp_path / "model")
-    loaded = outsize.load(tmp_path / "model", trainable=False, **ROOM)
+    loaded = outsize.load(tmp_path / "model", trainable=False, home=home, store_dir=tmp_path / "home", **ROOM)
     assert loaded.generation_config.eos_token_id == [5, 7]
+    loaded.save_pretrained(tmp_path / "saved")
     runner_of(loaded).close()
+    assert GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == [5, 7]
 
 
 @pytest.mark.parametrize("key", ["activations", "commits"])

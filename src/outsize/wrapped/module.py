@@ -278,7 +278,12 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
             kwargs.setdefault("state_dict", {name: state[name] for name in state if name in wanted})
             return own(self, save_directory, *args, **kwargs)
         config, units = cast(Any, self).config, runner.split.spec.units
-        return write_checkpoint(save_directory, self, config, units, runner.parameters.read, overwrite=True)
+        written = write_checkpoint(
+            save_directory, self, config, units, runner.parameters.read, overwrite=True
+        )
+        if getattr(self, "generation_config", None) is not None:
+            cast(Any, self).generation_config.save_pretrained(written)
+        return written
 
     return save_pretrained
 
