@@ -65,6 +65,10 @@ class Codec(ABC):
         if into.numel():
             self._decode(encoded.view(-1), into.detach().view(-1))
 
+    def seeded(self, seed: int) -> "Codec":
+        """Return the same codec with chances of its own, where it has any."""
+        return self
+
     def _check(self, tensor: Tensor) -> str:
         dtype = DTYPE_NAME.get(tensor.dtype)
         if dtype not in self.spec.dtypes or dtype is None:

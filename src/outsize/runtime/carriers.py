@@ -30,6 +30,9 @@ from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.units import align_up
 
+# Primes above the units of a model and the pieces of a unit: every piece of every step has a seed of its own.
+_SEEDS_OF_A_STEP, _SEEDS_OF_A_UNIT = 1_000_000_007, 100_003
+
 
 @dataclass(slots=True)
 class _Encoding:
@@ -153,11 +156,14 @@ class GradientCarrier:
         self._staging = staging
         self._residuals = residuals
 
-    def bring_home(self, unit: UnitSpec, touched: frozenset[int], plane: Tensor, into: Tensor) -> int:
+    def bring_home(
+        self, unit: UnitSpec, touched: frozenset[int], plane: Tensor, into: Tensor, number: int
+    ) -> int:
         """Encode ``plane``, decode it into ``into``, and return the bytes that went over the link.
 
         What lies between tensors, and tensors that got no gradient, hold anything: they are zeroed first, since groups
-        of elements share a scale. With error feedback ``plane`` is used up.
+        of elements share a scale. With error feedback ``plane`` is used up. Chances are those of step ``number``, so
+        that what rounding makes of an element differs from step to step, and repeats when the run does.
         """
         for start, stop in _gaps(unit, touched):
             plane[start:stop].zero_()
@@ -168,7 +174,8 @@ class GradientCarrier:
         for index, start in enumerate(range(0, plane.numel(), PIECE_ELEMENTS)):
             piece, target = plane[start : start + PIECE_ELEMENTS], into[start : start + PIECE_ELEMENTS]
             room = self._staging[index % 2]
-            size = self._codec.encode(piece, room)
+            seed = number * _SEEDS_OF_A_STEP + unit.index * _SEEDS_OF_A_UNIT + index
+            size = self._codec.seeded(seed).encode(piece, room)
             with self._device.link(size):
                 arrived = room[:size].to(into.device)
                 self._codec.decode(arrived, target)
