@@ -96,15 +96,17 @@ def report(trained: dict[str, Any], verified: dict[str, Any]) -> None:
     """Print what was measured."""
     beats = [json.loads(line) for line in (ROOT / trained["run_dir"] / "heartbeat.jsonl").open()]
     plan = json.loads((ROOT / trained["run_dir"] / "plan.json").read_text())
-    state_bytes = plan["memory_bytes"]["disk"]["home"]
     imports_bytes = int(run("-c", IMPORTS)) * 1024
     parameters = verified["num_weights"]
+    state_bytes = parameters * BYTES_PER_PARAMETER
+    home_bytes = plan["memory_bytes"]["disk"]["home"]
     seconds = sum(beat["seconds"] for beat in beats)
     print_table(
         ("parameters", f"{parameters / 1e6:.1f}M"),
         (
             "training state",
-            f"{state_bytes / MIB:.0f} MiB on disk ({BYTES_PER_PARAMETER} bytes per parameter)",
+            f"{state_bytes / MIB:.0f} MiB ({BYTES_PER_PARAMETER} bytes per parameter), on disk in "
+            f"{home_bytes / MIB:.0f} MiB with room for the next step beside the last",
         ),
         (
             "device budget",

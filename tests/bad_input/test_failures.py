@@ -86,8 +86,9 @@ def check_unsaved(world: World, run_dir: str, lines: Collection[int] = (1,)) -> 
     home = directory / "store" / "home.bin"
     assert home.exists() == ("store" in names)
     names -= {"store"}  # nothing is left of a home before its first commit, and of one in memory
-    # The third step leaves a timeline.
-    assert names - {"timeline.json"} == {"config.yaml", "plan.json", "run.json", "heartbeat.jsonl"}
+    # The third step leaves a timeline, and what was learnt of the machine.
+    names -= {"timeline.json", "prediction.json", "machine.json"}
+    assert names == {"config.yaml", "plan.json", "run.json", "heartbeat.jsonl"}
     assert len((directory / "heartbeat.jsonl").read_text().splitlines()) in lines
 
 
