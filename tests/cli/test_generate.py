@@ -110,6 +110,7 @@ def test_prompts_come_from_a_file_and_sampling_repeats(model: Path, tmp_path: Pa
         ([], "there is no prompt"),
         (["--prompt", "a", "--max-new-tokens", 0], "at least 1"),
         (["--prompt", "a", "--batch-size", 0], "at least 1"),
+        (["--prompt", "a", "--sample", "--temperature", 0], "above zero"),
         (["--prompt", ""], "empty prompt"),
         (["--prompt", "a" * 60, "--max-new-tokens", 5], "64 positions"),
         (["--prompts", "no/such/file"], "cannot be read"),
