@@ -78,7 +78,7 @@ def generate(
         check_question(texts, max_new_tokens, batch_size)
         if sample and temperature <= 0:
             raise ConfigError(
-                f"--temperature is {temperature:g}; it has to be above zero. Without --sample the likeliest token is taken"
+                f"--temperature is {temperature:g}; it has to be above zero; leave --sample out for the likeliest token"
             )
         if not sample and temperature != 1.0:
             output.say("note: --temperature has no effect without --sample")

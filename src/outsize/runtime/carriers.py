@@ -157,19 +157,26 @@ class GradientCarrier:
         self._residuals = residuals
 
     def bring_home(
-        self, unit: UnitSpec, touched: frozenset[int], plane: Tensor, into: Tensor, number: int
+        self,
+        unit: UnitSpec,
+        touched: frozenset[int],
+        plane: Tensor,
+        into: Tensor,
+        number: int,
+        loss_scale: float = 1.0,
     ) -> int:
         """Encode ``plane``, decode it into ``into``, and return the bytes that went over the link.
 
         What lies between tensors, and tensors that got no gradient, hold anything: they are zeroed first, since groups
         of elements share a scale. With error feedback ``plane`` is used up. Chances are those of step ``number``, so
-        that what rounding makes of an element differs from step to step, and repeats when the run does.
+        that what rounding makes of an element differs from step to step, and repeats when the run does. What is lost is
+        remembered without ``loss_scale``, which may be another one the next time.
         """
         for start, stop in _gaps(unit, touched):
             plane[start:stop].zero_()
         residual = self._residuals.get(unit.index)
         if residual is not None:
-            plane += residual
+            plane.add_(residual, alpha=loss_scale)
         wire_bytes = 0
         for index, start in enumerate(range(0, plane.numel(), PIECE_ELEMENTS)):
             piece, target = plane[start : start + PIECE_ELEMENTS], into[start : start + PIECE_ELEMENTS]
@@ -185,7 +192,7 @@ class GradientCarrier:
                 self._codec.decode(room[:size], lost)
                 torch.sub(piece, lost, out=lost)
                 # A step that is not finite is given up; what it lost must not spoil the next one.
-                residual[start : start + PIECE_ELEMENTS] = lost.nan_to_num_(0.0, 0.0, 0.0)
+                residual[start : start + PIECE_ELEMENTS] = lost.div_(loss_scale).nan_to_num_(0.0, 0.0, 0.0)
         return wire_bytes
 
 

@@ -140,7 +140,9 @@ class GradientOps:
         if self._carrier is not None and target is not None and self._times_home.get(op.unit, 1) == 1:
             unit = self._spec.units[op.unit]
             touched = context.touched[op.unit]
-            wire_bytes = self._carrier.bring_home(unit, touched, plane, target, context.number)
+            wire_bytes = self._carrier.bring_home(
+                unit, touched, plane, target, context.number, context.loss_scale
+            )
             self.down = self.down.and_then(wire_bytes, plane.nbytes)
             return
         self.down = self.down.and_then(plane.nbytes, plane.nbytes)
