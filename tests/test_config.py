@@ -259,6 +259,10 @@ def test_combinations_that_cannot_be_are_refused(overrides, words):
         (["train.resume=auto"], "train.resume"),
         (["train.save_every=100"], "train.save_every"),
         (["data.format=messages", "data.text_field=body"], "data.text_field"),
+        (["memory.device=emulated:2", "memory.activations=keep"], "memory.activations"),
+        (["memory.offload=false", "transport.activations=int8"], "transport.activations"),
+        (["train.on_stall=ignore", "train.stall_factor=20"], "train.stall_factor"),
+        (["train.on_stall=ignore", "train.stall_floor_s=20"], "train.stall_floor_s"),
     ],
 )
 def test_a_setting_without_effect_is_noted(overrides, key):
@@ -274,6 +278,7 @@ def test_a_setting_without_effect_is_noted(overrides, key):
         ["memory.home=disk", "memory.store_dir=/mnt"],
         ["train.resume=auto", "train.run_dir=run"],
         ["data.format=jsonl", "data.text_field=body"],
+        ["memory.device=emulated:2", "memory.activations=recompute"],
     ],
 )
 def test_settings_with_effect_are_not_noted(overrides):

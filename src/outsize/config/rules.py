@@ -80,6 +80,8 @@ def settings_without_effect(config: "Config") -> list[str]:
             train.save_every >= train.steps,
             "the run ends before, and saves at its end",
         ),
+        (train, "train.stall_factor", train.on_stall == "ignore", "train.on_stall is ignore"),
+        (train, "train.stall_floor_s", train.on_stall == "ignore", "train.on_stall is ignore"),
         *(
             (config.lora, f"lora.{key}", full, "train.method is full")
             for key in type(config.lora).model_fields
@@ -90,6 +92,13 @@ def settings_without_effect(config: "Config") -> list[str]:
         (memory, "memory.slots", several, stages),
         (memory, "memory.prefetch", several, stages),
         (memory, "memory.offload", several, stages),
+        (
+            memory,
+            "memory.activations",
+            several and memory.activations == "keep",
+            "several workers keep as auto does",
+        ),
+        (config.transport, "transport.activations", memory.offload is False, "memory.offload is false"),
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
         (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),
