@@ -29,7 +29,7 @@ ARROWS = {
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
     "data": GROUND | FILES | {"runtime.allocator"},
     "probe": GROUND | {"codecs", "hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
-    "doctor": GROUND | {"hardware"},
+    "doctor": GROUND | {"hardware", "telemetry.schema"},
     "telemetry": GROUND | {"hardware"},
     "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND

@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 from outsize.errors import ConfigError
+from outsize.telemetry.schema import READABLE
 
-_SCHEMAS = (2, 3, 4)
 # Steps longer than this many medians were interrupted by something else, a checkpoint for example.
 _TYPICAL = 2.0
 _COMPUTE = "compute:w0"
@@ -182,7 +182,7 @@ def _steps(heartbeat: Path) -> tuple[Mapping[str, Any], ...]:
             continue  # being written
         try:
             step = json.loads(line)
-            known = step["schema"] in _SCHEMAS and step["seconds"] > 0
+            known = step["schema"] in READABLE and step["seconds"] > 0
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{heartbeat}, line {line_number}: not a step of a run") from error
         if not known or not {"busy_s", "stall_s"} <= step.keys():

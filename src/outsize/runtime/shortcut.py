@@ -138,7 +138,7 @@ class Shortcuts:
                 if not shortened.is_held():
                     return found
             except _UnforeseenError:
-                pass
+                pass  # run in full below, as it is from now on
             self._needed.pop(unit, None)
         return call()
 
