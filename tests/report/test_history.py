@@ -3,7 +3,7 @@ import json
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.report.history import KEPT_LINES, History
+from outsize.report.history import KEPT_LINES, History, shares_of
 from report.recorded import line
 
 
@@ -77,3 +77,13 @@ def test_what_is_no_heartbeat_is_an_error_that_says_where(text, message, tmp_pat
         (tmp_path / "heartbeat.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=message):
         History(tmp_path).advance()
+
+
+def test_shares_need_no_more_of_a_line_than_its_waits():
+    step = {
+        "waits_s": {
+            "compute:w0": {"disk": {"read": 1.0}},
+            "compute:w1": {"link": {"up:w1": 0.5, "down:w1": 0.5}},
+        }
+    }
+    assert shares_of(step, 4.0) == {"compute": 0.75, "disk": 0.125, "link": 0.125}

@@ -125,8 +125,9 @@ def shares_of(step: Mapping[str, Any], seconds: float) -> dict[str, float]:
     if not waits or seconds <= 0:
         return {}
     found: dict[str, float] = {}
-    for lane, causes in waits.items():
-        found[COMPUTE] = found.get(COMPUTE, 0.0) + 1 - step["idle_s"][lane] / seconds
-        for cause, owners in causes.items():
-            found[cause] = found.get(cause, 0.0) + sum(owners.values()) / seconds
+    for causes in waits.values():
+        waited = {cause: sum(owners.values()) / seconds for cause, owners in causes.items()}
+        found[COMPUTE] = found.get(COMPUTE, 0.0) + 1 - sum(waited.values())
+        for cause, share in waited.items():
+            found[cause] = found.get(cause, 0.0) + share
     return {cause: max(0.0, share / len(waits)) for cause, share in found.items()}
