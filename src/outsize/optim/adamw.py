@@ -40,11 +40,8 @@ class AdamW:
     weight_decay: float = 0.01
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers of [0, 1), not {self.betas}")
-        for name, value in (("eps", self.eps), ("weight_decay", self.weight_decay)):
-            if not (isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+        check_betas(self.betas)
+        check_numbers(eps=self.eps, weight_decay=self.weight_decay)
 
     @property
     def num_moments(self) -> int:
@@ -232,6 +229,19 @@ def _check(
             )
     if weights is not None and weights.shape != (stop - start,):
         raise ValueError(f"need {stop - start} weights, not {tuple(weights.shape)}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError where ``betas`` are not two decay rates."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must be two numbers of [0, 1), not {betas}")
+
+
+def check_numbers(**numbers: float) -> None:
+    """Raise ValueError where one of ``numbers`` is not finite or below 0, with its name."""
+    for name, value in numbers.items():
+        if not (isfinite(value) and value >= 0.0):
+            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
 
 
 def check_range(unit: UnitSpec, start: int, stop: int, lr: float) -> None:
