@@ -378,7 +378,15 @@ class TransportConfig(Section):
         "decoded on the device.",
     )
     activations: Literal[
-        "raw", "lossless4", "lossless3", "int8", "int8-asymmetric", "int4", "int4-asymmetric"
+        "raw",
+        "lossless4",
+        "lossless3",
+        "int8",
+        "int8-asymmetric",
+        "int8-hadamard",
+        "int4",
+        "int4-asymmetric",
+        "int4-hadamard",
     ] = Field(default="raw", description="Inputs of units that leave the device between passes.")
     gradients: Literal[
         "raw",
@@ -387,9 +395,15 @@ class TransportConfig(Section):
         "int8",
         "int8-stochastic",
         "int8-ef",
+        "int8-hadamard",
+        "int8-hadamard-stochastic",
+        "int8-hadamard-ef",
         "int4",
         "int4-stochastic",
         "int4-ef",
+        "int4-hadamard",
+        "int4-hadamard-stochastic",
+        "int4-hadamard-ef",
     ] = Field(
         default="raw",
         description="Gradients on their way home. -ef adds what was lost to the next step's, and keeps it on the "
