@@ -104,7 +104,13 @@ def prepare(
     dtype = choose_dtype(config.model.dtype, device)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
-    model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
+    model = build_skeleton(
+        hf_config,
+        dtype,
+        config.model.attention,
+        config.model.trust_remote_code,
+        frozen=config.train.method == "lora",
+    )
     trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)

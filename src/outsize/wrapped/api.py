@@ -117,12 +117,13 @@ def load(
     placed: Head = "streamed" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
-    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none")
+    frozen = not trainable or (base_codec, table_codec) != ("raw", "raw")
+    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none", frozen)
     directory = locate_checkpoint(path_or_hub_id)
     reader = CheckpointReader(directory, model)
     reader.load_buffers(model)
     take_generation_config(model, directory)
-    if not trainable or (base_codec, table_codec) != ("raw", "raw"):
+    if frozen:
         model.requires_grad_(False)
     if not trainable:
         model.eval()
