@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.codecs.spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.config import Config
 from outsize.data.batch import IGNORED, Batch
@@ -315,12 +316,13 @@ def make_plan(
 
 
 def transport_of(config: Config, machine: Machine) -> Transport:
-    """Return the codecs on the link.
+    """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
 
     Raises:
         ConfigError: there is no such link on this machine, or the codec does not run there.
     """
-    transport = Transport(**config.transport.model_dump())
+    named = config.transport.model_dump()
+    transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
     if transport == Transport():
         return transport
     if machine.device == "cpu":
