@@ -63,6 +63,7 @@ class PlannedStep:
             below=self.plan.below,
             tile_elements=tile_elements,
             transport=self.plan.transport,
+            state=self.plan.state,
         )
 
     def expect(self, costs: CostModel) -> ExpectedStep:

@@ -13,7 +13,7 @@ from typing import Any
 from outsize.codecs.transport import Transport
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import bytes_per_parameter
+from outsize.optim.spec import StateLayout
 from outsize.planner.keeping import kept_microbatches, most_kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
@@ -62,6 +62,7 @@ class Plan:
         traffic: bytes that cross links in one step.
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
+        state: how a trained unit lies at home.
     """
 
     home: Tier
@@ -75,6 +76,7 @@ class Plan:
     memory: Table
     budgets: Budgets
     traffic: Traffic
+    state: StateLayout
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
 
@@ -122,7 +124,8 @@ class Plan:
             "microbatches": layout.num_microbatches,
             "workers": layout.num_workers,
             "stages": asdict(layout.stages) if layout.stages is not None else None,
-            "clip": layout.clip,
+            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "off",
+            "state": asdict(self.state),
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
             "accumulator_bytes": list(layout.accumulator_bytes),
@@ -172,6 +175,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             tile_elements=knobs.tile_elements,
             host_buffer_bytes=sizing.host_buffer_bytes,
             transport=options.transport,
+            state=sizing.state,
         )
 
     knobs = sizing.least()
@@ -211,12 +215,13 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
         below=options.below,
         tile_elements=least.tile_elements,
         host_buffer_bytes=sizing.host_buffer_bytes,
+        state=sizing.state,
     )
     return not _shortage(table, budgets)
 
 
 def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
-    options, dtype = sizing.options, sizing.model.dtype
+    options, state = sizing.options, sizing.state
     layout = sizing.layout(knobs)
     program = build_step(layout)
     traffic = count_traffic(
@@ -228,6 +233,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         below=options.below,
         tile_elements=knobs.tile_elements,
         transport=options.transport,
+        state=state,
     )
     return Plan(
         home=options.home,
@@ -236,12 +242,13 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         program=program,
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
-        tile_buffer_bytes=knobs.tile_elements * bytes_per_parameter(dtype),
+        tile_buffer_bytes=state.tile_bytes(knobs.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
         memory=memory,
         budgets=budgets,
         traffic=traffic,
         transport=options.transport,
+        state=state,
     )
 
 
