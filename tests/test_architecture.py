@@ -20,10 +20,11 @@ ARROWS = {
     "files": set(),
     "units": set(),
     "config": GROUND,
-    "hardware": GROUND,
-    "codecs": GROUND,
+    "native": set(),
+    "hardware": GROUND | {"native.library"},
+    "codecs": GROUND | {"native"},
     "model": GROUND | FILES | {"codecs.spec"},
-    "optim": GROUND | {"codecs", "model.spec"},
+    "optim": GROUND | {"codecs", "model.spec", "native"},
     "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "codecs.transport", "optim.spec"},
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
@@ -68,6 +69,7 @@ ARROWS = {
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}
 TORCH_FREE = [
+    "native",
     "planner",
     "config",
     "hardware",
