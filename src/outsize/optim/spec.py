@@ -1,7 +1,7 @@
 """What an optimizer keeps per parameter, in planes and bytes. No torch.
 
-A plane holds a number for every element of a unit, padding included, or one for every group of elements: a bit in a
-byte of 8, a scale of a block of `BLOCK_ELEMENTS`. All optimizer arithmetic is fp32 whatever is kept, and with fp32
+A plane holds a number for every element of a unit, padding included, or one for every group of elements: a byte of
+eight bits, an exponent of a block of `BLOCK_ELEMENTS`. All optimizer arithmetic is fp32 whatever is kept, and with fp32
 compute the weights are their own masters. Beside 16-bit weights there are two ways to keep a master:
 
 * separate: a plane of fp32 beside the weights, 6 bytes for both;
@@ -14,7 +14,7 @@ moments     planes                                                 bytes
 ==========  =====================================================  ===============
 fp32        exp_avg 4, exp_avg_sq 4                                8
 bf16        exp_avg 2, exp_avg_sq 2, rounded by chance             4
-int8        codes 1 + 1, scales of blocks 4 + 4 for 256 elements   2.03
+int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
 ==========  =====================================================  ===============
 
 Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
@@ -37,13 +37,13 @@ MASTER_LOW = "master_low"
 MASTER_TIES = "master_ties"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
-EXP_AVG_SCALES = "exp_avg_scales"
-EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
+EXP_AVG_TOP = "exp_avg_top"
+EXP_AVG_SQ_TOP = "exp_avg_sq_top"
 GRADIENT = "gradient"
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "uint8": 1}
-# Elements that share a scale of 8-bit moments, as in bitsandbytes and torchao.
-BLOCK_ELEMENTS = 256
+# Elements of 8-bit moments that share the exponent which their codes count from: that of the largest of them.
+BLOCK_ELEMENTS = 64
 
 Masters = Literal["separate", "split"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -118,7 +118,7 @@ class StateLayout:
         moment = "uint8" if self.moments == "int8" else self.moments
         found |= {EXP_AVG: Plane(moment), EXP_AVG_SQ: Plane(moment)}
         if self.moments == "int8":
-            found |= dict.fromkeys((EXP_AVG_SCALES, EXP_AVG_SQ_SCALES), Plane("fp32", BLOCK_ELEMENTS))
+            found |= dict.fromkeys((EXP_AVG_TOP, EXP_AVG_SQ_TOP), Plane("uint8", BLOCK_ELEMENTS))
         if self.gradients != "none":
             found[GRADIENT] = Plane(self.gradients)
         return found

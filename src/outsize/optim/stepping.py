@@ -23,9 +23,11 @@ from outsize.optim.spec import (
     WEIGHTS,
     StateLayout,
 )
-from outsize.optim.split import PIECE_ELEMENTS, join_master, split_master
+from outsize.optim.split import join_master, split_master
 
 Planes = Mapping[str, Tensor]
+# Pieces of 512 KiB in fp32: these and what is made of them stay in a cache.
+PIECE_ELEMENTS = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,10 @@ class StateStepper:
 
     def _cut(self, planes: Planes, first: int, last: int) -> dict[str, Tensor]:
         made = self._layout.tile_planes
-        return {name: plane[first // made[name].group : -(-last // made[name].group)] for name, plane in planes.items()}
+        return {
+            name: plane[first // made[name].group : -(-last // made[name].group)]
+            for name, plane in planes.items()
+        }
 
     def _piece(self, unit: UnitSpec, first: int, last: int, planes: Planes, update: Update) -> None:
         master = self._master(planes, last - first)

@@ -13,10 +13,10 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
+from outsize.optim.spec import StateLayout
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.optim.spec import StateLayout
 from outsize.planner.memory import Demand, count_traffic, home_bytes
 from outsize.planner.ops import Kind
 from outsize.planner.partition import Pipeline, partition
