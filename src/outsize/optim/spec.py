@@ -37,8 +37,8 @@ MASTER_LOW = "master_low"
 MASTER_TIES = "master_ties"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
-EXP_AVG_TOP = "exp_avg_top"
-EXP_AVG_SQ_TOP = "exp_avg_sq_top"
+EXP_AVG_SCALES = "exp_avg_scales"
+EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
 GRADIENT = "gradient"
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "uint8": 1}
@@ -118,7 +118,7 @@ class StateLayout:
         moment = "uint8" if self.moments == "int8" else self.moments
         found |= {EXP_AVG: Plane(moment), EXP_AVG_SQ: Plane(moment)}
         if self.moments == "int8":
-            found |= dict.fromkeys((EXP_AVG_TOP, EXP_AVG_SQ_TOP), Plane("uint8", BLOCK_ELEMENTS))
+            found |= dict.fromkeys((EXP_AVG_SCALES, EXP_AVG_SQ_SCALES), Plane("uint8", BLOCK_ELEMENTS))
         if self.gradients != "none":
             found[GRADIENT] = Plane(self.gradients)
         return found
@@ -173,6 +173,13 @@ class StateLayout:
         """Return the bytes of a tile buffer; where it is not ``whole`` it holds a gradient, and no state."""
         planes = self.tile_planes if whole else {GRADIENT: self.tile_planes[GRADIENT]}
         return sum(plane.num_bytes(tile_elements) for plane in planes.values())
+
+
+def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments) -> Masters:
+    """Return how masters lie: as ``wanted``, and else split beside bf16 weights where exact moments are not."""
+    if wanted != "auto":
+        return wanted
+    return "split" if dtype == "bf16" and moments != "fp32" else "separate"
 
 
 State = StateLayout | str

@@ -1,11 +1,12 @@
 """From what a user says of optimizer and clipping to how a trained unit lies at home."""
 
+from dataclasses import replace
 from typing import Literal
 
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import StateLayout
+from outsize.optim.spec import StateLayout, masters_for
 from outsize.runtime.workers import device_names
 from outsize.train.machine import choose_device
 
@@ -46,20 +47,22 @@ def layout_for(config: Config, spec: ModelSpec) -> StateLayout:
         ConfigError: the masters cannot be split, or gradients not be rounded.
     """
     optimizer = config.optimizer
-    masters = optimizer.masters
-    if masters == "split" and spec.dtype != "bf16":
+    if optimizer.masters == "split" and spec.dtype != "bf16":
         raise ConfigError(
             f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
             "here; leave it auto, or set model.dtype=bf16"
         )
-    if masters == "auto":
-        masters = "split" if spec.dtype == "bf16" and optimizer.state != "fp32" else "separate"
-    gradients: Literal["fp32", "bf16", "none"] = optimizer.gradients
+    layout = StateLayout(
+        dtype=spec.dtype,
+        masters=masters_for(optimizer.masters, spec.dtype, optimizer.state),
+        moments=optimizer.state,
+        gradients=optimizer.gradients,
+    )
     several = len(device_names(choose_device(config.memory.device))) > 1
-    if several and gradients != "fp32":
+    if several and layout.gradients != "fp32":
         raise ConfigError(
             "optimizer.gradients: several workers sum gradients at home, in fp32; leave it fp32"
         )
     if clip_of(config, spec) != "global" and not several and config.transport.gradients == "raw":
-        gradients = "none"
-    return StateLayout(dtype=spec.dtype, masters=masters, moments=optimizer.state, gradients=gradients)
+        return replace(layout, gradients="none")
+    return layout
