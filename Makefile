@@ -46,4 +46,4 @@ demo: $(STAMP) ## train a 40M-parameter model in a fifth of its memory, and prov
 	$(BIN)/python examples/demo.py
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis build src/outsize/native/_kernels.so
+	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis build src/outsize/native/libkernels.so.0

@@ -20,11 +20,11 @@ FILES = [path.as_posix() for path in SOURCES["sources"](Path(ROOM))]
 
 
 class PlainLibrary(build_ext):
-    """Builds a shared library that is no Python module, under a name without a Python's tags."""
+    """Builds a shared library that is no Python module, under a name that no importer takes for one."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the path of the library below the root of the packages."""
-        return os.path.join(*fullname.split(".")) + ".so"
+        return os.path.join(*fullname.split(".")) + ".so.0"
 
 
 class PlatformWheel(bdist_wheel):
@@ -38,14 +38,14 @@ class PlatformWheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "outsize.native._kernels",
+            "outsize.native.libkernels",
             sources=[name for name in FILES if name.endswith(".c")],
             depends=[*DEPENDS, *(name for name in FILES if name.endswith(".h"))],
             define_macros=[("OUTSIZE_CHECKSUM", f"{SOURCES['checksum'](Path(ROOM))}u")],
             # No contraction: a product and a sum are rounded apart, as in the torch ops that do the same.
             extra_compile_args=[
-                "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-                "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
+                "-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+                "-fno-strict-aliasing", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
             ],
             extra_link_args=["-pthread", "-lm"],
             optional=True,

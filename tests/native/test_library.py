@@ -44,15 +44,15 @@ def test_there_is_a_reason_exactly_where_there_are_none():
 
 
 def test_without_the_library_the_reason_says_how_to_build_it(tmp_path):
-    found = open_library(tmp_path / "_kernels.so")
+    found = open_library(tmp_path / "libkernels.so.0")
     assert found.handle is None
     assert "was not built" in found.reason
     assert "setup.py build_ext --inplace" in found.reason
 
 
 def test_what_is_no_library_is_a_reason_too(tmp_path):
-    (tmp_path / "_kernels.so").write_text("not a library")
-    found = open_library(tmp_path / "_kernels.so")
+    (tmp_path / "libkernels.so.0").write_text("not a library")
+    found = open_library(tmp_path / "libkernels.so.0")
     assert found.handle is None
     assert "cannot be loaded" in found.reason
 

@@ -138,3 +138,30 @@ def test_masters_of_other_weights_than_bf16_are_not_split(tmp_path: Path) -> Non
 def test_fp16_cannot_be_clipped_by_unit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.clip: unit steps a unit before"):
         plan(make_run(tmp_path, model={"dtype": "fp16"}, optimizer=RING))
+
+
+# Moments in fewer bits do not depend on where they lie or how they are cut either.
+LOSSY: dict[str, dict[str, Any]] = {
+    "int8 in host memory": {"state": "int8"},
+    "int8 in a ring": {"state": "int8", **RING},
+    "bf16 in a ring": {"state": "bf16", **RING},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", LOSSY)
+def test_moments_of_fewer_bits_are_the_same_wherever_they_lie(case: str, dtype: str, tmp_path: Path) -> None:
+    """Over a host home, tile by tile over a disk, from a commit, and from a checkpoint into another home."""
+    sections = {"model": {"dtype": dtype}, "optimizer": LOSSY[case]}
+    train(in_dir(make_run(tmp_path, **sections), tmp_path / "host"))
+    on_disk = make_run(tmp_path, **sections, memory=DISK)
+    interrupted(in_dir(on_disk, tmp_path / "disk"), 2)
+    train(in_dir(on_disk, tmp_path / "disk", resume="auto", steps=3))
+    train(in_dir(make_run(tmp_path, **sections, memory=EMULATED), tmp_path / "disk", resume="auto"))
+    assert_same_end(tmp_path / "host", tmp_path / "disk")
+
+
+def test_moments_in_other_bits_are_another_run(tmp_path: Path) -> None:
+    train(in_dir(make_run(tmp_path, optimizer={"state": "int8"}), tmp_path / "run", steps=1))
+    with pytest.raises(ConfigError, match=r"belongs to a run with optimizer\.state=int8, not fp32"):
+        train(in_dir(make_run(tmp_path), tmp_path / "run", resume="auto"))

@@ -80,6 +80,7 @@ def settings_without_effect(config: "Config") -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
     data, train, memory, telemetry = config.data, config.train, config.memory, config.telemetry
     optimizer = config.optimizer
+    parallel = config.parallel
     untracked = not {"wandb", "trackio"} & set(telemetry.writers)
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
@@ -112,6 +113,12 @@ def settings_without_effect(config: "Config") -> list[str]:
             "gradients do not wait for a global norm",
         ),
         (optimizer, "optimizer.max_grad_norm", optimizer.clip == "off", "optimizer.clip is off"),
+        (
+            parallel,
+            "parallel.ddp_powersgd_rank",
+            parallel.ddp_compress != "powersgd",
+            "parallel.ddp_compress is not powersgd",
+        ),
         (telemetry, "telemetry.project", untracked, "neither wandb nor trackio is among telemetry.writers"),
         (telemetry, "telemetry.every", not telemetry.writers, "telemetry.writers is empty"),
         (memory, "memory.link_gb_per_s", not emulated, "only emulated devices have a throttled link"),

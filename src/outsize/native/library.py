@@ -13,7 +13,7 @@ from typing import Any
 from outsize.native.sources import checksum, sources
 
 _ROOM = Path(__file__).parent
-LIBRARY = _ROOM / "_kernels.so"
+LIBRARY = _ROOM / "libkernels.so.0"
 VARIABLE = "OUTSIZE_NATIVE"
 _BUILD = "pip install . with a C compiler at hand; in a checkout: python setup.py build_ext --inplace"
 LEVELS = ("plain", "avx2", "avx512")

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ class StepContext:
         coefficient: what gradients are multiplied by before the update; None for nothing.
         unit_coefficients: the same by unit, where each is clipped by its own norm.
         skipped: whether CLIP decided that this step changes no weight.
+        skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
@@ -75,6 +77,7 @@ class StepContext:
     coefficient: Tensor | None = None
     unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
+    skipped_before: AbstractSet[int] = frozenset()
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.adamw import AdamW, step_planes
+from outsize.optim.planes import StatePlanes
 from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
-from outsize.optim.stepping import StateStepper, Update
+from outsize.optim.step import step_state
 from outsize.planner.ops import Op
 from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
@@ -33,6 +34,7 @@ class OptimizerOps:
         tile_elements: elements per tile.
         encoded: told of units that have stepped in place; None where nobody wants to know.
         state: how a trained unit lies at home; None for the plain layout of the model's dtype.
+        seed: of the chances by which moments of fewer bits are rounded.
 
     Attributes:
         gradient_tiles: where GRADs of tiles put them, by tile buffer.
@@ -50,10 +52,11 @@ class OptimizerOps:
         encoded: EncodedWeights | None = None,
         *,
         state: StateLayout | None = None,
+        seed: int = 0,
     ) -> None:
         self._encoded = encoded
         self.state = state or StateLayout(dtype=spec.dtype)
-        self._stepper = StateStepper(self.state)
+        self._seed = seed
         self._spec = spec
         self._home = home
         self._settings = settings
@@ -133,14 +136,18 @@ class OptimizerOps:
         if start == 0:
             self._count(unit, context)
         if not self.state.plain or planes[GRADIENT].dtype is not torch.float32:
-            update = Update(
-                settings=self._settings,
+            step_state(
+                self._settings,
+                unit,
+                self._state_planes(planes, length),
+                planes[GRADIENT][:length],
+                start=start,
                 step=self.updates,
                 lr=context.learning_rate,
                 clip_coefficient=context.coefficient_of(unit.index),
                 skip=_untouched(unit, context),
+                seed=self._seed,
             )
-            self._stepper.step(unit, start, stop, planes, update)
             return
         step_planes(
             self._settings,
@@ -157,6 +164,12 @@ class OptimizerOps:
             clip_coefficient=context.coefficient_of(unit.index),
             skip=_untouched(unit, context),
         )
+
+    def _state_planes(self, planes: Mapping[str, Tensor], numel: int) -> StatePlanes:
+        """The planes of a range of ``numel`` elements, without what fills up their last sectors."""
+        made = self.state.planes
+        kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        return StatePlanes(**kept)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:
         """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""
