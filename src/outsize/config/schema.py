@@ -1,4 +1,4 @@
-"""What can be configured: seven sections, every key with its default, its unit and its meaning.
+"""What can be configured: nine sections, every key with its default, its unit and its meaning.
 
 The descriptions below are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that
@@ -412,6 +412,43 @@ class TransportConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """How several processes train one model together, where torchrun or its like starts them; see docs/nodes.md.
+
+    train.tokens_per_step is what all of them train together; train.microbatches are those of each.
+    """
+
+    mode: Literal["auto", "ddp"] = Field(
+        default="auto",
+        description="ddp: every rank holds the whole training state on its device, and torch's DistributedDataParallel "
+        "averages gradients; auto is ddp.",
+    )
+    timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a rank is taken to be lost, and to wait for all to come.",
+    )
+    ddp_bucket_mib: float = Field(
+        default=25.0, gt=0, description="MiB of gradients that are averaged with one call."
+    )
+    ddp_static_graph: bool = Field(
+        default=False,
+        description="Whether every step goes through the same parameters in the same order, so that torch looks once.",
+    )
+    ddp_find_unused: bool = Field(
+        default=False,
+        description="Whether torch looks, in every forward, for parameters that it does not use; for models that have "
+        "such.",
+    )
+    ddp_compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        default="none",
+        description="How gradients are written between ranks; all but none lose, see docs/nodes.md.",
+    )
+    ddp_powersgd_rank: int = Field(
+        default=4, ge=1, description="Rank of the factors that PowerSGD sends in place of a matrix."
+    )
+
+
 class TelemetryConfig(Section):
     """Who is told what a run does, besides its own directory."""
 
@@ -437,6 +474,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     transport: TransportConfig = TransportConfig()
+    parallel: ParallelConfig = ParallelConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "n
 _PREFIXES = (
     "NCCL_",
     "TORCH_NCCL_",
+    "GLOO_",
     "OMP_",
     "MKL_NUM_",
     "CUDA_VISIBLE_",

@@ -187,7 +187,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             if _shortage(memory_of(better), budgets):
                 break
             knobs = better
-    if options.activations == "auto" and demand.saved_bytes and not options.cut:
+    if options.activations == "auto" and demand.saved_bytes:
         kept = most_kept(
             sizing.layout(knobs),
             demand,
