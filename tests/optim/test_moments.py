@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from outsize.optim.moments import (
-    BLOCK_ELEMENTS,
     EXP_AVG_FORM,
     EXP_AVG_SQ_FORM,
     chance_key,
@@ -12,6 +11,7 @@ from outsize.optim.moments import (
     to_bf16,
     to_codes,
 )
+from outsize.optim.spec import BLOCK_ELEMENTS
 
 
 def coded(values: torch.Tensor, form, chance: int | torch.Tensor = 0) -> torch.Tensor:

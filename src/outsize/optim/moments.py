@@ -18,7 +18,8 @@ Dettmers et al., arXiv:2110.02861.
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 64
+from outsize.optim.spec import BLOCK_ELEMENTS
+
 # Bits of fraction, and whether there is a sign.
 EXP_AVG_FORM, EXP_AVG_SQ_FORM = (3, True), (3, False)
 _MAGNITUDE, _INFINITY, _WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
