@@ -73,13 +73,13 @@ def other(second: tuple[int, bool], *, nearest: bool) -> Rounding:
     """Ours with another form of the second moment, or to the nearest code."""
 
     def rounded(planes: StatePlanes, step: int) -> None:
-        chance = moments.chances(0, moments.chance_key(0, 0, step), planes.numel)
+        chances = moments.halves(moments.chances(0, moments.chance_key(0, 0, step), planes.numel))
         pairs = ((planes.exp_avg, moments.EXP_AVG_FORM), (planes.exp_avg_sq, second))
-        for shift, (plane, form) in zip((0, 16), pairs, strict=True):
+        for chance, (plane, form) in zip(chances, pairs, strict=True):
             assert plane is not None
             codes = torch.empty(planes.numel, dtype=torch.uint8)
             tops = torch.empty(-(-planes.numel // BLOCK_ELEMENTS), dtype=torch.uint8)
-            part = torch.full((planes.numel,), 0x8000) if nearest else chance >> shift & 0xFFFF
+            part = torch.full_like(chance, 0x8000) if nearest else chance
             moments.to_codes(plane, part, form, codes, tops)
             plane.copy_(moments.from_codes(codes, tops, form))
 
