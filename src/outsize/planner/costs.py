@@ -6,7 +6,7 @@ read`` and ``disk write``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError
@@ -120,7 +120,10 @@ class _Pricing:
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
             size = self._sent_bytes(op)
-            return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            cost = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            # A sum comes up from its home itself, through no host buffer.
+            staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
+            return replace(cost, through=(*cost.through, "disk read")) if staged else cost
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
             size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)

@@ -157,24 +157,33 @@ def memory_table(
     """
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
-    ring = layout.num_tile_buffers * tile_elements * bytes_per_parameter(model.dtype)
     buffers = table["device" if below == "disk" else "host"]
-    buffers["optimizer tiles"] = ring
-    buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
-    if layout.commits:
-        record = commit_record_bytes(model, granule_elements_for(tile_elements))
-        buffers["commits"] = COMMIT_COPIES * record
+    buffers.update(disk_buffer_bytes(model, layout, home, tile_elements))
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
-    table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
-    if home == "host":
-        table["host"]["home"] -= packed_bytes(transport, model)
+    table[home]["home"] = state_bytes(model, layout, home, transport)
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+
+def disk_buffer_bytes(model: ModelSpec, layout: StepLayout, home: Tier, tile_elements: int) -> dict[str, int]:
+    """Return what memory a home on disk takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
+    record = commit_record_bytes(model, granule_elements_for(tile_elements)) if layout.commits else 0
+    return {
+        "optimizer tiles": layout.num_tile_buffers * tile_elements * bytes_per_parameter(model.dtype),
+        "checkpoint buffer": store_buffer_bytes(model, home),
+        "commits": COMMIT_COPIES * record,
+    }
+
+
+def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport) -> int:
+    """Return the bytes of a home: all units, those that change twice where it commits."""
     if layout.commits:
         kept = sum(committed_bytes(unit, model.dtype) for unit in model.units)
-        table[home]["home"] = kept + 2 * commit_record_bytes(model)
-    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+        return kept + 2 * commit_record_bytes(model)
+    size = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    return size - packed_bytes(transport, model) if home == "host" else size
 
 
 def count_traffic(
@@ -207,6 +216,7 @@ def count_traffic(
             moved["disk_read"] += loaded * on_disk
         elif op.kind is Kind.SUM:
             moved["up"] += layout.gradient_bytes[unit]
+            moved["disk_read"] += layout.gradient_bytes[unit] * (home == "disk")
         elif op.kind is Kind.GRAD:
             moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit])
             moved["disk_written"] += layout.gradient_bytes[unit] * on_disk

@@ -64,11 +64,16 @@ class Simulation:
         return self.timeline.end_s
 
     @property
+    def steady_s(self) -> tuple[float, ...]:
+        """When the steps that follow others were known: the end of the step before them, then that of each."""
+        ends = self.decided_s
+        return ends[len(ends) // 2 - 1 if len(ends) > 2 else 0 :]
+
+    @property
     def step_s(self) -> float:
         """Time per step once steps follow one another: of the later half of the steps."""
-        ends = self.decided_s
-        first = len(ends) // 2 - 1 if len(ends) > 2 else 0
-        return (ends[-1] - ends[first]) / (len(ends) - 1 - first) if len(ends) > 1 else self.makespan_s
+        ends = self.steady_s
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.makespan_s
 
 
 def simulate(
