@@ -29,9 +29,9 @@ A COMMIT speaks of a whole step, its WRITEs and what the optimizer counts. So it
 the next step wait for it, by when that step's forward and backward have given it time.
 
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
-an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it there,
-which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it there. A SEND
-counts as a SAVE, and a RECV as a FETCH.
+an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
+there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
+there. A SEND counts as a SAVE, and a RECV as a FETCH.
 
 A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
 """
@@ -44,8 +44,8 @@ from outsize.planner.resources import Cell, Deps, Home
 
 # Inputs on their way out while the next one is made: two, as in a double buffer.
 SAVE_WINDOW = 2
-# At the end of a stage its last input and its output leave together.
-_LEAVING_TOGETHER = 2
+# SAVEs to remember: at the end of a stage its last input and its output leave together, and one may be before them.
+_NUM_SAVES = 3
 
 _Key = tuple[str, int | None, int | None]
 
@@ -72,7 +72,7 @@ class Hazards:
         self._cells: dict[_Key, Cell] = {}
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
-        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW - 1 + _LEAVING_TOGETHER))
+        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_SAVES))
         self._stores: dict[int | None, int] = {}
         self._last_compute: dict[int | None, int] = {}
         self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
