@@ -16,7 +16,6 @@ from outsize.planner.plan import Plan
 from outsize.planner.program import Program
 from outsize.planner.schedule import successive_steps
 from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
@@ -59,8 +58,8 @@ class PlannedStep:
         programs = itertools.islice(itertools.cycle(self._programs(layout)), NUM_STEPS)
         done = simulate(list(programs), layout, costs, below=self.plan.below)
         began_s, *ends_s = done.steady_s
-        events = (e for e in done.timeline.events if e.end_s > began_s and e.end_s <= ends_s[-1])
-        return Steps(timeline=Timeline(tuple(events)), began_s=began_s, ended_s=ends_s[-1], count=len(ends_s))
+        timeline = done.between(began_s, ends_s[-1])
+        return Steps(timeline=timeline, began_s=began_s, ended_s=ends_s[-1], count=len(ends_s))
 
     def _simulated(self) -> tuple[StepLayout, int]:
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
