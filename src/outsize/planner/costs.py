@@ -8,7 +8,7 @@ read`` and ``disk write``.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outsize.codecs.transport import Transport
+from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
@@ -17,7 +17,7 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.memory import NO_CODECS, Tier
 from outsize.planner.ops import Kind, Op
 from outsize.planner.simulate import CostModel
-from outsize.planner.transport import activation_bytes, gradient_bytes, load_bytes
+from outsize.planner.transport import activation_bytes, encoded_planes, gradient_bytes, load_bytes
 
 # AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
 ADAMW_BYTES = 28
@@ -57,8 +57,12 @@ def cost_model(
     transport: Transport = NO_CODECS,
     nodes: int = 1,
     net_bytes_per_s: float = 0.0,
+    codec_rates: CodecRates | None = None,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
+
+    Where nobody has measured ``codec_rates``, weights are taken to be encoded as their codec assumes, and decoded in no
+    time.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -75,7 +79,17 @@ def cost_model(
     if disk is not None:
         capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
     pricing = _Pricing(
-        machine, model, layout, times, boundary_bytes, home, below, tile_elements, transport, nodes
+        machine,
+        model,
+        layout,
+        times,
+        boundary_bytes,
+        home,
+        below,
+        tile_elements,
+        transport,
+        nodes,
+        codec_rates,
     )
     cost_of = _remembered(pricing.cost_of, layout)
     if nodes == 1:
@@ -116,6 +130,7 @@ class _Pricing:
     tile_elements: int
     transport: Transport
     nodes: int
+    codec_rates: CodecRates | None
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
@@ -136,10 +151,11 @@ class _Pricing:
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
             size = self._sent_bytes(op)
-            cost = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
             # A sum comes up from its home itself, through no host buffer.
             staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
-            return replace(cost, through=(*cost.through, "disk read")) if staged else cost
+            through = (*copy.through, "disk read") if staged else copy.through
+            return replace(copy, seconds=copy.seconds + self._decode_s(op, size), through=through)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
             size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)
@@ -168,7 +184,18 @@ class _Pricing:
         if self.transport.is_raw("weights"):
             return 0.0
         size = self.model.units[op.unit or 0].weight_bytes(self.model.dtype)
-        return size / self.transport.spec("weights").encode_bytes_per_s
+        return size / (self.codec_rates or self.transport.spec("weights")).encode_bytes_per_s
+
+    def _decode_s(self, op: Op, sent_bytes: int) -> float:
+        """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
+        if op.kind is not Kind.LOAD or self.codec_rates is None or self.transport.is_raw("weights"):
+            return 0.0
+        planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype))
+        pieces = max(1, sum(-(-numel // PIECE_ELEMENTS) for _, numel, _ in planes))
+        num_bytes = sum(numel * ITEMSIZE[dtype] for _, numel, dtype in planes)
+        decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
+        link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
+        return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
 
     def exchange(self, op: Op) -> Cost:
         """Return what a node sends, and receives, for the gradient (GRAD) or the weights (STEP) of a unit.

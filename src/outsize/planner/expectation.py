@@ -7,6 +7,7 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 import itertools
 from dataclasses import dataclass, replace
 
+from outsize.codecs.transport import CodecRates
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
 from outsize.planner.comparison import Steps
@@ -31,11 +32,13 @@ class PlannedStep:
         plan: of the run.
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
+        codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
     """
 
     plan: Plan
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
+    codec_rates: CodecRates | None = None
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
         """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
@@ -50,6 +53,7 @@ class PlannedStep:
             below=self.plan.below,
             tile_elements=tile_elements,
             transport=self.plan.transport,
+            codec_rates=self.codec_rates,
         )
 
     def expect(self, costs: CostModel) -> Steps:

@@ -91,8 +91,6 @@ class StepLayout:
             return
         if len(self.kept) != self.num_streamed:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
-        if self.cut:
-            raise ValueError("a step that is cut keeps nothing of what backwards need")
         if any(count and unit not in self.keepable for unit, count in enumerate(self.kept)):
             raise ValueError(f"kept may name units {self.keepable}, not {self.kept}")
         if not 0 <= min(self.kept) <= max(self.kept) <= self.num_microbatches:
@@ -168,11 +166,11 @@ class StepLayout:
     def keepable(self) -> tuple[int, ...]:
         """Units whose backward would recompute what their forward had on the same worker.
 
-        These are the units with a backward, but not the last, whose backward follows at once. Of stages only the one
-        that turns around runs both.
+        These are the units with a backward, but not the last, whose backward follows at once unless the step is cut.
+        Of stages only the one that turns around runs both.
         """
         lowest = self.first_backward if self.stages is None else self.stages.backward[0][0]
-        return tuple(range(lowest, self.last))
+        return tuple(range(lowest, self.last + self.cut))
 
     def is_kept(self, unit: int, microbatch: int) -> bool:
         """Whether the forward of ``unit`` keeps what its backward for ``microbatch`` needs."""

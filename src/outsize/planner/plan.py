@@ -187,7 +187,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             if _shortage(memory_of(better), budgets):
                 break
             knobs = better
-    if options.activations == "auto" and demand.saved_bytes and not options.cut:
+    if options.activations == "auto" and demand.saved_bytes:
         kept = most_kept(
             sizing.layout(knobs),
             demand,
@@ -211,6 +211,7 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
         below=options.below,
         tile_elements=least.tile_elements,
         host_buffer_bytes=sizing.host_buffer_bytes,
+        transport=options.transport,
     )
     return not _shortage(table, budgets)
 
