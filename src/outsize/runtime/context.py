@@ -51,6 +51,7 @@ class StepContext:
         touched: positions of the tensors that received a gradient, by unit.
         gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
         coefficient: what gradients are multiplied by before the update; None for nothing.
+        unit_coefficients: the same by unit, where each is clipped by its own norm.
         skipped: whether CLIP decided that this step changes no weight.
         skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
@@ -75,6 +76,7 @@ class StepContext:
     touched: dict[int, frozenset[int]] = field(default_factory=dict)
     gradient_norm: float | None = None
     coefficient: Tensor | None = None
+    unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
     skipped_before: AbstractSet[int] = frozenset()
     program: int = 0
@@ -86,6 +88,10 @@ class StepContext:
     slots: Mapping[Op, Mapping[int, int]] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+
+    def coefficient_of(self, unit: int) -> Tensor | None:
+        """What the gradient of ``unit`` is multiplied by before its update; None for nothing."""
+        return self.unit_coefficients.get(unit, self.coefficient)
 
     def loss(self) -> float:
         """Loss of the step: the sum over microbatches, each already weighted by its targets."""
