@@ -240,6 +240,7 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
             below=options.below,
             tile_elements=knobs.tile_elements,
             host_buffer_bytes=sizing.host_buffer_bytes,
+            transport=options.transport,
             state=sizing.state,
         )
 
