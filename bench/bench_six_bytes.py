@@ -53,7 +53,7 @@ def settings_of(case: Case, directory: Path, run_dir: Path, steps: int, paramete
         f"model.path={directory / 'model'}",
         "model.dtype=bf16",
         f"data.path={directory / 'corpus'}",
-        "data.glob=*.py",
+        "data.glob='*.py'",
         "data.seq_len=128",
         f"train.steps={steps}",
         "train.tokens_per_step=512",
