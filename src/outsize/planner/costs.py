@@ -144,7 +144,9 @@ class _Pricing:
             return replace(copy, seconds=copy.seconds + self._decode_s(op, size))
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
-            size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)
+            size = self.boundary_bytes[unit]
+            if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
+                size = activation_bytes(self.transport, size, self.model.dtype)
             return self._copy(op, size, way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")

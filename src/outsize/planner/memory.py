@@ -235,6 +235,11 @@ def count_traffic(
         numel = model.units[op.unit or 0].numel
         return min(tile_elements, numel - (op.tile or 0) * tile_elements)
 
+    def handed_over(op: Op) -> int:
+        size = boundary_bytes[op.unit or 0]
+        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
+        return activation_bytes(transport, size, model.dtype) if encoded else size
+
     for op in program:
         unit = op.unit or 0
         loaded = model.units[unit].link_bytes(model.dtype)
@@ -250,10 +255,10 @@ def count_traffic(
             moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit]) // narrow
             moved["disk_written"] += layout.gradient_bytes[unit] // narrow * on_disk
         elif op.kind in (Kind.SAVE, Kind.SEND):
-            moved["down"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
+            moved["down"] += handed_over(op)
             moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind in (Kind.FETCH, Kind.RECV):
-            moved["up"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
+            moved["up"] += handed_over(op)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += loaded

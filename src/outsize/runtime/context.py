@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.parcels import Parcel
 
 COMPUTE_KINDS = frozenset(
     {Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.RECOMPUTE, Kind.BACKWARD}
@@ -57,7 +58,7 @@ class StepContext:
         program: which of the programs that take turns this step follows.
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
-        below: sizes of what lies below the workers, by unit, microbatch and kind.
+        below: what lies below the workers, by unit, microbatch and kind.
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         slots: see `slots_used`, where the program is not the plan's own.
@@ -82,7 +83,7 @@ class StepContext:
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
-    below: dict[tuple[int | None, int | None, str], list[int]] = field(default_factory=dict)
+    below: dict[tuple[int | None, int | None, str], list[Parcel]] = field(default_factory=dict)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     keeps: bool = True
     slots: Mapping[Op, Mapping[int, int]] | None = None

@@ -203,7 +203,7 @@ def make_crew(
             turns.get(each.torch_device),
             settings.needed,
         )
-        handover = HandoverOps(each, scratch, fetches)
+        handover = HandoverOps(each, scratch, fetches, activation_codec(plan.transport))
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )

@@ -349,8 +349,6 @@ def transport_of(config: Config, machine: Machine) -> Transport:
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if machine.num_workers > 1 and not transport.is_raw("activations"):
-        raise ConfigError("transport.activations: several workers hand inputs over as they are; leave it raw")
     if machine.device.startswith("cuda"):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
