@@ -253,7 +253,7 @@ def options_of(config: Config, parts: Split, machine: Machine, measured: Measure
         microbatches=config.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
-        tile_elements=_tile_elements(memory.tile_elements, state),
+        tile_elements=_tile_elements(memory.tile_elements, state, machine),
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
@@ -318,13 +318,13 @@ def make_plan(
     return plan
 
 
-def _tile_elements(wanted: int | None, state: StateLayout) -> int | None:
+def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
     """Return the elements of a tile, where the user gave them.
 
     Raises:
         ConfigError: a tile would be no whole sectors in every plane.
     """
-    if wanted is not None and wanted % state.quantum:
+    if wanted is not None and machine.home == "disk" and wanted % state.quantum:
         raise ConfigError(
             f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
             f"are; try {-(-wanted // state.quantum) * state.quantum}"
