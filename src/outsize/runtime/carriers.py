@@ -190,7 +190,9 @@ class GradientCarrier:
                 self._codec.decode(room[:size], lost)
                 torch.sub(piece, lost, out=lost)
                 # Of what is not finite, nothing is known to be lost.
-                residual[start : start + PIECE_ELEMENTS] = lost.div_(context.loss_scale).nan_to_num_(0.0, 0.0, 0.0)
+                residual[start : start + PIECE_ELEMENTS] = lost.div_(context.loss_scale).nan_to_num_(
+                    0.0, 0.0, 0.0
+                )
         return wire_bytes
 
 
