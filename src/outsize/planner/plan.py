@@ -211,6 +211,7 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
         below=options.below,
         tile_elements=least.tile_elements,
         host_buffer_bytes=sizing.host_buffer_bytes,
+        transport=options.transport,
     )
     return not _shortage(table, budgets)
 
