@@ -25,6 +25,7 @@ from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
+from outsize.optim.spec import StateLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
@@ -35,6 +36,7 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -124,7 +126,8 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
-    state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
+    state = layout_for(config, spec)
+    state_bytes = sum(home_bytes(unit, state) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
@@ -240,17 +243,17 @@ def options_of(config: Config, parts: Split, machine: Machine, measured: Measure
         ConfigError: a codec that does not go with the machine.
     """
     memory = config.memory
+    clip, state = clip_of(config, parts.spec), layout_for(config, parts.spec)
     return PlanOptions(
         home=machine.home,
         below=machine.below,
-        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
-        clip=config.optimizer.max_grad_norm > 0
-        or "fp16" in parts.spec.dtypes
-        or config.train.on_nonfinite == "skip",
+        clip=clip == "global",
+        unit_clip=clip == "unit",
+        state=state,
         microbatches=config.train.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
-        tile_elements=memory.tile_elements,
+        tile_elements=_tile_elements(memory.tile_elements, state),
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
@@ -315,6 +318,20 @@ def make_plan(
     return plan
 
 
+def _tile_elements(wanted: int | None, state: StateLayout) -> int | None:
+    """Return the elements of a tile, where the user gave them.
+
+    Raises:
+        ConfigError: a tile would be no whole sectors in every plane.
+    """
+    if wanted is not None and wanted % state.quantum:
+        raise ConfigError(
+            f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
+            f"are; try {-(-wanted // state.quantum) * state.quantum}"
+        )
+    return wanted
+
+
 def transport_of(config: Config, machine: Machine) -> Transport:
     """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
 
@@ -342,8 +359,6 @@ def check_transport(transport: Transport, machine: Machine) -> None:
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if machine.num_workers > 1 and not transport.is_raw("activations"):
-        raise ConfigError("transport.activations: several workers hand inputs over as they are; leave it raw")
     if machine.device.startswith("cuda"):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
