@@ -340,8 +340,18 @@ def transport_of(config: Config, machine: Machine) -> Transport:
     """
     named = config.transport.model_dump()
     transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
+    check_transport(transport, machine)
+    return transport
+
+
+def check_transport(transport: Transport, machine: Machine) -> None:
+    """Check that the codecs run where ``machine`` wants them.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
     if transport == Transport():
-        return transport
+        return
     if machine.device == "cpu":
         raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
     if machine.home == "disk" and not transport.is_raw("weights"):
@@ -355,7 +365,6 @@ def transport_of(config: Config, machine: Machine) -> Transport:
                 raise ConfigError(
                     f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
                 )
-    return transport
 
 
 def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:
