@@ -43,7 +43,7 @@ CASES = (
     Case("default", 0.0),
     Case("exact", 14.5, ("optimizer.masters=split", "optimizer.clip=unit")),
     Case("8-bit, by unit", 6.5, ("optimizer.state=int8", "optimizer.clip=unit")),
-    Case("8-bit, unclipped", 6.5, ("optimizer.state=int8", "optimizer.clip=off")),
+    Case("8-bit, unclipped", 6.5, ("optimizer.state=int8", "optimizer.clip=none")),
 )
 
 

@@ -32,7 +32,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "by unit, split, on disk": {"model": BF16, "optimizer": {**RING, **SPLIT}, "memory": DISK},
     "by unit, on disk below another device": {"optimizer": RING, "memory": {**DISK, **EMULATED}},
     "by unit over two workers": {"optimizer": RING, "memory": {"device": "emulated:2"}},
-    "not clipped": {"optimizer": {"clip": "off"}, "memory": EMULATED},
+    "not clipped": {"optimizer": {"clip": "none"}, "memory": EMULATED},
     "not clipped, on disk": {"optimizer": {"max_grad_norm": 0.0}, "memory": DISK},
     "gradients in bf16": {"optimizer": {"gradients": "bf16"}, "memory": EMULATED},
     "gradients in bf16, split, on disk": {

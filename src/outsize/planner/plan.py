@@ -126,7 +126,7 @@ class Plan:
             "microbatches": layout.num_microbatches,
             "workers": layout.num_workers,
             "stages": asdict(layout.stages) if layout.stages is not None else None,
-            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "off",
+            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "none",
             "state": asdict(self.state),
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
