@@ -235,7 +235,7 @@ class StreamedTrainer:
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
-                microbatches=microbatches_of(batch, config.train.microbatches, shifted),
+                microbatches=microbatches_of(batch, config.microbatches, shifted),
                 tokens=num_targets(batch, shifted),
                 loss_scale=self.loss_scale.value,
             )
