@@ -92,7 +92,9 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
             transport={"weights": named},
         )
         found = prepare(chosen, tmp_path / named, print)
-        assert (found.machine.home, found.plan.transport.weights) == ("host", "lossless3")
+        codecs = ("lossless4", "lossless3") if named == "auto" else (named,)
+        assert found.machine.home == "host"
+        assert found.plan.transport.weights in codecs
         assert choose_codec(found, tmp_path / named, print) == (found, None)
     raw = make_config(tmp_path / "model", batches, model=model, memory=on(home="auto", **tight))
     with pytest.raises(InfeasiblePlanError):

@@ -7,17 +7,17 @@ memory cannot hold as it is may fit there so, and a scan of it then waits for no
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from outsize.codecs.spec import LOSSLESS3, LOSSLESS4, RAW
 from outsize.codecs.transport import Transport
 from outsize.config import Config
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.planner.plan import Plan
 from outsize.planner.transport import packed_bytes
 from outsize.train.machine import Machine, describe_machine
 
-Planner = Callable[[Config, Machine], tuple[Plan, bool]]
+Planned = TypeVar("Planned")
 AUTO = "auto"
 # The faster codec first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
@@ -30,18 +30,23 @@ def with_codec(config: Config, name: str) -> Config:
 
 
 def settle_home(
-    config: Config, model: ModelSpec, machine: Machine, state_bytes: int, place: Path, plan: Planner
-) -> tuple[Config, Machine, Plan, bool]:
-    """Return the run with its home where it rests best: configuration, machine, plan, and whether it has a heap.
+    config: Config,
+    model: ModelSpec,
+    machine: Machine,
+    state_bytes: int,
+    place: Path,
+    plan: Callable[[Config, Machine], Planned],
+) -> tuple[Machine, Planned]:
+    """Return the machine with the home where it rests best, and the plan of the run on it.
 
     Args:
         config: of the run. Where its ``transport.weights`` is auto and only an encoding brings the home to host memory,
-            the one that is returned names the codec.
+            the one that is planned names the codec.
         model: that it trains.
         machine: with the home of a state that is not encoded.
         state_bytes: of that state.
         place: of a home on disk.
-        plan: makes the plan of a run on a machine; says whether it has a heap.
+        plan: of a run on a machine.
 
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
@@ -51,7 +56,7 @@ def settle_home(
     # A state may fit host memory, and not what else a run needs.
     for one, where in (plain, *packed) if machine.home == "host" else (*packed, plain):
         try:
-            return one, where, *plan(one, where)
+            return where, plan(one, where)
         except InfeasiblePlanError as error:
             if one is config:
                 failure = error
