@@ -197,13 +197,13 @@ def _transport(named: Mapping[str, str] | None) -> Transport:
         ) from error
     if not transport.is_raw("weights"):
         raise ConfigError(
-            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which an optimizer "
-            "may change at any time; for frozen ones use base_codec"
+            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which any "
+            "optimizer may change at any time; for frozen ones use base_codec"
         )
     if transport.feedback:
         raise ConfigError(
-            f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop of "
-            "your own steps by every gradient is not known; use it without -ef"
+            f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop "
+            "of your own steps by every gradient is not known; use it without -ef"
         )
     return transport
 
