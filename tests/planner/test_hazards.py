@@ -283,3 +283,15 @@ def test_a_commit_holds_nothing_up_but_the_next_optimizer(op):
     hazards = Hazards(4, None)
     hazards.dependencies(parse_op("COMMIT"))
     assert hazards.dependencies(parse_op(op)) == ()
+
+
+def test_an_f_does_not_wait_for_what_leaves_together_behind_the_one_before():
+    """The last input of a stage and its output: both begin when that F ends, as the next F does."""
+    text = (
+        "F 0.0@w0; F 1.0@w0; SAVE 1.0@w0; SAVE 2.0@w0; F 0.1@w0; F 1.1@w0; SAVE 1.1@w0; SAVE 2.1@w0; F 0.2@w0"
+    )
+    found = waits(text)
+    assert "SAVE 1.0@w0" not in found["F 0.1@w0"]
+    assert "SAVE 1.0@w0" in found["F 1.1@w0"]
+    assert "SAVE 2.0@w0" in found["F 0.2@w0"]
+    assert "SAVE 1.1@w0" not in found["F 0.2@w0"]

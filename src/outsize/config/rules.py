@@ -15,7 +15,7 @@ def contradictions(config: "Config") -> list[str]:
 
 def _portions(config: "Config") -> list[str]:
     """A step is a whole number of sequences, and at least one of them per microbatch."""
-    seq_len, microbatches = config.data.seq_len, config.train.microbatches
+    seq_len, microbatches = config.data.seq_len, config.microbatches
     if config.tokens_per_step % seq_len:
         below = max(config.tokens_per_step // seq_len, 1) * seq_len
         return [

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outsize.planner.ops import Kind, Op
@@ -88,6 +89,13 @@ class StepContext:
     slots: Mapping[Op, Mapping[int, int]] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+
+    def norm(self) -> float:
+        """Global norm of the gradients before clipping, once all backwards have run; NaN where no norms are taken."""
+        if self.gradient_norm is not None:
+            return self.gradient_norm
+        found = [norm[at] for unit, norm in self.norms.items() for at in sorted(self.touched[unit])]
+        return float(torch.linalg.vector_norm(torch.stack(found))) if found else float("nan")
 
     def coefficient_of(self, unit: int) -> Tensor | None:
         """What the gradient of ``unit`` is multiplied by before its update; None for nothing."""
