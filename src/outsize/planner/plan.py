@@ -2,10 +2,13 @@
 
 The search starts from the plan that needs the least memory. If that does not fit, no plan does. Otherwise
 memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far as it goes, and what is left then on
-keeping what backwards need (`planner.keeping`).
+keeping what backwards need (`planner.keeping`). Where the rates of the machine are known, two other ways to spend it
+are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
+what backwards need in the tier below (`planner.balance`). The one whose lanes end first is taken.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,19 +17,41 @@ from outsize.codecs.transport import Transport
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import bytes_per_parameter
-from outsize.planner.keeping import kept_microbatches, most_kept
+from outsize.planner.balance import balanced, phases
+from outsize.planner.choice import Choice, Extent, Kept, bytes_of, everywhere, merged
+from outsize.planner.keeping import keep_order, most_kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
-from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table, store_buffer_bytes
+from outsize.planner.memory import (
+    Demand,
+    Tier,
+    Traffic,
+    count_traffic,
+    memory_table,
+    offload_rooms,
+    store_buffer_bytes,
+)
 from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
-from outsize.planner.sizing import UPGRADES, Knobs, PlanOptions, Sizing
+from outsize.planner.sizing import (
+    AFTER_INPUTS,
+    BEFORE_INPUTS,
+    UPGRADES,
+    Knobs,
+    PlanOptions,
+    Sizing,
+    Upgrade,
+)
 from outsize.units import format_bytes
 
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
 
 Table = Mapping[str, Mapping[str, int]]
+
+# Lanes that fill and drain lose a few percent, which is not counted where ways to spend memory are compared: what takes
+# slots from weights, or the inputs of units from the device, has to gain more.
+ENOUGH = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +87,7 @@ class Plan:
         traffic: bytes that cross links in one step.
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
+        offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
     """
 
     home: Tier
@@ -77,6 +103,7 @@ class Plan:
     traffic: Traffic
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
+    offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -136,7 +163,7 @@ class Plan:
             "tile_buffer_bytes": self.tile_buffer_bytes,
             "store_buffer_bytes": self.store_buffer_bytes,
             "offload": sorted(layout.offload),
-            "kept_microbatches": list(layout.kept),
+            "activations": [dict(Counter(choices)) for choices in layout.kept],
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
             "bytes_per_step": asdict(self.traffic),
@@ -154,11 +181,11 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     sizing = Sizing(model, options)
 
     @cache
-    def activations(offload: frozenset[int], prefetch_depth: int, kept: tuple[int, ...]) -> Live:
+    def activations(offload: frozenset[int], prefetch_depth: int, kept: Kept) -> Live:
         least = sizing.layout(sizing.least())
         layout = replace(least, offload=offload, prefetch_depth=prefetch_depth, kept=kept)
         program = insert_saves(v_cycle(layout), layout)
-        return peak_activations(program, layout, demand.boundary_bytes, demand.saved_bytes)
+        return peak_activations(program, layout, demand.boundary_bytes, demand.kept_bytes)
 
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
@@ -175,26 +202,80 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
         )
 
     knobs = sizing.least()
-    if options.activations == "keep":
-        layout = sizing.layout(knobs)
-        whole = kept_microbatches(layout, layout.keepable, len(layout.keepable) * layout.num_microbatches)
-        knobs = replace(knobs, kept=whole)
+    if options.activations != "auto":
+        knobs = replace(knobs, kept=_as_asked(Choice(options.activations), sizing.layout(knobs), demand))
     short_by = _shortage(memory_of(knobs), budgets)
     if short_by:
         raise InfeasiblePlanError(_what_to_try(memory_of(knobs), short_by, options), short_by)
-    for upgrade in UPGRADES:
+    knobs = _spend(sizing, demand, knobs, lambda knobs: not _shortage(memory_of(knobs), budgets))
+    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+
+
+def _as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
+    """Return ``choice`` for every unit that has something of that extent; what has no bytes need not leave."""
+    if choice.extent is None or layout.cut:
+        return ()
+    units = [u for u in layout.keepable if bytes_of(choice, u, demand.kept_bytes)]
+    kept = everywhere(choice, units, layout.num_streamed, layout.num_microbatches)
+    if choice.extent is not Extent.WHOLE:
+        return kept
+    others = [u for u in layout.keepable if u not in units]
+    return merged(kept, everywhere(Choice.KEEP, others, layout.num_streamed, layout.num_microbatches))
+
+
+def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
+    """Return the knobs on which memory to spare is spent best."""
+    options = sizing.options
+    inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
+    if options.activations != "auto" or options.cut or not demand.kept_bytes:
+        return inputs_first
+
+    def kept(knobs: Knobs) -> Knobs:
+        layout = sizing.layout(knobs)
+        order = keep_order(layout, demand)
+        return replace(knobs, kept=most_kept(layout, order, lambda k: fits(replace(knobs, kept=k))))
+
+    ways = [kept(inputs_first)]
+    rates = options.rates
+    if rates is None or _keeps_all(sizing.layout(ways[0])):
+        return ways[0]
+
+    def step_s(knobs: Knobs) -> float:
+        return phases(sizing.layout(knobs), demand, rates).step_s
+
+    leaving = _upgraded(sizing, knobs, BEFORE_INPUTS, fits)
+    if inputs_first.num_kept > leaving.num_kept:
+        ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))
+    # What leaves needs room on its way: where slots and accumulators have taken it, with as few of them as can be.
+    for start in dict.fromkeys((leaving, _upgraded(sizing, knobs, BEFORE_INPUTS[:1], fits))):
+        away = balanced(
+            sizing.layout(start), demand, rates, lambda k, start=start: fits(replace(start, kept=k))
+        )
+        ways.append(_upgraded(sizing, replace(start, kept=away), UPGRADES, fits))
+        if _keeps_all(sizing.layout(ways[-1])):
+            break
+    best = ways[0]
+    for way in ways[1:]:
+        best = way if step_s(way) < ENOUGH * step_s(best) else best
+    return best
+
+
+def _keeps_all(layout: StepLayout) -> bool:
+    """Whether no unit computes products again."""
+    again = (Extent.PRODUCTS, Extent.WHOLE)
+    cells = ((u, m) for u in layout.keepable[1:] for m in range(layout.num_microbatches))
+    return all(layout.choice(unit, microbatch).extent in again for unit, microbatch in cells)
+
+
+def _upgraded(
+    sizing: Sizing, knobs: Knobs, upgrades: Sequence[Upgrade], fits: Callable[[Knobs], bool]
+) -> Knobs:
+    for upgrade in upgrades:
         for better in upgrade(sizing, knobs):
-            if _shortage(memory_of(better), budgets):
+            if not fits(better):
                 break
             knobs = better
-    if options.activations == "auto" and demand.saved_bytes and not options.cut:
-        kept = most_kept(
-            sizing.layout(knobs),
-            demand,
-            lambda kept: not _shortage(memory_of(replace(knobs, kept=kept)), budgets),
-        )
-        knobs = replace(knobs, kept=kept)
-    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+    return knobs
 
 
 def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
@@ -228,6 +309,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         below=options.below,
         tile_elements=knobs.tile_elements,
         transport=options.transport,
+        kept_bytes=demand.kept_bytes,
     )
     return Plan(
         home=options.home,
@@ -242,6 +324,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         budgets=budgets,
         traffic=traffic,
         transport=options.transport,
+        offload_rooms=offload_rooms(layout, demand),
     )
 
 
@@ -262,7 +345,7 @@ def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOption
     needed = sum(memory[tier].values())
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
-    if tier == "device" and options.activations == "keep":
+    if tier == "device" and options.activations not in ("auto", "recompute"):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"

@@ -14,6 +14,7 @@ from functools import partial
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
+from outsize.planner.choice import Choice
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
@@ -82,7 +83,7 @@ def plan_stages(
     else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
-    for keeps in (True, False) if options.activations != "recompute" else (False,):
+    for keeps in (True, False) if _turn_choice(options) is not Choice.RECOMPUTE else (False,):
         layout = partial(_layout, model, options, wanted, keeps)
 
         def holds(stages: Stages, layout: Callable[[Stages], StepLayout] = layout) -> bool:
@@ -96,6 +97,21 @@ def plan_stages(
         if found is not None:
             return _make(model, demand, budgets, options, layout(found))
     return _make(model, demand, budgets, options, layout(smallest))
+
+
+def _turn_choice(options: PlanOptions) -> Choice:
+    """Return what becomes of what the units that turn around keep.
+
+    Raises:
+        ConfigError: it would leave the device, for the backward that follows at once.
+    """
+    choice = Choice.KEEP if options.activations == "auto" else Choice(options.activations)
+    if choice.leaves:
+        raise ConfigError(
+            f"memory.activations={choice}: of several workers, what a forward keeps does not leave the device yet; use "
+            f"{str(choice).replace('offload', 'keep')}, which keeps it where the step turns around, or one device"
+        )
+    return choice
 
 
 def num_handed_over(program: Program) -> int:
@@ -195,7 +211,7 @@ def _layout(
         tiles=(0,) * len(model.units),
         num_workers=wanted.num_workers,
         stages=stages,
-        kept=kept_at_the_turn(stages, count, options.microbatches) if keeps else (),
+        kept=kept_at_the_turn(stages, count, options.microbatches, _turn_choice(options)) if keeps else (),
         rest_users=wanted.rest_users,
     )
 

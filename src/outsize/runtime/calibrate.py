@@ -26,6 +26,7 @@ from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import loss_of
 from outsize.runtime.shortcut import Needed, Trial
 from outsize.runtime.trial_weights import bind_trial_weights
+from outsize.runtime.yields import Yield, Yields, YieldTrial
 
 SHORT_LENGTHS = (64, 128, 256)
 
@@ -51,6 +52,10 @@ class Measured:
         rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
         draws_random: whether units, or the code between them, draw random numbers.
         needed: by unit, how far its recompute has to go; for those that may end early.
+        attention: per unit, what its attention returns; zeros for the last.
+        products: per unit, the same of its attention and of those products that its backward needs.
+        num_products: by unit, how many of its products that are; for those where lengths agree on it.
+        num_saved: per unit, tensors that its forward saves for its backward.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -66,6 +71,10 @@ class Measured:
     rest_users: frozenset[int] = frozenset()
     draws_random: bool = True
     needed: Mapping[int, Needed] = field(default_factory=dict)
+    attention: tuple[Yield, ...] = ()
+    products: tuple[Yield, ...] = ()
+    num_products: Mapping[int, int] = field(default_factory=dict)
+    num_saved: tuple[int, ...] = ()
 
 
 class Discard:
@@ -157,11 +166,15 @@ class _Row:
     rest_users: set[int] = field(default_factory=set)
     random: bool = False
     needed: list[Needed | None] = field(default_factory=list)
+    yields: list[Yields] = field(default_factory=list)
+    num_saved: list[int] = field(default_factory=list)
 
 
 class _Kept(NamedTuple):
     num_bytes: int
     needed: Needed | None
+    yields: Yields
+    num_saved: int
 
 
 class _Pass:
@@ -260,6 +273,8 @@ class _Pass:
         self._row.backward.append(backward)
         self._row.saved.append(kept.num_bytes)
         self._row.needed.append(kept.needed)
+        self._row.yields.append(kept.yields)
+        self._row.num_saved.append(kept.num_saved)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
@@ -279,7 +294,8 @@ class _Pass:
         )
         trial = Trial([], [])
         live.ops = trial.ops
-        with trial.hooks():
+        returned = YieldTrial(trial.ops)
+        with trial.hooks(), returned.watching():
             outputs = self._forwards[unit](*args, **kwargs)
         live.ops = None
         given = {_place(tensor) for tensor in _tensors((args, kwargs))}
@@ -292,7 +308,9 @@ class _Pass:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        return same, _Kept(saved, trial.needed())
+        last_needed = trial.saved_at[-1] if trial.saved_at else 0
+        yields = returned.yields(last_needed, given | made.keys())
+        return same, _Kept(saved, trial.needed(), yields, len(trial.saved_at))
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -422,7 +440,22 @@ def _scale(
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
         draws_random=any(row.random for row in rows),
         needed=_same_needs(rows),
+        attention=_yields([[each.attention for each in row.yields] for row in rows], at),
+        products=_yields([[each.products for each in row.yields] for row in rows], at),
+        num_products=_same_counts([[each.num_products for each in row.yields] for row in rows]),
+        num_saved=(*(max(column) for column in zip(*(row.num_saved for row in rows), strict=True)), 0),
     )
+
+
+def _yields(rows: list[list[Yield]], at: Callable[[Iterable[Trace]], int]) -> tuple[Yield, ...]:
+    units = zip(*rows, strict=True)
+    found = [Yield(*(at((each[i],) for each in unit) for i in range(2))) for unit in units]
+    return (*found, Yield(0, 0))
+
+
+def _same_counts(rows: list[list[int]]) -> dict[int, int]:
+    columns = enumerate(zip(*rows, strict=True))
+    return {unit: counts[0] for unit, counts in columns if len(set(counts)) == 1}
 
 
 def _same_needs(rows: list[_Row]) -> dict[int, Needed]:

@@ -8,13 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.microbatch import MicrobatchRun
-
-COMPUTE_KINDS = frozenset(
-    {Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.RECOMPUTE, Kind.BACKWARD}
-)
 
 
 @dataclass(frozen=True, slots=True)
