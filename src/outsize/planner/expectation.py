@@ -5,10 +5,11 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
+from outsize.planner.choice import KeptBytes
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.layout import StepLayout
 from outsize.planner.plan import Plan
@@ -44,11 +45,13 @@ class PlannedStep:
         plan: of the run.
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
+        kept_bytes: of what forwards keep, by its extent.
     """
 
     plan: Plan
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
+    kept_bytes: KeptBytes = field(default_factory=dict)
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
         """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
@@ -63,6 +66,7 @@ class PlannedStep:
             below=self.plan.below,
             tile_elements=tile_elements,
             transport=self.plan.transport,
+            kept_bytes=self.kept_bytes,
         )
 
     def expect(self, costs: CostModel) -> ExpectedStep:

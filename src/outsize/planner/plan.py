@@ -10,7 +10,7 @@ what backwards need in the tier below (`planner.balance`). The one whose lanes e
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from outsize.codecs.transport import Transport
@@ -233,7 +233,7 @@ def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs],
     def kept(knobs: Knobs) -> Knobs:
         layout = sizing.layout(knobs)
         order = keep_order(layout, demand)
-        return replace(knobs, kept=most_kept(layout, order, lambda k: fits(replace(knobs, kept=k))))
+        return replace(knobs, kept=most_kept(layout, order, partial(_fits_with, fits, knobs)))
 
     ways = [kept(inputs_first)]
     rates = options.rates
@@ -248,9 +248,7 @@ def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs],
         ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))
     # What leaves needs room on its way: where slots and accumulators have taken it, with as few of them as can be.
     for start in dict.fromkeys((leaving, _upgraded(sizing, knobs, BEFORE_INPUTS[:1], fits))):
-        away = balanced(
-            sizing.layout(start), demand, rates, lambda k, start=start: fits(replace(start, kept=k))
-        )
+        away = balanced(sizing.layout(start), demand, rates, partial(_fits_with, fits, start))
         ways.append(_upgraded(sizing, replace(start, kept=away), UPGRADES, fits))
         if _keeps_all(sizing.layout(ways[-1])):
             break
@@ -258,6 +256,10 @@ def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs],
     for way in ways[1:]:
         best = way if step_s(way) < ENOUGH * step_s(best) else best
     return best
+
+
+def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, kept: Kept) -> bool:
+    return fits(replace(knobs, kept=kept))
 
 
 def _keeps_all(layout: StepLayout) -> bool:

@@ -20,6 +20,7 @@ from outsize.errors import ConfigError, ModelError, OutsizeError
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.walk import Boundaries
+from outsize.planner.choice import Extent
 from outsize.planner.comparison import Comparison, compare
 from outsize.planner.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.expectation import ExpectedStep, PlannedStep
@@ -30,7 +31,7 @@ from outsize.runtime.unit_clock import time_units
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
-from outsize.train.prepare import Prepared, made_up_inputs
+from outsize.train.prepare import Prepared, kept_bytes, made_up_inputs, selections
 from outsize.units import format_seconds
 
 PREDICTION_FILE = "prediction.json"
@@ -57,7 +58,10 @@ class Forecast:
         self._machine, self._times = machine, times
         boundary_bytes = prepared.measured.boundary_bytes
         self._planned = PlannedStep(
-            plan=prepared.plan, model=prepared.split.spec, boundary_bytes=boundary_bytes
+            plan=prepared.plan,
+            model=prepared.split.spec,
+            boundary_bytes=boundary_bytes,
+            kept_bytes=kept_bytes(prepared.measured),
         )
         self.predicted: ExpectedStep = self._planned.expect(self._planned.costs(machine, times))
         self.step_s = self.predicted.step_s
@@ -182,13 +186,28 @@ def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
     tokens = rows * length / (few_rows * short)
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
+    forward_s = tuple(s * share for s, share in zip(times.forward_s, shares, strict=True))
     return (
         UnitTimes(
-            forward_s=tuple(s * share for s, share in zip(times.forward_s, shares, strict=True)),
+            forward_s=forward_s,
             backward_s=tuple(s * share for s, share in zip(times.backward_s, shares, strict=True)),
+            spared_s=_spared_s(prepared, forward_s, flops),
         ),
         flops,
     )
+
+
+def _spared_s(
+    prepared: Prepared, forward_s: tuple[float, ...], flops: tuple[float, ...]
+) -> dict[Extent, tuple[float, ...]]:
+    """Return what of a forward is spared where attention, or products, are kept: their share of its operations."""
+    return {
+        extent: tuple(
+            seconds * min(1.0, spared / work) if work else 0.0
+            for seconds, spared, work in zip(forward_s, spared_by_unit, flops, strict=True)
+        )
+        for extent, spared_by_unit in selections(prepared.measured).get("selected_s", {}).items()
+    }
 
 
 def _is_cuda(prepared: Prepared) -> bool:

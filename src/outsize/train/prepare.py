@@ -24,7 +24,7 @@ from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
-from outsize.planner.choice import Choice, Extent
+from outsize.planner.choice import Choice, Extent, KeptBytes
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
@@ -357,6 +357,12 @@ def _forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> 
     ]
     tokens = 2.0 * rows * length
     return tuple(tokens * (size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
+
+
+def kept_bytes(measured: Measured) -> KeptBytes:
+    """What forwards keep, by its extent."""
+    found = selections(measured).get("selected_bytes", {})
+    return {Extent.WHOLE: measured.saved_bytes, **found}
 
 
 def selections(measured: Measured) -> dict[str, Any]:
