@@ -1,5 +1,6 @@
 """Lossless codecs on the link change no bit of a run; others change what they say, and nothing else."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zoo
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.runtime.carriers import EncodedWeights
+from outsize.model.spec import UnitSpec
+from outsize.planner.ops import Kind
+from outsize.runtime.carriers import EncodedWeights, GradientCarrier
 from outsize.train.prepare import prepare
 from outsize.train.stream import StreamedTrainer
 from support import make_batches, make_config, run_streamed, save_model
@@ -86,6 +89,24 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
 def test_lossless_is_exact_for_several_workers(tmp_path: Path):
     memory, transport = on("emulated:2"), {"weights": "lossless4", "gradients": "lossless4"}
     compare("llama", tmp_path, memory=memory, train={"microbatches": 4}, transport=transport)
+
+
+def test_a_gradient_that_stages_share_goes_encoded_when_it_is_whole(tmp_path: Path, monkeypatch):
+    """That of tied embeddings comes home, goes up again, and comes home whole: once encoded, and once as it is."""
+    sent: list[int] = []
+    bring_home = GradientCarrier.bring_home
+
+    def note(self: GradientCarrier, unit: UnitSpec, *rest: Any) -> int:
+        sent.append(unit.index)
+        return bring_home(self, unit, *rest)
+
+    monkeypatch.setattr(GradientCarrier, "bring_home", note)
+    memory, transport = on("emulated:2"), {"gradients": "lossless4"}
+    got = compare("llama_tied", tmp_path, memory=memory, train={"microbatches": 4}, transport=transport)
+    program = got.plan.program
+    trips = Counter(op.unit for op in program if op.kind is Kind.GRAD)
+    assert max(trips.values()) > 1
+    assert Counter(sent) == dict.fromkeys(trips, len(got.losses))
 
 
 def test_gradients_of_a_disk_home_go_encoded_too(tmp_path: Path):

@@ -20,8 +20,31 @@ FEEDBACK: Final = "-ef"
 RESIDUAL_BYTES: Final = 2
 
 LOSSLESS: Final = ("raw", "lossless4", "lossless3")
-ACTIVATIONS: Final = (*LOSSLESS, "int8", "int8-asymmetric", "int4", "int4-asymmetric")
-GRADIENTS: Final = (*LOSSLESS, "int8", "int8-stochastic", "int8-ef", "int4", "int4-stochastic", "int4-ef")
+ACTIVATIONS: Final = (
+    *LOSSLESS,
+    *("int8", "int8-asymmetric", "int8-hadamard"),
+    *("int4", "int4-asymmetric", "int4-hadamard"),
+)
+GRADIENTS: Final = (
+    *LOSSLESS,
+    *("int8", "int8-stochastic", "int8-ef"),
+    *("int8-hadamard", "int8-hadamard-stochastic", "int8-hadamard-ef"),
+    *("int4", "int4-stochastic", "int4-ef"),
+    *("int4-hadamard", "int4-hadamard-stochastic", "int4-hadamard-ef"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecRates:
+    """What a codec of weights reaches where a run takes place, in bytes of weights.
+
+    Attributes:
+        encode_bytes_per_s: at home.
+        decode_bytes_per_s: on the device.
+    """
+
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ read`` and ``disk write``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from outsize.codecs.transport import Transport
+from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
@@ -19,7 +19,7 @@ from outsize.planner.liveness import NOTHING
 from outsize.planner.memory import NO_CODECS, Tier
 from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.simulate import CostModel
-from outsize.planner.transport import activation_bytes, gradient_bytes, load_bytes
+from outsize.planner.transport import activation_bytes, encoded_planes, gradient_bytes, load_bytes
 
 # AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
 ADAMW_BYTES = 28
@@ -69,8 +69,12 @@ def cost_model(
     nodes: int = 1,
     net_bytes_per_s: float = 0.0,
     kept_bytes: KeptBytes = NOTHING,
+    codec_rates: CodecRates | None = None,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
+
+    Where nobody has measured ``codec_rates``, weights are taken to be encoded as their codec assumes, and decoded in no
+    time.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -98,6 +102,7 @@ def cost_model(
         transport,
         nodes,
         kept_bytes,
+        codec_rates,
     )
     if nodes == 1:
         return CostModel(cost_of=pricing.cost_of, capacity=capacity)
@@ -123,6 +128,7 @@ class _Pricing:
     transport: Transport
     nodes: int
     kept_bytes: KeptBytes
+    codec_rates: CodecRates | None
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
@@ -143,7 +149,8 @@ class _Pricing:
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
             size = self._sent_bytes(op)
-            return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            return replace(copy, seconds=copy.seconds + self._decode_s(op, size))
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
             size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)
@@ -175,7 +182,18 @@ class _Pricing:
         if self.transport.is_raw("weights"):
             return 0.0
         size = self.model.units[op.unit or 0].weight_bytes(self.model.dtype)
-        return size / self.transport.spec("weights").encode_bytes_per_s
+        return size / (self.codec_rates or self.transport.spec("weights")).encode_bytes_per_s
+
+    def _decode_s(self, op: Op, sent_bytes: int) -> float:
+        """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
+        if op.kind is not Kind.LOAD or self.codec_rates is None or self.transport.is_raw("weights"):
+            return 0.0
+        planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype))
+        pieces = max(1, sum(-(-numel // PIECE_ELEMENTS) for _, numel, _ in planes))
+        num_bytes = sum(numel * ITEMSIZE[dtype] for _, numel, dtype in planes)
+        decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
+        link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
+        return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
 
     def exchange(self, op: Op) -> Cost:
         """Return what a node sends, and receives, for the gradient (GRAD) or the weights (STEP) of a unit.

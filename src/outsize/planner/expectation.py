@@ -7,6 +7,7 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 import itertools
 from dataclasses import dataclass, field, replace
 
+from outsize.codecs.transport import CodecRates
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
 from outsize.planner.choice import KeptBytes
@@ -46,12 +47,14 @@ class PlannedStep:
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
         kept_bytes: of what forwards keep, by its extent.
+        codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
     """
 
     plan: Plan
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
     kept_bytes: KeptBytes = field(default_factory=dict)
+    codec_rates: CodecRates | None = None
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
         """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
@@ -67,6 +70,7 @@ class PlannedStep:
             tile_elements=tile_elements,
             transport=self.plan.transport,
             kept_bytes=self.kept_bytes,
+            codec_rates=self.codec_rates,
         )
 
     def expect(self, costs: CostModel) -> ExpectedStep:

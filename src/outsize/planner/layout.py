@@ -92,8 +92,6 @@ class StepLayout:
             return
         if len(self.kept) != self.num_streamed:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
-        if self.cut:
-            raise ValueError("a step that is cut keeps nothing of what backwards need")
         if any(len(choices) != self.num_microbatches for choices in self.kept):
             raise ValueError(f"kept needs one choice for each of {self.num_microbatches} microbatches")
         others = [u for u in range(self.num_streamed) if u not in self.keepable and self.keeps_anything(u)]
@@ -172,11 +170,11 @@ class StepLayout:
     def keepable(self) -> tuple[int, ...]:
         """Units whose backward would recompute what their forward had on the same worker.
 
-        These are the units with a backward, but not the last, whose backward follows at once. Of stages only the one
-        that turns around runs both.
+        These are the units with a backward, but not the last, whose backward follows at once unless the step is cut.
+        Of stages only the one that turns around runs both.
         """
         lowest = self.first_backward if self.stages is None else self.stages.backward[0][0]
-        return tuple(range(lowest, self.last))
+        return tuple(range(lowest, self.last + self.cut))
 
     def choice(self, unit: int, microbatch: int) -> Choice:
         """What becomes of what the backward of ``unit`` for ``microbatch`` needs of the forward."""
@@ -185,6 +183,11 @@ class StepLayout:
     def keeps_anything(self, unit: int) -> bool:
         """Whether a forward of ``unit`` keeps anything."""
         return any(self.choice(unit, m) is not Choice.RECOMPUTE for m in range(self.num_microbatches))
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether any forward keeps anything."""
+        return any(self.keeps_anything(unit) for unit in range(len(self.kept)))
 
     @property
     def any_leaves(self) -> bool:

@@ -65,8 +65,8 @@ class Demand:
         boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over microbatches.
         forward_workspace_bytes: by unit kind, the most that its forward allocates.
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
-        saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; 0
-            for the last, whose backward follows at once. Empty: unknown, and so never kept.
+        saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; of
+            the last in a step that is cut only. Empty: unknown, and so never kept.
         recompute_s: by streamed unit, how long its recompute takes beside the others', in any unit.
         selected_bytes: the same as ``saved_bytes`` of what attention, or attention and products, returned.
         selected_s: the same as ``recompute_s``, of the part of a recompute that is spared where these were kept.

@@ -213,7 +213,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
 
 def _as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
     """Return ``choice`` for every unit that has something of that extent; what has no bytes need not leave."""
-    if choice.extent is None or layout.cut:
+    if choice.extent is None:
         return ()
     units = [u for u in layout.keepable if bytes_of(choice, u, demand.kept_bytes)]
     kept = everywhere(choice, units, layout.num_streamed, layout.num_microbatches)
@@ -227,7 +227,7 @@ def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs],
     """Return the knobs on which memory to spare is spent best."""
     options = sizing.options
     inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
-    if options.activations != "auto" or options.cut or not demand.kept_bytes:
+    if options.activations != "auto" or not demand.kept_bytes:
         return inputs_first
 
     def kept(knobs: Knobs) -> Knobs:
@@ -294,6 +294,7 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
         below=options.below,
         tile_elements=least.tile_elements,
         host_buffer_bytes=sizing.host_buffer_bytes,
+        transport=options.transport,
     )
     return not _shortage(table, budgets)
 

@@ -5,8 +5,9 @@ unit. Blocks of the same class and shapes that are called alike are run once; th
 Three short lengths are run, and `extrapolate` goes on from there.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from outsize.runtime.extrapolate import Trace, extrapolate
 from outsize.runtime.glue_use import GlueUses, units_that_share
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
-from outsize.runtime.microbatch import loss_of
+from outsize.runtime.microbatch import Ambient, loss_of
 from outsize.runtime.shortcut import Needed, Trial
 from outsize.runtime.trial_weights import bind_trial_weights
 from outsize.runtime.yields import Yield, Yields, YieldTrial
@@ -40,7 +41,7 @@ class Measured:
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
         saved_bytes: per unit, what its forward leaves alive for its backward besides its input and its output; 0 for
-            the last.
+            the last where the loss is taken in chunks.
         output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
@@ -56,6 +57,8 @@ class Measured:
         products: per unit, the same of its attention and of those products that its backward needs.
         num_products: by unit, how many of its products that are; for those where lengths agree on it.
         num_saved: per unit, tensors that its forward saves for its backward.
+        num_sequences: of the microbatch.
+        seq_len: tokens of each.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -75,6 +78,8 @@ class Measured:
     products: tuple[Yield, ...] = ()
     num_products: Mapping[int, int] = field(default_factory=dict)
     num_saved: tuple[int, ...] = ()
+    num_sequences: int = 1
+    seq_len: int = 1
 
 
 class Discard:
@@ -97,6 +102,7 @@ def calibrate(
     num_sequences: int,
     seq_len: int,
     chunk_tokens: int | None,
+    ambient: Ambient = nullcontext,
 ) -> Measured:
     """Measure what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
 
@@ -107,6 +113,7 @@ def calibrate(
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        ambient: makes what the model's forward runs in, on a CPU: an autocast, say.
 
     Raises:
         ModelError: the model does not call its units once each, in order, or raised something.
@@ -114,7 +121,7 @@ def calibrate(
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
         return thread.submit(
-            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens
+            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens, ambient
         ).result()
 
 
@@ -125,6 +132,7 @@ def _calibrate(
     num_sequences: int,
     seq_len: int,
     chunk_tokens: int | None,
+    ambient: Ambient,
 ) -> Measured:
     lengths = _lengths(seq_len, num_sequences)
     binder = Binder(split, Discard())
@@ -132,7 +140,9 @@ def _calibrate(
         memory = bind_trial_weights(binder, split.spec)
         state = torch.get_rng_state()
         rows = [
-            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(memory.untyped_storage())
+            _Pass(split, forwards, make_inputs(1, length), chunk_tokens, ambient).run(
+                memory.untyped_storage()
+            )
             for length in lengths
         ]
         torch.set_rng_state(state)
@@ -148,12 +158,21 @@ def _calibrate(
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
 
 
+class _Kept(NamedTuple):
+    """What a unit's forward makes for its backward; see `Measured`."""
+
+    num_bytes: int = 0
+    needed: Needed | None = None
+    yields: Yields = Yields(Yield(0, 0), Yield(0, 0), 0)
+    num_saved: int = 0
+
+
 @dataclass(slots=True)
 class _Row:
     boundary: list[int]
     forward: list[Trace]
     backward: list[Trace]
-    saved: list[int]
+    kept: list[_Kept]
     held: int
     shared: bool
     plain: bool
@@ -165,16 +184,6 @@ class _Row:
     graph_matters: bool = False
     rest_users: set[int] = field(default_factory=set)
     random: bool = False
-    needed: list[Needed | None] = field(default_factory=list)
-    yields: list[Yields] = field(default_factory=list)
-    num_saved: list[int] = field(default_factory=list)
-
-
-class _Kept(NamedTuple):
-    num_bytes: int
-    needed: Needed | None
-    yields: Yields
-    num_saved: int
 
 
 class _Pass:
@@ -186,9 +195,11 @@ class _Pass:
         forwards: tuple[Callable[..., Any], ...],
         inputs: Mapping[str, Any],
         chunk_tokens: int | None,
+        ambient: Ambient,
     ) -> None:
         self._split = split
-        self._forwards = forwards
+        self._forwards = tuple(_within(ambient, forward) for forward in forwards)
+        self._ambient = ambient
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
         self._known: dict[Any, tuple[Trace, Trace, _Kept, Any]] = {}
@@ -234,7 +245,7 @@ class _Pass:
         """Go on to ``unit``, and note what the model's own code uses on the way."""
         self._uses.unit = unit
         state = torch.get_rng_state()
-        with self._uses:
+        with self._ambient(), self._uses:
             call = walk.advance(outputs)
         self._note_random(state)
         return call
@@ -271,10 +282,7 @@ class _Pass:
             self._known[key] = forward, backward, kept, outputs
         self._row.forward.append(forward)
         self._row.backward.append(backward)
-        self._row.saved.append(kept.num_bytes)
-        self._row.needed.append(kept.needed)
-        self._row.yields.append(kept.yields)
-        self._row.num_saved.append(kept.num_saved)
+        self._row.kept.append(kept)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
@@ -328,6 +336,7 @@ class _Pass:
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
         self._row.forward.append(())
+        self._row.kept.append(_Kept())
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
@@ -338,7 +347,8 @@ class _Pass:
         live.restart()
         loss = 0
         if isinstance(ending, Finished):
-            self._backward(unit, call, live)
+            _, kept = self._backward(unit, call, live)
+            self._row.kept[-1] = kept
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
             loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
@@ -383,6 +393,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ambient():
+            return forward(*args, **kwargs)
+
+    return run
+
+
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
@@ -419,7 +437,7 @@ def _scale(
     def at(values: Iterable[Trace]) -> int:
         return extrapolate(lengths, tuple(values), seq_len, num_sequences)
 
-    last = rows[-1]
+    last, kept = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
     boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
     backward = [at(row.backward[unit] for row in rows) for unit in range(len(boundary))]
     if chunk_tokens is not None and last.plain:
@@ -430,7 +448,7 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
-        saved_bytes=(*(at((row.saved[unit],) for row in rows) for unit in range(len(boundary) - 1)), 0),
+        saved_bytes=tuple(at((one.num_bytes,) for one in unit) for unit in kept),
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
@@ -440,27 +458,27 @@ def _scale(
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
         draws_random=any(row.random for row in rows),
         needed=_same_needs(rows),
-        attention=_yields([[each.attention for each in row.yields] for row in rows], at),
-        products=_yields([[each.products for each in row.yields] for row in rows], at),
-        num_products=_same_counts([[each.num_products for each in row.yields] for row in rows]),
-        num_saved=(*(max(column) for column in zip(*(row.num_saved for row in rows), strict=True)), 0),
+        attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept),
+        products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept),
+        num_products=_same_counts(kept),
+        num_saved=tuple(max(one.num_saved for one in unit) for unit in kept),
+        num_sequences=num_sequences,
+        seq_len=seq_len,
     )
 
 
-def _yields(rows: list[list[Yield]], at: Callable[[Iterable[Trace]], int]) -> tuple[Yield, ...]:
-    units = zip(*rows, strict=True)
-    found = [Yield(*(at((each[i],) for each in unit) for i in range(2))) for unit in units]
-    return (*found, Yield(0, 0))
+def _yield(lengths: Sequence[Yield], at: Callable[[Iterable[Trace]], int]) -> Yield:
+    return Yield(*(at((one[part],) for one in lengths) for part in range(2)))
 
 
-def _same_counts(rows: list[list[int]]) -> dict[int, int]:
-    columns = enumerate(zip(*rows, strict=True))
-    return {unit: counts[0] for unit, counts in columns if len(set(counts)) == 1}
+def _same_counts(kept: Sequence[Sequence[_Kept]]) -> dict[int, int]:
+    counts = enumerate({one.yields.num_products for one in unit} for unit in kept)
+    return {unit: found.pop() for unit, found in counts if len(found) == 1}
 
 
 def _same_needs(rows: list[_Row]) -> dict[int, Needed]:
     """What recomputes of units need, where that is the same at all lengths."""
-    found = [row.needed for row in rows]
+    found = [[one.needed for one in row.kept] for row in rows]
     return {
         unit: first
         for unit, (first, *others) in enumerate(zip(*found, strict=True))

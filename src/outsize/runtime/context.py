@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ class StepContext:
         gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
         coefficient: what gradients are multiplied by before the update; None for nothing.
         skipped: whether CLIP decided that this step changes no weight.
+        skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
@@ -69,6 +71,7 @@ class StepContext:
     gradient_norm: float | None = None
     coefficient: Tensor | None = None
     skipped: bool = False
+    skipped_before: AbstractSet[int] = frozenset()
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)

@@ -160,6 +160,7 @@ class Engine:
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
+        self._skipped: set[int] = set()
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         computes = [worker.compute for worker in self._crew.workers]
@@ -171,8 +172,11 @@ class Engine:
         )
 
     def begin(self, context: StepContext) -> StepHandle:
-        """Submit one step; returns at once."""
+        """Submit one step, after the decision of the one before; returns at once."""
         programs = self.plan.programs
+        if self._last is not None and self._last.context.skipped:
+            self._skipped.add(self._last.context.number)
+        context.skipped_before = self._skipped
         context.program = self._num_begun % len(programs)
         self._num_begun += 1
         tasks = self._executor.submit(programs[context.program].ops, context)
@@ -201,6 +205,10 @@ class Engine:
         """Free what was saved of activations for the step of that number, and will not be fetched."""
         if isinstance(self.activations, ActivationOps):
             self.activations.forget(number)
+
+    def shorten(self, needed: Mapping[int, Needed]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
+        self._crew.workers[0].compute.shorten(needed)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""

@@ -40,7 +40,7 @@ class GradientOps:
         skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
         times_home: how often the gradient of a unit comes home in a step, where that is more than once.
-        carrier: brings gradients home encoded, of units that come home once; None where they go as they are.
+        carrier: brings gradients home encoded, once they are whole; None where they go as they are.
 
     Attributes:
         down: what has moved home so far.
@@ -137,12 +137,8 @@ class GradientOps:
         if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
         target = self._target(op.unit, op.buffer)
-        if self._carrier is not None and target is not None and self._times_home.get(op.unit, 1) == 1:
-            unit = self._spec.units[op.unit]
-            touched = context.touched[op.unit]
-            wire_bytes = self._carrier.bring_home(
-                unit, touched, plane, target, context.number, context.loss_scale
-            )
+        if self._carrier is not None and target is not None and whole:
+            wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)
             self.down = self.down.and_then(wire_bytes, plane.nbytes)
             return
         self.down = self.down.and_then(plane.nbytes, plane.nbytes)

@@ -15,6 +15,7 @@ from outsize.errors import CheckpointError, StorageError
 from outsize.storage.committed import find_record, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record
+from outsize.storage.zram import zram_below
 from outsize.train import checkpoint, standing
 from outsize.train.checkpoint_state import position_of
 from outsize.train.machine import home_file
@@ -104,6 +105,16 @@ def start(
         trainer.position = checkpoint.restore(trainer, resumed, announce)
     announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
     return trainer
+
+
+def tell_costs(prepared: Prepared, run_dir: Path, announce: Announce) -> None:
+    """Say what a home on zram takes of RAM, now that it is there; nothing of any other."""
+    if prepared.machine.home != "disk":
+        return
+    with contextlib.suppress(StorageError):  # the kernel does not say; the run does without
+        found = zram_below(home_file(prepared.config.memory, run_dir))
+        if found is not None:
+            announce(f"the home lies in RAM, which no budget counts: {found.costs()}")
 
 
 def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.codecs.spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.config import Config
 from outsize.data.batch import IGNORED, Batch
@@ -111,7 +112,13 @@ def prepare(
     dtype = choose_dtype(config.model.dtype, device)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
-    model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
+    model = build_skeleton(
+        hf_config,
+        dtype,
+        config.model.attention,
+        config.model.trust_remote_code,
+        frozen=config.train.method == "lora",
+    )
     trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
@@ -229,37 +236,18 @@ def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measur
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    if machine.device != "cpu":
-        return make_plan(config, parts, machine, measured), True
-    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
-    with contextlib.suppress(InfeasiblePlanError):
-        roomy = int(workspace * (share + HEAP_WORKSPACES))
-        return make_plan(config, parts, machine, measured, roomy), True
-    return make_plan(config, parts, machine, measured, int(workspace * share)), False
+    options = options_of(config, parts, machine, measured)
+    return plan_with_heap(parts, machine, measured, options, measured.held_bytes)
 
 
-def make_plan(
-    config: Config, parts: Split, machine: Machine, measured: Measured, unseen_bytes: int = 0
-) -> Plan:
-    """Plan a step of ``config`` within the machine's budgets, less ``unseen_bytes`` of the device's.
+def options_of(config: Config, parts: Split, machine: Machine, measured: Measured) -> PlanOptions:
+    """What ``config`` and the machine decide about the plan.
 
     Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
+        ConfigError: a codec that does not go with the machine.
     """
     memory = config.memory
-    rows = -(-config.sequences_per_step // config.train.microbatches)
-    demand = Demand(
-        boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
-        saved_bytes=measured.saved_bytes,
-        recompute_s=_forward_times(parts, rows, config.data.seq_len),
-        **selections(measured),
-        shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
-    )
-    options = PlanOptions(
+    return PlanOptions(
         home=machine.home,
         below=machine.below,
         # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
@@ -275,7 +263,57 @@ def make_plan(
         transport=transport_of(config, machine),
         activations=memory.activations,
     )
-    _check_choice(memory.activations, demand)
+
+
+def plan_with_heap(
+    parts: Split, machine: Machine, measured: Measured, options: PlanOptions, held_bytes: int
+) -> tuple[Plan, bool]:
+    """Plan a step as `choose_plan` does.
+
+    Args:
+        parts: the model.
+        machine: device and budgets.
+        measured: what a microbatch needs.
+        options: what is decided already.
+        held_bytes: what stays on the device for each microbatch from its first unit to its last.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    if machine.device != "cpu":
+        return make_plan(parts, machine, measured, options, held_bytes), True
+    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
+    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
+    with contextlib.suppress(InfeasiblePlanError):
+        roomy = int(workspace * (share + HEAP_WORKSPACES))
+        return make_plan(parts, machine, measured, options, held_bytes, roomy), True
+    return make_plan(parts, machine, measured, options, held_bytes, int(workspace * share)), False
+
+
+def make_plan(
+    parts: Split,
+    machine: Machine,
+    measured: Measured,
+    options: PlanOptions,
+    held_bytes: int,
+    unseen_bytes: int = 0,
+) -> Plan:
+    """Plan a step within the machine's budgets, less ``unseen_bytes`` of the device's; see `plan_with_heap`.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    demand = Demand(
+        boundary_bytes=measured.boundary_bytes,
+        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
+        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
+        saved_bytes=measured.saved_bytes,
+        recompute_s=_forward_times(parts, measured.num_sequences, measured.seq_len),
+        **({} if options.cut else selections(measured)),
+        shared_bytes=held_bytes * options.microbatches,
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
+    )
+    _check_choice(options.activations, demand)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:
         plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
@@ -301,12 +339,13 @@ def _check_choice(activations: str, demand: Demand) -> None:
 
 
 def transport_of(config: Config, machine: Machine) -> Transport:
-    """Return the codecs on the link.
+    """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
 
     Raises:
         ConfigError: there is no such link on this machine, or the codec does not run there.
     """
-    transport = Transport(**config.transport.model_dump())
+    named = config.transport.model_dump()
+    transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
     if transport == Transport():
         return transport
     if machine.device == "cpu":

@@ -25,11 +25,12 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
+from outsize.train.codec_choice import choose_codec
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
-from outsize.train.home_file import newest_home, remove_home, start
+from outsize.train.home_file import newest_home, remove_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
@@ -69,7 +70,8 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
         prepared = prepare(config, run_dir, lambda _: None)
-        return prepared.plan, forecast(prepared, run_dir, lambda _: None) if predict else None
+        prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
 def train(
@@ -106,6 +108,7 @@ def train(
             checkpoint.check_same_method(resumed, config)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce, adapters_from=resumed)
+        prepared, rates = choose_codec(prepared, run_dir, announce)
         if resumed is not None:
             prepared = _with_tokenizer(prepared, config)
             checkpoint.check_same_run(resumed, config, prepared)
@@ -117,7 +120,7 @@ def train(
                 return _nothing_done(prepared, run_dir, done)
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
         peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
-        expected = forecast(prepared, run_dir, announce)
+        expected = forecast(prepared, run_dir, announce, rates)
         # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
         begin_run(heap=prepared.heap)
         # Entered first, so that it still watches while everything else is given back.
@@ -134,6 +137,7 @@ def train(
         # Entered before what it speaks of, so that it speaks when every lane has ended.
         aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
         trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
+        tell_costs(prepared, run_dir, announce)
         # Only now is there a run: one that could not start leaves nothing but tokenised data.
         write_whole(run_dir / "config.yaml", dump_config(config))
         write_json(run_dir / "plan.json", prepared.plan.to_dict())
@@ -209,6 +213,7 @@ class _Run:
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
+            tell_costs(self.prepared, self.run_dir, self.announce)
             saved = latest(self.run_dir)
             if saved is not None and self.position.step >= config.train.steps:
                 remove_home(config, self.run_dir, saved, self.announce)
