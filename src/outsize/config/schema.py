@@ -360,7 +360,8 @@ class MemoryConfig(Section):
         description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
         "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "
         "well, and the rest is made again; offload and offload-...: the same, but it waits below the device; auto: it "
-        "stays as far as there is room when all else has.",
+        "stays as far as there is room when all else has, and on CUDA waits below the device where that is predicted "
+        "to shorten a step.",
     )
     tile_elements: int | None = Field(
         default=None,

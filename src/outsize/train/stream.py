@@ -22,6 +22,7 @@ from outsize.optim.schedule import Schedule
 from outsize.optim.spec import WEIGHTS, planes_for
 from outsize.planner.idle import Window
 from outsize.planner.timeline import Timeline
+from outsize.runtime.activations import ActivationOps
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.carriers import packed_codec
@@ -332,10 +333,12 @@ class StreamedTrainer:
         return read, written
 
     def fallbacks(self) -> dict[str, int]:
-        """What could not be had as asked so far, and how often: pinned memory, direct I/O."""
+        """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
         found = {"pageable": sum(arena.statistics().num_pageable_fallbacks for arena in self._arenas)}
         if isinstance(self.home, DiskHome):
             found["buffered"] = self.home.file.statistics().num_buffered_fallbacks
+        if isinstance(self.engine.activations, ActivationOps):
+            found["recomputed"] = self.engine.activations.num_let_go
         return found
 
     def take_timeline(self) -> Timeline:
