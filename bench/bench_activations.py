@@ -2,8 +2,8 @@
 
 The same model on the same tokens, each run in a process of its own, in turn: streamed from host memory with
 ``memory.activations`` recompute and auto, at the least budget, at all that everything kept takes, and between; and with
-every other choice. Beside them plain PyTorch, resident, with activation checkpointing and without. All losses must be equal, bit for
-bit. *recomputed* is the share of units and microbatches of which nothing is kept.
+every other choice. Beside them plain PyTorch, resident, with activation checkpointing and without. All losses must be
+equal, bit for bit. *recomputed* is the share of units and microbatches of which nothing is kept.
 """
 
 import argparse

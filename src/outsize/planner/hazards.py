@@ -6,8 +6,8 @@ writes.
 ==============  ===============================================  =============================================
 resource        read by                                          written by
 ==============  ===============================================  =============================================
-home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP u: all tiles; WRITE u#p: tile p
-                COMMIT: all tiles of all units
+home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP u: all tiles; WRITE u#p: tile p;
+                COMMIT: all tiles of all units                   STEP u#p that no READ u#p came before: tile p
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
 act(u, m)       -                                                F, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD
@@ -17,7 +17,7 @@ acc(w, a)       NORM u                                           ACC, SUM, GRAD,
 norm(u)         CLIP                                             NORM u
 coef            STEP                                             CLIP
 gradhome(u)     STEP u, READ u#p, ACC u, SUM u                   GRAD u, WRITE u<h
-tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
+tile buffer t   WRITE u#p<t                                      READ u#p>t, GRAD u#p>t, STEP u#p@t
 commit          STEP                                             COMMIT
 ==============  ===============================================  =============================================
 
@@ -30,8 +30,9 @@ A COMMIT speaks of a whole step, its WRITEs and what the optimizer counts. So it
 the next step wait for it, by when that step's forward and backward have given it time.
 
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
-an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs of its worker
-and for the F, FB or B before it there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH.
+an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
+there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
+there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH.
 
 A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
 """
@@ -44,6 +45,8 @@ from outsize.planner.resources import Cell, Deps, Home
 
 # Inputs on their way out while the next one is made: two, as in a double buffer.
 SAVE_WINDOW = 2
+# SAVEs to remember: at the end of a stage its last input and its output leave together, and one may be before them.
+_NUM_SAVES = 3
 
 _Key = tuple[str, int | None, int | None]
 
@@ -70,8 +73,9 @@ class Hazards:
         self._cells: dict[_Key, Cell] = {}
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
-        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW))
+        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_SAVES))
         self._stores: dict[int | None, int] = {}
+        self._read_tiles: set[tuple[int | None, int]] = set()  # and not yet stepped
         self._last_compute: dict[int | None, int] = {}
         self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
             Kind.LOAD: self._load,
@@ -151,11 +155,15 @@ class Hazards:
         self._last_compute[worker] = seq
 
     def _forward(self, op: Op, seq: int, deps: Deps) -> None:
+        before = self._last_compute.get(op.worker, -1)
         self._compute(op, seq, deps, accumulates=False)
         self._cell("act", (op.unit or 0) + 1, op.microbatch).write(seq, deps)
         saves = self._saves[op.worker]
-        if len(saves) == SAVE_WINDOW:
-            deps.add(saves[0])
+        # The lane is in order: those before the latest of them are done as well.
+        for index in range(len(saves) - SAVE_WINDOW, -1, -1):
+            if saves[index] < before:
+                deps.add(saves[index])
+                break
 
     def _forward_backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._compute(op, seq, deps, accumulates=True)
@@ -198,10 +206,16 @@ class Hazards:
         self._norms[op.unit].write(seq, deps)
 
     def _grad(self, op: Op, seq: int, deps: Deps) -> None:
-        accumulator = self._accumulator_of.pop((op.worker, op.unit), None)
+        key = (op.worker, op.unit)
+        # The accumulator of a unit that leaves in tiles is the next unit's from that one's ACC on.
+        accumulator = (
+            self._accumulator_of.get(key) if op.tile is not None else self._accumulator_of.pop(key, None)
+        )
         if accumulator is not None:
             accumulator.write(seq, deps)
-        if op.buffer is None:
+        if op.tile is not None:
+            self._cell("tile", 0, op.buffer).write(seq, deps)
+        elif op.buffer is None:
             self._gradient_homes[op.unit].write(seq, deps)
         else:
             self._cell("host", 0, op.buffer).write(seq, deps)
@@ -217,6 +231,7 @@ class Hazards:
             home.read_all(seq, deps)
             self._cell("host", 0, op.buffer).write(seq, deps)
         else:
+            self._read_tiles.add((op.unit, op.tile))
             home.read_tile(op.tile, seq, deps)
             self._gradient_homes[op.unit].read(seq, deps)
             self._cell("tile", 0, op.buffer).write(seq, deps)
@@ -231,6 +246,10 @@ class Hazards:
         else:
             self._cell("tile", 0, op.buffer).write(seq, deps)
             deps.add(self._stores.get(op.unit, -1))
+            if (op.unit, op.tile) in self._read_tiles:
+                self._read_tiles.remove((op.unit, op.tile))
+            else:
+                self._homes[op.unit].write_tile(op.tile, seq, deps)
 
     def _write(self, op: Op, seq: int, deps: Deps) -> None:
         if op.tile is None:

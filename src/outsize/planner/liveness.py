@@ -7,7 +7,7 @@ go:
 * FA, FP and FK u.m keep what B u.m needs besides its input; from when B u.m begins this is part of the workspace. An
   OFFLOAD of it counts as a SAVE does, and an ONLOAD as a FETCH;
 * FB and B u.m make the gradient of the input of unit u, and consume that of unit u+1;
-* a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them;
+* a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them, or all behind an F;
 * a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs;
 * an FB or B that no FETCH has been needed for may run before the FETCHes that stand before it, and then before the
   SAVEs are done that those wait for: the larger of the two counts.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from outsize.planner.choice import KeptBytes, bytes_of
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.layout import StepLayout
-from outsize.planner.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind, Op
 from outsize.planner.program import Program
 
 NOTHING: KeptBytes = MappingProxyType({})
@@ -55,6 +55,7 @@ class ActivationMeter:
         self._layout = layout
         self._saved = kept_bytes
         self._leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
+        self._behind = 0  # of them, those behind the last compute op, which no F waits for
         self._early: dict[
             tuple[Kind, int, int | None], int
         ] = {}  # FETCHes that no compute op has waited for yet
@@ -67,7 +68,7 @@ class ActivationMeter:
         unit = op.unit or 0
         peak = Live(self._device, self._below)
         if op.kind in FORWARD_KINDS:
-            self._finish_saves(but=SAVE_WINDOW - 1)
+            self._finish_saves(but=max(SAVE_WINDOW - 1, self._behind))
             self._device += self._bytes[unit + 1]
             peak = Live(self._device, self._below)
             if unit < self._first_backward:
@@ -87,6 +88,7 @@ class ActivationMeter:
             moved = self._bytes[unit] if op.kind is Kind.SAVE else self._kept(op)
             self._below += moved
             self._leaving.append(moved)
+            self._behind += 1
             peak = Live(self._device, self._below)
         elif op.kind in (Kind.FETCH, Kind.ONLOAD):
             moved = self._bytes[unit] if op.kind is Kind.FETCH else self._kept(op)
@@ -96,6 +98,8 @@ class ActivationMeter:
             self._device += moved
             peak = Live(self._device, self._below)
             self._below -= moved
+        if op.kind in COMPUTE_KINDS:
+            self._behind = 0
         return peak
 
     def _kept(self, op: Op) -> int:

@@ -62,6 +62,7 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
         microbatches=microbatches,
         work=work,
         model=model,
+        state=question.state_layout(whole_gradients=True),
         home="host",
         memory=memory,
         layout=layout,
@@ -164,7 +165,7 @@ def _fit(
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
-    home = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    home = sum(home_bytes(unit, question.state_layout(whole_gradients=True)) for unit in model.units)
     table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
     for halves in HALVES:
         stages = _single_units(model, halves)

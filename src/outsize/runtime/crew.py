@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,7 @@ class _Memory:
         host_buffers: list[Tensor],
         settings: "EngineSettings",
         encoded: EncodedWeights | None,
+        gradient_tiles: Sequence[Tensor] = (),
     ) -> None:
         layout, spec = plan.layout, split.spec
         sizes = (*layout.slot_bytes, *plan.resident_slot_bytes)
@@ -97,6 +98,10 @@ class _Memory:
                 op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
             ),
             carrier=gradient_carrier(plan.transport, spec, device),
+            unit_clips=layout.unit_clip,
+            dtype="fp32" if layout.ring else plan.state.gradients,
+            tiles=gradient_tiles,
+            tile_elements=plan.tile_elements,
         )
 
 
@@ -111,9 +116,10 @@ def make_single(
     rooms: Mapping[Extent, Scratch],
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
+    gradient_tiles: Sequence[Tensor] = (),
 ) -> Crew:
     """Return the one worker of a plan without stages; it runs the units of the model itself."""
-    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded)
+    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded, gradient_tiles)
     binder = Binder(split, memory.sums)
     compute = ComputeOps(
         split,
@@ -146,6 +152,7 @@ def make_crew(
     rooms: Mapping[Extent, Scratch],
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
+    gradient_tiles: Sequence[Tensor] = (),
 ) -> Crew:
     """Return the workers of a plan with stages; each runs a replica of the units.
 
@@ -160,6 +167,7 @@ def make_crew(
         rooms: none.
         settings: of the engine.
         encoded: the weights as they go over links; None where they go as they are.
+        gradient_tiles: none.
 
     Raises:
         ModelError: the units cannot be replicated.
@@ -202,7 +210,7 @@ def make_crew(
             settings.needed,
             settings.num_products,
         )
-        handover = HandoverOps(each, scratch, fetches)
+        handover = HandoverOps(each, scratch, fetches, activation_codec(plan.transport))
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )

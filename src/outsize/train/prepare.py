@@ -21,12 +21,14 @@ from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import ModelSpec
-from outsize.model.spec_from_config import forward_flops, read_shape
+from outsize.model.spec_from_config import forward_flops, read_shape, recompute_flops
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
+from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent, KeptBytes
 from outsize.planner.memory import home_bytes
+from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.validate import validate
@@ -36,6 +38,7 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -59,7 +62,7 @@ class Prepared:
     """A run that is known to fit.
 
     Attributes:
-        config: as the user gave it.
+        config: as the user gave it, with as many microbatches as the plan has.
         machine: device and budgets.
         directory: of the model, local.
         hf_config: the model's own configuration.
@@ -131,16 +134,16 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
-    state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
+    state = layout_for(config, spec)
+    state_bytes = sum(home_bytes(unit, state) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
-    with Boundaries(parts.modules) as boundaries:
-        measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce)
-    trim()
-    plan, heap = choose_plan(config, parts, machine, measured)
+    config, measured, chunk_tokens, (plan, heap) = _measure_and_plan(
+        config, hf_config, parts, machine, announce
+    )
     announce(
         f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
@@ -247,17 +250,17 @@ def options_of(config: Config, parts: Split, machine: Machine, measured: Measure
         ConfigError: a codec that does not go with the machine.
     """
     memory = config.memory
+    clip, state = clip_of(config, parts.spec), layout_for(config, parts.spec)
     return PlanOptions(
         home=machine.home,
         below=machine.below,
-        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
-        clip=config.optimizer.max_grad_norm > 0
-        or "fp16" in parts.spec.dtypes
-        or config.train.on_nonfinite == "skip",
-        microbatches=config.train.microbatches,
+        clip=clip == "global",
+        unit_clip=clip == "unit",
+        state=state,
+        microbatches=config.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
-        tile_elements=memory.tile_elements,
+        tile_elements=_tile_elements(memory.tile_elements, state, machine),
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
@@ -308,7 +311,7 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        recompute_s=_forward_times(parts, measured.num_sequences, measured.seq_len),
+        recompute_s=_recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
         **({} if options.cut else selections(measured)),
         shared_bytes=held_bytes * options.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
@@ -338,6 +341,20 @@ def _check_choice(activations: str, demand: Demand) -> None:
         )
 
 
+def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
+    """Return the elements of a tile, where the user gave them.
+
+    Raises:
+        ConfigError: a tile would be no whole sectors in every plane.
+    """
+    if wanted is not None and machine.home == "disk" and wanted % state.quantum:
+        raise ConfigError(
+            f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
+            f"are; try {-(-wanted // state.quantum) * state.quantum}"
+        )
+    return wanted
+
+
 def transport_of(config: Config, machine: Machine) -> Transport:
     """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
 
@@ -346,8 +363,18 @@ def transport_of(config: Config, machine: Machine) -> Transport:
     """
     named = config.transport.model_dump()
     transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
+    check_transport(transport, machine)
+    return transport
+
+
+def check_transport(transport: Transport, machine: Machine) -> None:
+    """Check that the codecs run where ``machine`` wants them.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
     if transport == Transport():
-        return transport
+        return
     if machine.device == "cpu":
         raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
     if machine.home == "disk" and not transport.is_raw("weights"):
@@ -355,15 +382,12 @@ def transport_of(config: Config, machine: Machine) -> Transport:
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if machine.num_workers > 1 and not transport.is_raw("activations"):
-        raise ConfigError("transport.activations: several workers hand inputs over as they are; leave it raw")
     if machine.device.startswith("cuda"):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
                 raise ConfigError(
                     f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
                 )
-    return transport
 
 
 def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:
@@ -430,6 +454,24 @@ def selections(measured: Measured) -> dict[str, Any]:
     }
 
 
+def _recompute_times(
+    parts: Split, measured: Measured, rows: int = 1, length: int = SAMPLE_TOKENS
+) -> tuple[float, ...]:
+    """The same of recomputes, of which some end early."""
+    times = _forward_times(parts, rows, length)
+    with contextlib.suppress(ModelError, AttributeError):
+        flops = recompute_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
+        if len(flops) == len(times):
+            return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))
+    return times
+
+
+def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
+    """Return how much of each streamed unit's forward its recompute takes, 0 to 1."""
+    pairs = zip(_recompute_times(parts, measured), _forward_times(parts), strict=True)
+    return tuple(recompute / forward if forward else 1.0 for recompute, forward in pairs)
+
+
 def fixed_bytes(model: nn.Module, machine: Machine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
     fixed = BOUNCE_BYTES if machine.below == "disk" else 0
@@ -446,10 +488,39 @@ def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
     return most
 
 
+def _measure_and_plan(
+    config: Config, hf_config: Any, parts: Split, machine: Machine, announce: Announce
+) -> tuple[Config, Measured, int | None, tuple[Plan, bool]]:
+    """Measure and plan with the microbatches that ``config`` names, or else with the first that fit.
+
+    Raises:
+        InfeasiblePlanError: none fit; of the plan that is short by the least.
+    """
+    named = config.train.microbatches
+    counts = step_cuts(config.sequences_per_step, config.data.seq_len, machine.num_workers)
+    failures: list[InfeasiblePlanError] = []
+    for count in counts if named is None else (named,):
+        chosen = config.in_microbatches(count)
+        with Boundaries(parts.modules) as boundaries:
+            measured, chunk_tokens = _measure(chosen, hf_config, parts, boundaries, announce)
+        trim()
+        try:
+            planned = choose_plan(chosen, parts, machine, measured)
+        except InfeasiblePlanError as error:
+            failures.append(error)
+            if "device" in error.short_by:
+                continue  # smaller ones may fit
+            break
+        if named is None and count > 1:
+            announce(f"steps of {config.sequences_per_step} sequences are cut into {count} microbatches")
+        return chosen, measured, chunk_tokens, planned
+    raise min(failures, key=lambda error: sum(error.short_by.values()))
+
+
 def _measure(
     config: Config, hf_config: Any, parts: Split, boundaries: Boundaries, announce: Announce
 ) -> tuple[Measured, int | None]:
-    sequences = -(-config.sequences_per_step // config.train.microbatches)
+    sequences = -(-config.sequences_per_step // config.microbatches)
 
     wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
     measured = calibrate(

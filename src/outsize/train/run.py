@@ -13,6 +13,7 @@ from outsize.data.packed import PackedDataset
 from outsize.data.prefetch import Prefetcher
 from outsize.errors import NonFiniteError
 from outsize.hardware.gpus import import_nvml
+from outsize.planner.idle import Window
 from outsize.planner.plan import Plan
 from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
@@ -34,6 +35,7 @@ from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
+from outsize.train.microbatches import as_before
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.records import StepRecord, TrainResult
@@ -70,6 +72,7 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     """
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
+        config = as_before(config, run_dir, None)
         prepared = prepare(config, run_dir, lambda _: None)
         prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
         prepared, rates = choose_activations(prepared, run_dir, lambda _: None, rates)
@@ -108,10 +111,12 @@ def train(
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
         if resumed is not None:
             checkpoint.check_same_method(resumed, config)
+        config = as_before(config, run_dir, resumed)
         started = config if resumed is None else _from_checkpoint(config, resumed)
         prepared = prepare(started, run_dir, announce, adapters_from=resumed)
         prepared, rates = choose_codec(prepared, run_dir, announce)
         prepared, rates = choose_activations(prepared, run_dir, announce, rates)
+        config = config.in_microbatches(prepared.config.microbatches)
         if resumed is not None:
             prepared = _with_tokenizer(prepared, config)
             checkpoint.check_same_run(resumed, config, prepared)
@@ -255,7 +260,7 @@ class _Run:
         self.writers.tell(record)
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             write_json(self.run_dir / "timeline.json", to_chrome(timeline))
-        self._foresee(outcome.seconds, timeline)
+        self._foresee(outcome.window, timeline)
         if self.profiler.step_ended():
             self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
         if self.progress is not None:
@@ -266,9 +271,9 @@ class _Run:
                 "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
             )
 
-    def _foresee(self, seconds: float, timeline: Timeline) -> None:
+    def _foresee(self, window: Window, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""
-        if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
+        if self.forecast is not None and self.forecast.step_ended(window, timeline):
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
                 self.announce(line)
