@@ -1,9 +1,9 @@
 """What becomes of the promises of compressed tiers when they are measured?
 
-A concept paper for a compressed tier in host memory (ZRAMPipeline) promises, for models of 70B parameters: zstd at level
-3 makes 3:1 to 4:1 of fp16 weights at less than 5 % of the processor; a forward takes less than 10 ms longer; 35 to 45 GB
-of GPU memory and 25 to 35 GB of RAM are enough; 24 GB of GPU memory hold 50B to 70B. Beside each stands what this
-package does, measured here (ratios, rates of one core, steps of a small model) or planned (what needs a GPU).
+A concept paper for a compressed tier in host memory (ZRAMPipeline) promises, for models of 70B parameters: zstd at
+level 3 makes 3:1 to 4:1 of fp16 weights at less than 5 % of the processor; a forward takes less than 10 ms longer; 35
+to 45 GB of GPU memory and 25 to 35 GB of RAM are enough; 24 GB of GPU memory hold 50B to 70B. Beside each stands what
+this package does, measured here (ratios, rates of one core, steps of a small model) or planned (what needs a GPU).
 
     OMP_NUM_THREADS=1 python bench/bench_packed_claims.py [--tensors FILE] [--steps N] [--output FILE]
 """
@@ -87,9 +87,9 @@ def compression(source: Tensor, title: str) -> list[Claim]:
                 f"processor, {name}",
                 "below 5 %",
                 f"zstd-3 {cores:.0f} cores, {PACKED} none on the host",
-                f"to keep a link of {LINK_BYTES_PER_S / 1e9:.0f} GB/s fed: zstd unpacks {zstd['decode_bytes_per_s'] / 1e9:.2f} "
-                f"GB/s on a core; {PACKED} crosses as it is and is decoded on the device (on a core here, at "
-                f"{packed.decode_bytes_per_s / 1e9:.1f} GB/s)",
+                f"to keep a link of {LINK_BYTES_PER_S / 1e9:.0f} GB/s fed: zstd unpacks "
+                f"{zstd['decode_bytes_per_s'] / 1e9:.2f} GB/s on a core; {PACKED} crosses as it is and is decoded on "
+                f"the device (on a core here, at {packed.decode_bytes_per_s / 1e9:.1f} GB/s)",
             ),
         ]
     return claims

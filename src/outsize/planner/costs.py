@@ -12,6 +12,7 @@ from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
+from outsize.optim.spec import ITEM_BYTES, StateLayout, layout_of
 from outsize.planner.discrete import Cost
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import NO_CODECS, Tier
@@ -19,7 +20,8 @@ from outsize.planner.ops import Kind, Op
 from outsize.planner.simulate import CostModel
 from outsize.planner.transport import activation_bytes, encoded_planes, gradient_bytes, load_bytes
 
-# AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
+# AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32. A state of fewer
+# bytes is taken to step no faster: what is saved in memory is spent on writing it in fewer bits.
 ADAMW_BYTES = 28
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
@@ -55,6 +57,7 @@ def cost_model(
     below: Tier = "host",
     tile_elements: int = 0,
     transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
     nodes: int = 1,
     net_bytes_per_s: float = 0.0,
     codec_rates: CodecRates | None = None,
@@ -88,6 +91,7 @@ def cost_model(
         below,
         tile_elements,
         transport,
+        layout_of(model.dtype if state is None else state),
         nodes,
         codec_rates,
     )
@@ -129,6 +133,7 @@ class _Pricing:
     below: Tier
     tile_elements: int
     transport: Transport
+    state: StateLayout
     nodes: int
     codec_rates: CodecRates | None
 
@@ -158,7 +163,9 @@ class _Pricing:
             return replace(copy, seconds=copy.seconds + self._decode_s(op, size), through=through)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
-            size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)
+            size = self.boundary_bytes[unit]
+            if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
+                size = activation_bytes(self.transport, size, self.model.dtype)
             return self._copy(op, size, way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
@@ -177,7 +184,11 @@ class _Pricing:
         if op.kind is Kind.LOAD:
             return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
         size = self.layout.gradient_bytes[unit]
-        return gradient_bytes(self.transport, size) if op.kind is Kind.GRAD else size
+        if op.kind is not Kind.GRAD:
+            return size
+        if op.tile is not None:
+            return 4 * self._elements(op)
+        return gradient_bytes(self.transport, size) * ITEM_BYTES.get(self.state.gradients, 4) // 4
 
     def _encode_s(self, op: Op) -> float:
         """Return what encoding the weights of a unit takes after its STEP, on one core."""
@@ -220,10 +231,11 @@ class _Pricing:
     def _disk(self, op: Op) -> Cost:
         unit, read = op.unit or 0, op.kind is Kind.READ
         if op.tile is None:
-            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit]
+            narrow = ITEM_BYTES.get(self.state.gradients, 4)
+            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
         else:
-            weights = 0 if self.model.dtype == "fp32" else ITEMSIZE[self.model.dtype]
-            size = self._elements(op) * (16 if read else 12 + weights)
+            planes = self.state.read_planes if read else self.state.write_planes
+            size = self.state.bytes_of(self._elements(op), planes)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
 
     def _link_bytes(self, unit: int) -> int:

@@ -53,6 +53,7 @@ class PlannedStep:
             below=self.plan.below,
             tile_elements=tile_elements,
             transport=self.plan.transport,
+            state=self.plan.state,
             codec_rates=self.codec_rates,
         )
 

@@ -28,7 +28,12 @@ class StepLayout:
         kept: for each streamed unit, of how many microbatches (the first ones) what its backward needs stays on the
             device from its forward, so that it is not recomputed; empty for none.
         clip: whether gradients are clipped by their global norm.
+        unit_clip: whether the gradient of each unit is clipped by its own norm.
+        ring: whether gradients do not wait at home, but pass tile by tile through the buffers of the ring to the
+            optimizer, which steps a unit as soon as its backward has run.
         tiles: optimizer tiles of a unit; 0 where it steps whole, in place in host memory.
+        tiles_on_disk: whether tiles are read from a home on disk and written back; otherwise the home is stepped where
+            it lies, and a tile buffer holds a gradient.
         num_host_buffers: host buffers for whole units on their way between disk and device.
         num_tile_buffers: buffers in the ring of the optimizer's tiles.
         staged: whether units pass through host buffers, the home being two tiers below the device.
@@ -52,7 +57,10 @@ class StepLayout:
     offload: frozenset[int] = frozenset()
     kept: tuple[int, ...] = ()
     clip: bool = False
+    unit_clip: bool = False
+    ring: bool = False
     tiles: tuple[int, ...]
+    tiles_on_disk: bool = True
     num_host_buffers: int = 0
     num_tile_buffers: int = 0
     staged: bool = False
@@ -84,6 +92,16 @@ class StepLayout:
             raise ValueError("staged transfers need a host buffer")
         if any(self.tiles) and self.num_tile_buffers < 1:
             raise ValueError("tiles need a tile buffer")
+        if self.ring and (self.clip or self.cut or self.stages is not None):
+            raise ValueError(
+                "a ring of gradients goes with no global norm, no step that is cut and no stages"
+            )
+        if self.ring and any(t and not n for t, n in zip(self.trainable, self.tiles, strict=True)):
+            raise ValueError("gradients that pass through a ring pass in tiles")
+        if self.clip and self.unit_clip:
+            raise ValueError("gradients are clipped by one norm: the global one, or that of their unit")
+        if not self.tiles_on_disk and any(self.tiles) and not self.ring:
+            raise ValueError("a home that is stepped in place has tiles of gradients only, for a ring")
         self._check_stages()
 
     def _check_kept(self) -> None:

@@ -1,17 +1,21 @@
 """What a step holds in each tier, class by class, and what crosses the links in one step; all exact sums.
 
-Bytes per parameter at home, the gradient plane included:
+Bytes per parameter at home:
 
-========  ===================================================================  =====
-compute   planes                                                               bytes
-========  ===================================================================  =====
-fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                          16
-bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4                18
-fp16      the same                                                                18
-frozen    weights only                                                        4 or 2
-========  ===================================================================  =====
+========  =====================================================================  ==============
+compute   planes                                                                 bytes
+========  =====================================================================  ==============
+fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                         16
+bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4               18
+fp16      the same                                                               18
+split     bf16 weights 2, master_low 2, master_ties 1/8 instead of 6             16.13
+moments   bf16 or int8 instead of 8, and no ties                                 4 or 2.03
+gradient  bf16, or none at home: clipped by unit or not at all                   2 or 0
+frozen    weights only                                                           4 or 2
+========  =====================================================================  ==============
 
-A home that commits holds all of them but the gradient twice, 28 and 32 bytes, and two commit records before them.
+So split masters take 12.13 without gradients at home, and 6.03 with 8-bit moments. A home that commits holds all but
+the gradient twice, and two commit records before them.
 """
 
 from collections import Counter
@@ -20,14 +24,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outsize.codecs.transport import Transport
-from outsize.model.spec import ModelSpec, UnitSpec, granule_elements_for
+from outsize.model.spec import ModelSpec, granule_elements_for
 from outsize.optim.spec import (
-    bytes_per_parameter,
+    GRADIENT,
+    ITEM_BYTES,
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    WEIGHTS,
+    State,
+    StateLayout,
     commit_record_bytes,
     committed_bytes,
-    planes_for,
-    step_read_planes,
-    step_write_planes,
+    home_bytes,
+    layout_of,
 )
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
@@ -48,6 +58,13 @@ Tier = Literal["host", "disk"]
 NO_CODECS = Transport()
 # A record as it is written, the tables of both sides that it is made from, and a copy while it is.
 COMMIT_COPIES = 4
+_CLASS_OF = {
+    WEIGHTS: "weights",
+    MASTER: "master weights",
+    MASTER_LOW: "master weights",
+    MASTER_TIES: "master weights",
+    GRADIENT: "gradients",
+}
 # Extents of `storage.scratch` are whole sectors.
 _EXTENT_BYTES = 4096
 # Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
@@ -102,11 +119,28 @@ class Traffic:
     disk_written: int = 0
 
 
-def home_bytes(unit: UnitSpec, dtype: str) -> int:
-    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient."""
-    if not unit.trainable:
-        return unit.link_bytes(dtype)
-    return unit.numel * bytes_per_parameter(dtype) + sum(part.home_bytes for part in unit.frozen)
+__all__ = [
+    "Demand",
+    "Tier",
+    "Traffic",
+    "by_class",
+    "count_traffic",
+    "home_bytes",
+    "memory_table",
+    "store_buffer_bytes",
+]
+
+
+def by_class(model: ModelSpec, state: State) -> dict[str, int]:
+    """Return the bytes of all planes at home, once, by what they are for people."""
+    layout, parts = layout_of(state), Counter[str]()
+    for unit in model.units:
+        planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
+        for name, plane in planes.items():
+            parts[_CLASS_OF.get(name, "optimizer state")] += plane.num_bytes(unit.numel)
+        for part in unit.frozen:
+            parts["frozen weights"] += part.home_bytes
+    return dict(parts)
 
 
 def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
@@ -149,40 +183,48 @@ def memory_table(
     tile_elements: int,
     host_buffer_bytes: int,
     transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
     Tile buffers and the checkpoint's buffer lie in host memory, which is the device's own where the disk is
     below it.
     """
+    kept = layout_of(model.dtype if state is None else state)
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
     buffers = table["device" if below == "disk" else "host"]
-    buffers.update(disk_buffer_bytes(model, layout, home, tile_elements))
+    buffers.update(disk_buffer_bytes(model, layout, home, tile_elements, kept))
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
     table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
-    table[home]["home"] = state_bytes(model, layout, home, transport)
+    table[home]["home"] = state_bytes(model, layout, home, transport, kept)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 
-def disk_buffer_bytes(model: ModelSpec, layout: StepLayout, home: Tier, tile_elements: int) -> dict[str, int]:
-    """Return what memory a home on disk takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
-    record = commit_record_bytes(model, granule_elements_for(tile_elements)) if layout.commits else 0
+def disk_buffer_bytes(
+    model: ModelSpec, layout: StepLayout, home: Tier, tile_elements: int, state: State
+) -> dict[str, int]:
+    """Return what memory a home takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
+    kept = layout_of(state)
+    tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
+    granule = granule_elements_for(tile_elements)
+    record = commit_record_bytes(model, granule, kept.planes) if layout.commits else 0
     return {
-        "optimizer tiles": layout.num_tile_buffers * tile_elements * bytes_per_parameter(model.dtype),
+        tiles: layout.num_tile_buffers * kept.tile_bytes(tile_elements, whole=layout.tiles_on_disk),
         "checkpoint buffer": store_buffer_bytes(model, home),
         "commits": COMMIT_COPIES * record,
     }
 
 
-def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport) -> int:
+def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport, state: State) -> int:
     """Return the bytes of a home: all units, those that change twice where it commits."""
+    kept = layout_of(state)
     if layout.commits:
-        kept = sum(committed_bytes(unit, model.dtype) for unit in model.units)
-        return kept + 2 * commit_record_bytes(model)
-    size = sum(home_bytes(unit, model.dtype) for unit in model.units)
+        twice = sum(committed_bytes(unit, kept) for unit in model.units)
+        return twice + 2 * commit_record_bytes(model, planes=kept.planes)
+    size = sum(home_bytes(unit, kept) for unit in model.units)
     return size - packed_bytes(transport, model) if home == "host" else size
 
 
@@ -196,16 +238,21 @@ def count_traffic(
     below: Tier,
     tile_elements: int,
     transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
 ) -> Traffic:
     """Return the bytes that ``program`` moves, counted op by op."""
     moved: Counter[str] = Counter()
-    planes = planes_for(model.dtype)
-    read_bytes = sum(planes[plane] for plane in step_read_planes(model.dtype))
-    written_bytes = sum(planes[plane] for plane in step_write_planes(model.dtype))
+    kept = layout_of(model.dtype if state is None else state)
+    narrow = 4 // ITEM_BYTES.get(kept.gradients, 4)  # gradients that are rounded leave in fewer bytes
 
     def elements(op: Op) -> int:
         numel = model.units[op.unit or 0].numel
         return min(tile_elements, numel - (op.tile or 0) * tile_elements)
+
+    def handed_over(op: Op) -> int:
+        size = boundary_bytes[op.unit or 0]
+        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
+        return activation_bytes(transport, size, model.dtype) if encoded else size
 
     for op in program:
         unit = op.unit or 0
@@ -217,21 +264,23 @@ def count_traffic(
         elif op.kind is Kind.SUM:
             moved["up"] += layout.gradient_bytes[unit]
             moved["disk_read"] += layout.gradient_bytes[unit] * (home == "disk")
+        elif op.kind is Kind.GRAD and op.tile is not None:
+            moved["down"] += elements(op) * 4
         elif op.kind is Kind.GRAD:
-            moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit])
-            moved["disk_written"] += layout.gradient_bytes[unit] * on_disk
+            moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit]) // narrow
+            moved["disk_written"] += layout.gradient_bytes[unit] // narrow * on_disk
         elif op.kind in (Kind.SAVE, Kind.SEND):
-            moved["down"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
+            moved["down"] += handed_over(op)
             moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind in (Kind.FETCH, Kind.RECV):
-            moved["up"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
+            moved["up"] += handed_over(op)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += loaded
         elif op.kind is Kind.READ:
-            moved["disk_read"] += elements(op) * read_bytes
+            moved["disk_read"] += kept.bytes_of(elements(op), kept.read_planes)
         elif op.kind is Kind.WRITE and op.tile is None:
-            moved["disk_written"] += layout.gradient_bytes[unit]
+            moved["disk_written"] += layout.gradient_bytes[unit] // narrow
         elif op.kind is Kind.WRITE:
-            moved["disk_written"] += elements(op) * written_bytes
+            moved["disk_written"] += kept.bytes_of(elements(op), kept.write_planes)
     return Traffic(**moved)

@@ -13,7 +13,6 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import bytes_per_parameter
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
@@ -22,7 +21,7 @@ from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
 from outsize.planner.stages import HALVES, Span, Stages, slots_for
 from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
@@ -214,6 +213,7 @@ def _layout(
         slot_bytes=slots_for(stages, weights),
         accumulator_bytes=slots_for(stages, gradients, only_backward=True),
         clip=options.clip,
+        unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
         num_workers=wanted.num_workers,
         stages=stages,
@@ -227,6 +227,7 @@ def _make(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout, room: Room
 ) -> Plan:
     programs = successive_steps(layout)
+    state = state_of(model, options)
     return Plan(
         home=options.home,
         below=options.below,
@@ -234,7 +235,7 @@ def _make(
         program=programs[0],
         host_buffer_bytes=room.host_buffer_bytes,
         tile_elements=room.tile_elements,
-        tile_buffer_bytes=room.tile_elements * bytes_per_parameter(model.dtype),
+        tile_buffer_bytes=state.tile_bytes(room.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(model, options.home),
         memory=_memory(model, demand, layout, options, room),
         budgets=budgets,
@@ -247,9 +248,11 @@ def _make(
             below=options.below,
             tile_elements=room.tile_elements,
             transport=options.transport,
+            state=state,
         ),
         later_programs=programs[1:],
         transport=options.transport,
+        state=state,
     )
 
 

@@ -1,6 +1,6 @@
 """Rules 5 and 6 of `planner.rules`: what happens to weights and gradients below the device."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
@@ -30,7 +30,11 @@ class HomeRules:
         self._committed = False
         self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
         self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
-        self._ring: dict[int | None, tuple[Kind, int, int]] = {}  # tile buffer -> READ or STEP, unit, tile
+        # tile buffer -> READ, GRAD or STEP, unit, tile
+        self._ring: dict[int | None, tuple[Kind, int, int]] = {}
+        self._sent: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # unit -> tiles of its gradient that have left
 
     def check(self, op: Op, unit: int) -> None:
         """Follow CLIP, READ, STEP, WRITE or COMMIT.
@@ -65,7 +69,8 @@ class HomeRules:
 
     def norm(self, unit: int) -> None:
         """Follow a NORM."""
-        require(self._layout.clip, "norms are taken only where gradients are clipped")
+        clips = self._layout.clip or self._layout.unit_clip
+        require(clips, "norms are taken only where gradients are clipped")
         require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
         self._normed.add(unit)
 
@@ -80,8 +85,13 @@ class HomeRules:
 
     def gradient(self, op: Op, unit: int, final: bool = True) -> None:
         """Follow the part of a GRAD that puts the gradient down."""
-        normed = not self._layout.clip or unit in self._normed or not final
+        clips = self._layout.clip or self._layout.unit_clip
+        normed = not clips or unit in self._normed or not final
         require(normed, f"the norm of unit {unit} has not been taken")
+        require((op.tile is not None) == self._layout.ring, f"gradients leave {_whole_or_not(self._layout)}")
+        if op.tile is not None:
+            self._into_ring(op, unit, op.tile)
+            return
         self._check_staged(op)
         if final:
             self._whole.add(unit)
@@ -122,25 +132,45 @@ class HomeRules:
         require(not missing, f"the norms of units {sorted(missing)} have not been taken")
         self._clipped = True
 
-    def _tile(self, op: Op, unit: int, tile: int) -> None:
+    def all_sent(self, unit: int) -> bool:
+        """Whether all tiles of the gradient of ``unit`` have left, where they leave in tiles."""
+        return not self._layout.ring or len(self._sent[unit]) == self._layout.tiles[unit]
+
+    def _into_ring(self, op: Op, unit: int, tile: int) -> None:
+        """Follow a GRAD of a tile: into a buffer that is empty, or has been filled with the rest of the tile."""
+        self._check_tile(op, unit, tile)
+        before = (Kind.READ, unit, tile) if self._layout.tiles_on_disk else None
+        require(self._ring.get(op.buffer) == before, f"tile buffer {op.buffer} is not ready for it")
+        require(tile not in self._sent[unit], "it has left already")
+        self._sent[unit].add(tile)
+        self._ring[op.buffer] = (Kind.GRAD, unit, tile)
+
+    def _check_tile(self, op: Op, unit: int, tile: int) -> None:
         num_buffers = self._layout.num_tile_buffers
         require(op.buffer is not None and op.buffer < num_buffers, f"there are {num_buffers} tile buffers")
         require(tile < self._layout.tiles[unit], f"unit {unit} has {self._layout.tiles[unit]} tiles")
+
+    def _tile(self, op: Op, unit: int, tile: int) -> None:
+        self._check_tile(op, unit, tile)
         held = self._ring.get(op.buffer)
         if op.kind is Kind.READ:
             require(held is None, f"tile buffer {op.buffer} is still in use")
-            require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+            ready = self._layout.ring or unit in self._gradients
+            require(ready, f"the gradient of unit {unit} is not home")
             require((unit, tile) not in self._started, "it has been read already")
             self._started.add((unit, tile))
             self._ring[op.buffer] = (Kind.READ, unit, tile)
         elif op.kind is Kind.STEP:
-            require(
-                held == (Kind.READ, unit, tile), f"tile buffer {op.buffer} does not hold it, as it was read"
-            )
+            before = Kind.GRAD if self._layout.ring else Kind.READ
+            require(held == (before, unit, tile), f"tile buffer {op.buffer} does not hold it, ready to step")
             self._check_ready(unit)
             self._stepped[unit] += 1
-            self._ring[op.buffer] = (Kind.STEP, unit, tile)
+            if self._layout.tiles_on_disk:
+                self._ring[op.buffer] = (Kind.STEP, unit, tile)
+            else:
+                del self._ring[op.buffer]
         else:
+            require(self._layout.tiles_on_disk, "the home is stepped where it lies")
             require(held == (Kind.STEP, unit, tile), f"tile buffer {op.buffer} does not hold it, stepped")
             del self._ring[op.buffer]
 
@@ -166,5 +196,10 @@ class HomeRules:
 
     def _check_ready(self, unit: int) -> None:
         require(self._layout.trainable[unit], f"unit {unit} does not train")
-        require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+        ready = self._layout.ring or unit in self._gradients
+        require(ready, f"the gradient of unit {unit} is not home")
         require(not self._layout.clip or self._clipped, "gradients have not been clipped")
+
+
+def _whole_or_not(layout: StepLayout) -> str:
+    return "tile by tile, through the ring" if layout.ring else "whole"

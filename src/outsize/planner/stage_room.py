@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outsize.model.spec import ModelSpec
+from outsize.optim.spec import StateLayout
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import disk_buffer_bytes, state_bytes
 from outsize.planner.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
@@ -52,20 +53,27 @@ def in_room(model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Ro
         num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
         num_host_buffers=room.num_host_buffers,
         staged=room.num_host_buffers > 0,
+        tiles_on_disk=options.home == "disk",
         commits=options.commits and options.home == "disk",
     )
+
+
+def state_of(model: ModelSpec, options: PlanOptions) -> StateLayout:
+    """Return how a trained unit lies at home; gradients are summed there from round to round."""
+    return options.state or StateLayout(dtype=model.dtype)
 
 
 def bytes_below(
     model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Room
 ) -> dict[str, dict[str, int]]:
     """Return what lies below the workers whatever their stages: the home, and what stands between it and them."""
+    state = state_of(model, options)
     table = {
         "host": {
             "host buffers": room.num_host_buffers * room.host_buffer_bytes,
-            **disk_buffer_bytes(model, layout, options.home, room.tile_elements),
+            **disk_buffer_bytes(model, layout, options.home, room.tile_elements, state),
         },
         "disk": {},
     }
-    table[options.home]["home"] = state_bytes(model, layout, options.home, options.transport)
+    table[options.home]["home"] = state_bytes(model, layout, options.home, options.transport, state)
     return table

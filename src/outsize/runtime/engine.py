@@ -141,13 +141,33 @@ class Engine:
         )
         spec = split.spec
         encoded = encode_weights(plan.transport, split.spec, home, host)
+        self.optimizer = OptimizerOps(
+            spec,
+            home,
+            settings.optimizer,
+            tiles,
+            plan.tile_elements,
+            encoded,
+            state=plan.state,
+            seed=settings.seed,
+        )
         crew = make_crew if layout.stages is not None else make_single
-        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings, encoded)
+        self._crew = crew(
+            split,
+            boundaries,
+            plan,
+            device,
+            home,
+            host_buffers,
+            scratch,
+            settings,
+            encoded,
+            self.optimizer.gradient_tiles if layout.ring else (),
+        )
         self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
         slots = [plane for worker in self._crew.workers for plane in worker.slots]
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
-        self.optimizer = OptimizerOps(spec, home, settings.optimizer, tiles, plan.tile_elements, encoded)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
@@ -344,6 +364,7 @@ class Engine:
             (Kind.FETCH, False): worker.activations.fetch,
             (Kind.NORM, False): worker.gradients.norm,
             (Kind.GRAD, False): worker.gradients.bring_home,
+            (Kind.GRAD, True): worker.gradients.to_ring,
             (Kind.WRITE, False): worker.gradients.write,
             (Kind.CLIP, False): worker.gradients.clip,
             (Kind.STEP, False): self.optimizer.step,

@@ -1,20 +1,26 @@
 """STEP, and READ and WRITE of tiles: the optimizer, in place in host memory or through a ring of tile buffers.
 
 Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
+Where gradients do not wait at home, a GRAD of the tile fills its gradient in as well, see `outsize.runtime.gradients`;
+over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
 """
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
+import torch
 from torch import Tensor
 
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.adamw import AdamW, step_planes
-from outsize.optim.spec import WEIGHTS, master_plane, planes_for, step_read_planes, step_write_planes
+from outsize.optim.planes import StatePlanes
+from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
+from outsize.optim.step import step_state
 from outsize.planner.ops import Op
 from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
 from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.layout import Layout
+from outsize.storage.layout import ITEM_DTYPE
 
 
 class OptimizerOps:
@@ -24,11 +30,14 @@ class OptimizerOps:
         spec: the model.
         home: where weights, state and gradients rest.
         settings: of the optimizer.
-        tile_buffers: byte buffers, each with room for all planes of one tile.
+        tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
         tile_elements: elements per tile.
         encoded: told of units that have stepped in place; None where nobody wants to know.
+        state: how a trained unit lies at home; None for the plain layout of the model's dtype.
+        seed: of the chances by which moments of fewer bits are rounded.
 
     Attributes:
+        gradient_tiles: where GRADs of tiles put them, by tile buffer.
         updates: how often each trainable parameter has been stepped; one that got no gradient in a step is left alone
             in that step, as torch's optimizers do.
     """
@@ -41,15 +50,20 @@ class OptimizerOps:
         tile_buffers: list[Tensor],
         tile_elements: int,
         encoded: EncodedWeights | None = None,
+        *,
+        state: StateLayout | None = None,
+        seed: int = 0,
     ) -> None:
         self._encoded = encoded
+        self.state = state or StateLayout(dtype=spec.dtype)
+        self._seed = seed
         self._spec = spec
         self._home = home
         self._settings = settings
         self._tile_elements = tile_elements
-        self._layout = Layout(spec, planes_for(spec.dtype))
-        self._master = master_plane(spec.dtype)
+        self._master = MASTER if MASTER in self.state.planes else WEIGHTS
         self._buffers = [self._cut(buffer) for buffer in tile_buffers]
+        self.gradient_tiles = [planes[GRADIENT] for planes in self._buffers]
         self.updates = {t.name: 0 for unit in spec.units for t in unit.tensors if t.trainable}
 
     def read(self, op: Op, context: StepContext) -> None:
@@ -57,11 +71,10 @@ class OptimizerOps:
         if context.skipped:
             return
         unit, start, stop, planes = self._tile(op)
-        self._home.read_planes(
-            unit.index,
-            start,
-            {name: planes[name][: stop - start] for name in step_read_planes(self._spec.dtype)},
-        )
+        parts = {
+            name: _part(planes, self.state.planes, name, stop - start) for name in self.state.read_planes
+        }
+        self._home.read_planes(unit.index, start, parts)
 
     def step(self, op: Op, context: StepContext) -> None:
         """STEP of a tile, or of a whole unit in place."""
@@ -71,28 +84,44 @@ class OptimizerOps:
             assert op.unit is not None
             assert isinstance(self._home, HostHome)
             unit = self._spec.units[op.unit]
-            planes = {name: self._home.view(op.unit, name) for name in planes_for(self._spec.dtype)}
+            planes = {name: self._home.view(op.unit, name) for name in self.state.planes}
             weights = planes[WEIGHTS] if self._master != WEIGHTS else None
             self._apply(unit, 0, unit.numel, planes, weights, context)
             if self._encoded is not None:
                 self._encoded.stepped(op.unit)
-        else:
-            unit, start, stop, planes = self._tile(op)
-            self._apply(unit, start, stop, planes, None, context)
-            if self._master != WEIGHTS:
-                # All of the tile is written, and its weights were not read: those that do not step are made again.
-                planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
+            return
+        unit, start, stop, planes = self._tile(op)
+        if isinstance(self._home, HostHome):
+            self._step_in_place(unit, start, stop, planes[GRADIENT], context)
+            return
+        self._apply(unit, start, stop, planes, None, context)
+        if self._master != WEIGHTS:
+            # All of the tile is written, and its weights were not read: those that do not step are made again.
+            planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
+
+    def _step_in_place(
+        self, unit: UnitSpec, start: int, stop: int, gradient: Tensor, context: StepContext
+    ) -> None:
+        """Step a range of a unit in its host home by a gradient that has just arrived."""
+        assert isinstance(self._home, HostHome)
+        planes = {GRADIENT: gradient}
+        for name, plane in self.state.planes.items():
+            first = start // plane.group
+            planes[name] = self._home.view(unit.index, name)[first : first + plane.items(stop - start)]
+        weights = planes[WEIGHTS] if self._master != WEIGHTS else None
+        self._apply(unit, start, stop, planes, weights, context)
+        if self._encoded is not None and stop == unit.numel:
+            self._encoded.stepped(unit.index)
 
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a tile: tile buffer → disk."""
         if context.skipped:
             return
         unit, start, stop, planes = self._tile(op)
-        self._home.write_planes(
-            unit.index,
-            start,
-            {name: planes[name][: stop - start] for name in step_write_planes(self._spec.dtype)},
-        )
+        parts = {
+            name: _part(planes, self.state.planes, name, stop - start) for name in self.state.write_planes
+        }
+        self._home.write_planes(unit.index, start, parts)
 
     def _apply(
         self,
@@ -106,6 +135,20 @@ class OptimizerOps:
         length = stop - start
         if start == 0:
             self._count(unit, context)
+        if not self.state.plain or planes[GRADIENT].dtype is not torch.float32:
+            step_state(
+                self._settings,
+                unit,
+                self._state_planes(planes, length),
+                planes[GRADIENT][:length],
+                start=start,
+                step=self.updates,
+                lr=context.learning_rate,
+                clip_coefficient=context.coefficient_of(unit.index),
+                skip=_untouched(unit, context),
+                seed=self._seed,
+            )
+            return
         step_planes(
             self._settings,
             unit,
@@ -118,9 +161,15 @@ class OptimizerOps:
             weights=weights,
             step=self.updates,
             lr=context.learning_rate,
-            clip_coefficient=context.coefficient,
+            clip_coefficient=context.coefficient_of(unit.index),
             skip=_untouched(unit, context),
         )
+
+    def _state_planes(self, planes: Mapping[str, Tensor], numel: int) -> StatePlanes:
+        """The planes of a range of ``numel`` elements, without what fills up their last sectors."""
+        made = self.state.planes
+        kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        return StatePlanes(**kept)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:
         """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""
@@ -139,14 +188,21 @@ class OptimizerOps:
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
+        made = self.state.tile_planes
+        if isinstance(self._home, HostHome):
+            made = {GRADIENT: made[GRADIENT]}
         planes = {}
         offset = 0
-        for name, itemsize in planes_for(self._spec.dtype).items():
-            num_bytes = self._tile_elements * itemsize
-            dtype = next(e.dtype for (_, plane), e in self._layout.extents.items() if plane == name)
-            planes[name] = buffer[offset : offset + num_bytes].view(dtype)
+        for name, plane in made.items():
+            num_bytes = plane.num_bytes(self._tile_elements)
+            planes[name] = buffer[offset : offset + num_bytes].view(ITEM_DTYPE[plane.item])
             offset += num_bytes
         return planes
+
+
+def _part(planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, numel: int) -> Tensor:
+    """The first ``numel`` elements of a plane of a tile buffer."""
+    return planes[name][: made[name].items(numel)]
 
 
 def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:

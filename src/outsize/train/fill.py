@@ -8,17 +8,22 @@ from torch import Tensor
 
 from outsize.model.checkpoint import WeightSource
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
-from outsize.optim.spec import MASTER, WEIGHTS
+from outsize.optim.spec import WEIGHTS, StateLayout
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.train.frozen import fill_encoded
+from outsize.train.masters import MasterWriter
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 
 
 def fill(
-    home: Home, spec: ModelSpec, source: WeightSource, progress: Callable[[int, int], None] | None = None
+    home: Home,
+    spec: ModelSpec,
+    source: WeightSource,
+    progress: Callable[[int, int], None] | None = None,
+    state: StateLayout | None = None,
 ) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
 
@@ -29,6 +34,7 @@ def fill(
         spec: its units.
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
+        state: how a trained unit lies in ``home``; None for the plain layout of the model's dtype.
 
     Returns:
         The error of each tensor that a codec has written, by name: root mean square by that of its weights.
@@ -46,10 +52,11 @@ def fill(
         size = min(FILL_ELEMENTS, max((plane.numel for plane in planes), default=0))
         values = arena.take(size * 4, "fill").view(torch.float32)
         rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
+        masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size)
         for plane in planes:
             for start in range(0, plane.numel, size):
                 stop = min(start + size, plane.numel)
-                _fill_range(home, plane, source, start, values[: stop - start], rounded)
+                _fill_range(home, plane, source, start, values[: stop - start], rounded, masters)
                 done += stop - start
                 if progress is not None:
                     progress(done, total)
@@ -72,7 +79,7 @@ class _Plane:
         dtype: of its weights.
         tensors: what lies in it.
         numel: its elements.
-        trains: whether masters lie beside it, where it is not fp32.
+        trains: whether what a trained unit keeps of its masters goes with it.
     """
 
     unit: int
@@ -91,7 +98,13 @@ def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
 
 
 def _fill_range(
-    home: Home, plane: _Plane, source: WeightSource, start: int, values: Tensor, rounded: Tensor | None
+    home: Home,
+    plane: _Plane,
+    source: WeightSource,
+    start: int,
+    values: Tensor,
+    rounded: Tensor | None,
+    masters: MasterWriter,
 ) -> None:
     """Fill a range of elements of a plane; padding is zero."""
     values.zero_()
@@ -102,6 +115,9 @@ def _fill_range(
             source.read(
                 tensor.name, low - tensor.offset, high - tensor.offset, values[low - start : high - start]
             )
+    if plane.trains:
+        masters.write(plane.unit, start, values)
+        return
     if plane.dtype == "fp32":
         home.write(plane.unit, plane.name, start, values)
         return
@@ -109,5 +125,3 @@ def _fill_range(
     weights = rounded.view(TORCH_DTYPE[plane.dtype])[: values.numel()]
     weights.copy_(values)
     home.write(plane.unit, plane.name, start, weights)
-    if plane.trains:
-        home.write(plane.unit, MASTER, start, values)

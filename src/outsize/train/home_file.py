@@ -6,12 +6,15 @@ service.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
+from outsize.optim.spec import Gradients, Masters
 from outsize.storage.committed import find_record, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record
@@ -46,7 +49,8 @@ def newest_home(
     if config.train.resume != "auto":
         return None
     spec = prepared.split.spec
-    record, wrong = find_record(path, spec)
+    planes = prepared.plan.state.planes
+    record, wrong = find_record(path, spec, planes)
     if wrong:
         announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
     if record is None:
@@ -57,15 +61,35 @@ def newest_home(
         raise StorageError(f"{error}; remove the file to go on without it") from error
     standing.check_same_method(state, path, config)
     standing.check_same_run(state, path, config, prepared.dtype)
-    if record.layout != layout_digest(spec):
+    if record.layout != layout_digest(spec, planes):
         raise StorageError(
-            f"{path} holds a model of other parameters, or with others frozen; resume with the former settings, or "
-            "remove the file to go on without it"
+            f"{path} holds {_other(record, prepared)}; resume with the former settings, or remove the file to go on "
+            "without it"
         )
     if resumed is not None and position_of(resumed).step > state["step"]:
         announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
         return None
     return record
+
+
+def _other(record: Record, prepared: Prepared) -> str:
+    """What a home holds that is not laid out as this run has it."""
+    spec, ours = prepared.split.spec, prepared.plan.state
+    masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
+    gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
+    for own, kept in itertools.product(masters, gradients):
+        other = replace(ours, masters=own, gradients=kept)
+        if record.layout == layout_digest(spec, other.planes):
+            changed = [f"optimizer.masters={own}"] * (own != ours.masters)
+            waits = (
+                "does not keep gradients (optimizer.clip=unit or off)"
+                if kept == "none"
+                else f"keeps {kept} gradients"
+            )
+            return " and ".join(
+                [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]
+            )
+    return "a model of other parameters, or with others frozen"
 
 
 def start(

@@ -25,6 +25,7 @@ from outsize.model.spec_from_config import forward_flops, read_shape, recompute_
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
+from outsize.optim.spec import StateLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
@@ -36,6 +37,7 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -125,7 +127,8 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
-    state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
+    state = layout_for(config, spec)
+    state_bytes = sum(home_bytes(unit, state) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
@@ -240,17 +243,17 @@ def options_of(config: Config, parts: Split, machine: Machine, measured: Measure
         ConfigError: a codec that does not go with the machine.
     """
     memory = config.memory
+    clip, state = clip_of(config, parts.spec), layout_for(config, parts.spec)
     return PlanOptions(
         home=machine.home,
         below=machine.below,
-        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
-        clip=config.optimizer.max_grad_norm > 0
-        or "fp16" in parts.spec.dtypes
-        or config.train.on_nonfinite == "skip",
+        clip=clip == "global",
+        unit_clip=clip == "unit",
+        state=state,
         microbatches=config.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
-        tile_elements=memory.tile_elements,
+        tile_elements=_tile_elements(memory.tile_elements, state, machine),
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
@@ -315,6 +318,20 @@ def make_plan(
     return plan
 
 
+def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
+    """Return the elements of a tile, where the user gave them.
+
+    Raises:
+        ConfigError: a tile would be no whole sectors in every plane.
+    """
+    if wanted is not None and machine.home == "disk" and wanted % state.quantum:
+        raise ConfigError(
+            f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
+            f"are; try {-(-wanted // state.quantum) * state.quantum}"
+        )
+    return wanted
+
+
 def transport_of(config: Config, machine: Machine) -> Transport:
     """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
 
@@ -323,8 +340,18 @@ def transport_of(config: Config, machine: Machine) -> Transport:
     """
     named = config.transport.model_dump()
     transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
+    check_transport(transport, machine)
+    return transport
+
+
+def check_transport(transport: Transport, machine: Machine) -> None:
+    """Check that the codecs run where ``machine`` wants them.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
     if transport == Transport():
-        return transport
+        return
     if machine.device == "cpu":
         raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
     if machine.home == "disk" and not transport.is_raw("weights"):
@@ -332,15 +359,12 @@ def transport_of(config: Config, machine: Machine) -> Transport:
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if machine.num_workers > 1 and not transport.is_raw("activations"):
-        raise ConfigError("transport.activations: several workers hand inputs over as they are; leave it raw")
     if machine.device.startswith("cuda"):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
                 raise ConfigError(
                     f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
                 )
-    return transport
 
 
 def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.codecs.transport import Transport
 from outsize.config.schema import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.apart import dtype_and_parts
@@ -31,10 +32,13 @@ from outsize.runtime.engine import Engine, EngineSettings
 from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
+from outsize.train.prepare import check_transport
 from outsize.wrapped import planning
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers
+
+RAW_TRANSPORT = Transport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Planned:
         fill: copies weights into the home.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
         with_head: whether the head is a unit, see `split`.
+        transport: codecs on the link.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Planned:
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
         with_head: bool = True,
+        transport: Transport = RAW_TRANSPORT,
     ) -> None:
         self._model = weakref.ref(model)
         self._memory = memory
@@ -90,9 +96,11 @@ class Planned:
         self._flags = tuple(p.requires_grad for p in model.parameters())
         dtype, self._apart = dtype_and_parts(model, *codecs)
         self._with_head = with_head
+        self._transport = transport
         self.split = split(model, dtype, apart=self._apart, with_head=with_head)
         with contextlib.ExitStack() as stack:
             self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))
+            check_transport(transport, self.tiers.machine)
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
             self.parameters = HomeParameters(self.split, self.tiers.home, fill)
             stack.enter_context(self.tiers.buffers_of(model))
@@ -210,7 +218,12 @@ class Planned:
     def _plan_anew(self) -> None:
         assert self._measured is not None
         plan = planning.make_plan(
-            self.split, self.tiers.machine, self._memory, self._measured, self.microbatches
+            self.split,
+            self.tiers.machine,
+            self._memory,
+            self._measured,
+            self.microbatches,
+            self._transport,
         )
         extent = extent_bytes(plan, self._measured.boundary_bytes)
         former = self._plan

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from outsize.codecs.transport import Transport
 from outsize.config.schema import MemoryConfig
 from outsize.model.split import Split
 from outsize.planner.plan import Plan, PlanOptions
@@ -129,7 +130,12 @@ def _both(one: Measured, other: Measured) -> Measured:
 
 
 def make_plan(
-    split: Split, machine: Machine, memory: MemoryConfig, measured: Measured, microbatches: int
+    split: Split,
+    machine: Machine,
+    memory: MemoryConfig,
+    measured: Measured,
+    microbatches: int,
+    transport: Transport,
 ) -> Plan:
     """Plan a step that is cut, within the machine's budgets.
 
@@ -148,6 +154,7 @@ def make_plan(
         cut=True,
         commits=False,
         activations=memory.activations,
+        transport=transport,
     )
     held = measured.held_bytes + OUTPUT_COPIES * measured.output_bytes
     return plan_with_heap(split, machine, measured, options, held)[0]
