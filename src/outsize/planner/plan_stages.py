@@ -23,7 +23,7 @@ from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
 from outsize.planner.stages import HALVES, Span, Stages, slots_for
 from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
@@ -232,7 +232,6 @@ def _layout(
         clip=options.clip,
         unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
-        tiles_on_disk=options.home == "disk",
         num_workers=wanted.num_workers,
         stages=stages,
         kept=kept_at_the_turn(stages, count, options.microbatches, _turn_choice(options)) if keeps else (),
@@ -245,7 +244,7 @@ def _make(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout, room: Room
 ) -> Plan:
     programs = successive_steps(layout)
-    state = _state(model, options)
+    state = state_of(model, options)
     return Plan(
         home=options.home,
         below=options.below,
@@ -273,11 +272,6 @@ def _make(
         state=state,
         home_parts=by_class(model, state, commits=layout.commits),
     )
-
-
-def _state(model: ModelSpec, options: PlanOptions) -> StateLayout:
-    """Return how a trained unit lies at home; gradients are summed there from round to round."""
-    return options.state or StateLayout(dtype=model.dtype)
 
 
 def _memory(

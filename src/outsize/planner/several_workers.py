@@ -25,7 +25,7 @@ from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
 from outsize.units import format_bytes
@@ -82,6 +82,7 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
             work.boundary_bytes,
             home=home,
             tile_elements=tile_elements,
+            state=options.state,
             **exchange_of(question),
         ),
         assumptions=(
@@ -312,6 +313,7 @@ def _layout(model: ModelSpec, options: PlanOptions, num_workers: int, stages: St
         slot_bytes=slots_for(stages, weights),
         accumulator_bytes=slots_for(stages, gradients, only_backward=True),
         clip=options.clip,
+        unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
         num_workers=num_workers,
         stages=stages,

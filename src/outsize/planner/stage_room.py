@@ -53,8 +53,14 @@ def in_room(model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Ro
         num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
         num_host_buffers=room.num_host_buffers,
         staged=room.num_host_buffers > 0,
+        tiles_on_disk=options.home == "disk",
         commits=options.commits and options.home == "disk",
     )
+
+
+def state_of(model: ModelSpec, options: PlanOptions) -> StateLayout:
+    """Return how a trained unit lies at home; gradients are summed there from round to round."""
+    return options.state or StateLayout(dtype=model.dtype)
 
 
 def bytes_below(
