@@ -13,7 +13,6 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn

@@ -25,7 +25,7 @@ from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
 from outsize.units import format_bytes

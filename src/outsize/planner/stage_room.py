@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import layout_of
+from outsize.optim.spec import StateLayout, layout_of
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import disk_buffer_bytes, state_bytes
 from outsize.planner.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
