@@ -24,7 +24,16 @@ ARROWS = {
     "codecs": GROUND,
     "model": GROUND | FILES | {"codecs.spec"},
     "optim": GROUND | {"codecs", "model.spec"},
-    "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "codecs.transport", "optim.spec"},
+    "planner": GROUND
+    | {
+        "hardware.spec",
+        "model.spec",
+        "codecs.spec",
+        "codecs.transport",
+        "codecs.wire",
+        "optim.shares",
+        "optim.spec",
+    },
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
     "data": GROUND | FILES | {"runtime.allocator"},
@@ -84,6 +93,8 @@ TORCH_FREE = [
     "cli/doctor_text.py",
     "codecs/spec.py",
     "codecs/transport.py",
+    "codecs/wire.py",
+    "optim/shares.py",
     "optim/spec.py",
 ]
 

@@ -94,5 +94,5 @@ def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:
     elements = max(plan.tile_elements, -(-largest // SIMULATED_TILES))
     if not any(plan.layout.tiles) or elements == plan.tile_elements:
         return plan.layout, plan.tile_elements
-    numels = (size // 4 for size in plan.layout.gradient_bytes)
+    numels = plan.layout.own_elements or tuple(size // 4 for size in plan.layout.gradient_bytes)
     return replace(plan.layout, tiles=tuple(-(-numel // elements) for numel in numels)), elements
