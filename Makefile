@@ -16,7 +16,7 @@ environment: $(STAMP) ## create or update .venv
 
 # torch goes first and alone: whichever build the package index of the machine offers stays, because the second line
 # finds its requirement already met.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/outsize/native/*.[ch])
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with venv found; set PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
@@ -46,4 +46,4 @@ demo: $(STAMP) ## train a 40M-parameter model in a fifth of its memory, and prov
 	$(BIN)/python examples/demo.py
 
 clean: ## remove the environment and every cache
-	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis build src/outsize/native/libkernels.so.0

@@ -48,6 +48,11 @@ configuration that results, and every run keeps its own as `config.yaml` in its 
 start at the working directory.
 """
 
+NOT_KEYS = """\
+One is no key of the configuration: `OUTSIZE_NATIVE=0` turns the [kernels in C](optimizers.md#kernels) off, and torch
+ops do the same work.
+"""
+
 
 def page() -> str:
     """Return the whole page."""
@@ -63,7 +68,7 @@ def _variables() -> str:
         for key in getattr(field.annotation, "model_fields", ())
     ]
     words = "Each key has one, whose value is written as in YAML; the file is overridden, `--set` and flags override."
-    return "\n".join(["## Environment variables", "", words, "", "```", *names, "```", ""])
+    return "\n".join(["## Environment variables", "", words, "", "```", *names, "```", "", NOT_KEYS])
 
 
 def _section(name: str, field: FieldInfo) -> str:

@@ -20,10 +20,11 @@ ARROWS = {
     "files": set(),
     "units": set(),
     "config": GROUND,
-    "hardware": GROUND,
-    "codecs": GROUND,
+    "native": set(),
+    "hardware": GROUND | {"native.library"},
+    "codecs": GROUND | {"native"},
     "model": GROUND | FILES | {"codecs.spec"},
-    "optim": GROUND | {"codecs", "model.spec"},
+    "optim": GROUND | {"codecs", "model.spec", "native"},
     "planner": GROUND
     | {
         "hardware.spec",
@@ -35,7 +36,8 @@ ARROWS = {
         "optim.spec",
     },
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
-    "runtime": GROUND | {"codecs", "hardware", "model", "optim", "planner", "storage"},
+    "group": GROUND,
+    "runtime": GROUND | {"codecs", "group", "hardware", "model", "optim", "planner", "storage"},
     "data": GROUND | FILES | {"runtime.allocator"},
     "probe": GROUND | {"codecs", "hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
     "doctor": GROUND | {"hardware", "telemetry.schema"},
@@ -47,6 +49,7 @@ ARROWS = {
         "codecs",
         "config",
         "data",
+        "group",
         "hardware",
         "model",
         "optim",
@@ -72,11 +75,12 @@ ARROWS = {
         "train",
     },
     "cli": GROUND
-    | {"config", "doctor", "hardware", "model", "planner", "probe", "report", "train", "wrapped"},
+    | {"config", "doctor", "group", "hardware", "model", "planner", "probe", "report", "train", "wrapped"},
 }
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}
 TORCH_FREE = [
+    "native",
     "planner",
     "config",
     "hardware",

@@ -12,6 +12,7 @@ The tree, and whose mistake each branch is::
     │   └── BudgetExceededError   ours: a tier would hold more than was promised
     ├── CodecError             the bytes: damaged, or not the encoding of what is asked for
     ├── StalledError           the machine: no op of a step has ended for far too long
+    ├── LostRankError          the machines: of the processes of a run, one is gone, and which
     ├── NonFiniteError         the numbers: loss or gradient norm is NaN or infinite
     ├── ProgramError           ours: a program breaks a rule of `planner.validate`
     └── ExecutionError         ours: an op failed, and on which lane; the cause is chained
@@ -72,6 +73,18 @@ class CodecError(OutsizeError):
 
 class StalledError(OutsizeError):
     """No op of a step has ended for far too long; what was saved before stays."""
+
+
+class LostRankError(OutsizeError):
+    """A rank of a run over several processes is gone, or can no longer be reached; what all had saved stays.
+
+    Attributes:
+        rank: number of the rank, as far as that could be told; None where only the meeting place is gone.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
+        super().__init__(message)
 
 
 class NonFiniteError(OutsizeError):

@@ -14,11 +14,7 @@ from outsize.codecs.window_torch import decode_window_torch
 from outsize.errors import CodecError
 from outsize.testing import CodecContract
 from outsize.testing.codecs import encode, normal
-
-LAYOUTS = [
-    WindowLayout(mantissa, code)
-    for mantissa, code in ((7, 4), (7, 3), (7, 5), (7, 6), (7, 7), (10, 3), (10, 4))
-]
+from words import LAYOUTS, near
 
 
 class TestLossless4(CodecContract):
@@ -34,17 +30,6 @@ class TestLossless3(CodecContract):
 def encoded_of(layout, words):
     room = np.zeros(2 * words.size, np.uint8)
     return room[: encode_window(layout, words, room)]
-
-
-def near(numel, seed=0, *, layout=LAYOUTS[0], odd=0.01):
-    """Words whose exponents are near each other, but for some that are anything."""
-    random = np.random.default_rng(seed)
-    exponents = random.integers(9, 9 + (1 << layout.code_bits) // 2, numel, dtype=np.uint16)
-    words = exponents << layout.mantissa_bits
-    words |= random.integers(0, 1 << layout.mantissa_bits, numel, dtype=np.uint16)
-    words |= random.integers(0, 2, numel, dtype=np.uint16) << 15
-    anything = random.random(numel) < odd
-    return np.where(anything, random.integers(0, 2**16, numel, dtype=np.uint16), words)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -141,7 +141,7 @@ def cpu_machine(root, **changes):
         "sys/class/iommu/none": "",
     }
     found = probed(build(root, tree), root)
-    environment = found.inventory.environment.model_copy(update={"variables": {}})
+    environment = found.inventory.environment.model_copy(update={"variables": {}, "native": fact("avx2")})
     memory = found.inventory.memory.model_copy(
         update={"cgroup_limit_bytes": fact(None), "swap_free_bytes": fact(2**20)}
     )

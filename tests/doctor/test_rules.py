@@ -122,6 +122,11 @@ SHOWN = {
         "quota of 1.5 cores, 4 processors in sight, 4 threads",
         lambda d: cpu_machine(d, cpu__quota_cores=1.5),
     ),
+    "native-missing": (
+        "warning",
+        "no kernels in C: by the test",
+        lambda d: cpu_machine(d, environment__native="none"),
+    ),
     "cpu-clock-limited": (
         "warning",
         "powersave of acpi-cpufreq holds the clock at 0.80 GHz",

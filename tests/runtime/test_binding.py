@@ -108,7 +108,7 @@ def test_gradients_are_summed_in_fp32_and_never_kept(dtype: torch.dtype):
         assert parameter.grad is None
     assert torch.equal(tensor_views(UNIT, plane)[0], torch.full((3, 5), 1 + 2.0**-7))
     assert sums.touched(0) == sums.close(0) == {0}
-    assert plane[64:71].isnan().all()
+    assert plane[ALIGN_ELEMENTS : ALIGN_ELEMENTS + 7].isnan().all()
 
 
 def test_a_sum_begins_anew_each_time_it_is_opened():
@@ -119,7 +119,7 @@ def test_a_sum_begins_anew_each_time_it_is_opened():
         parameter.grad = torch.full((7,), value)
         sums.hook(0, 1)(parameter)
         assert sums.close(0) == {1}
-        assert torch.equal(plane[64:71], torch.full((7,), value))
+        assert torch.equal(plane[ALIGN_ELEMENTS : ALIGN_ELEMENTS + 7], torch.full((7,), value))
 
 
 def test_a_hook_without_a_gradient_touches_nothing():

@@ -54,6 +54,7 @@ def _inventory(found: MachineFile) -> list[str]:
         ("NUMA nodes", str(len(cpu.numa_nodes))),
         ("container", _value(environment.container)),
         ("VM", _value(environment.virtual_machine)),
+        ("C kernels", _native(environment.native)),
     ]
     rows += [
         (
@@ -67,6 +68,10 @@ def _inventory(found: MachineFile) -> list[str]:
         for gpu in found.inventory.gpus
     ]
     return _columns(rows)
+
+
+def _native(fact: Fact) -> str:
+    return f"none: {fact.source}" if fact.value == "none" else _value(fact)
 
 
 def _rows(found: MachineFile) -> Iterable[tuple[str, ...]]:

@@ -10,8 +10,9 @@ scales are rounded up and zero points down, so that no element is cut off. What 
   finds them.
 
 An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
-filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. All of it is torch,
-in pieces that stay in a cache.
+filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. A grid may be one of
+rotated groups, see `hadamard`. All of it is torch, in pieces that stay in a cache; on the host, where its kernels are
+built, C does the same (`blockwise_native`).
 """
 
 import math
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.codecs import blockwise_native, hadamard
 from outsize.codecs.codec import Codec
 from outsize.codecs.spec import CodecSpec
 
@@ -39,11 +41,13 @@ class Grid:
         bits: of an integer, 8 or 4.
         symmetric: whether the grid is centred on zero, without a zero point.
         group: elements that share a scale.
+        rotated: whether they are rotated first.
     """
 
     bits: int
     symmetric: bool
     group: int
+    rotated: bool = False
 
     @property
     def least(self) -> int:
@@ -76,7 +80,7 @@ class BlockwiseCodec(Codec):
         self, spec: CodecSpec, bits: int, *, symmetric: bool = True, stochastic: bool = False, seed: int = 0
     ) -> None:
         self.spec = spec
-        self.grid = Grid(bits, symmetric, spec.group)
+        self.grid = Grid(bits, symmetric, spec.group, spec.rotated)
         self._stochastic = stochastic
         self._seed = seed
         self._noise: dict[torch.device, Tensor] = {}
@@ -91,12 +95,17 @@ class BlockwiseCodec(Codec):
 
     def _encode(self, source: Tensor, into: Tensor) -> int:
         group = self.grid.group
-        sections = _Sections(self.grid, source.numel(), into)
+        sections = Sections(self.grid, source.numel(), into)
+        if blockwise_native.serves(source, into):
+            blockwise_native.encode(self.grid, self._scale_of_spread, sections, source, self._places(source))
+            return sections.num_bytes
         values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=source.device)
         for piece, (first, last) in enumerate(sections.pieces()):
             elements = source[first * group : last * group]
             y = values[: (last - first) * group].view(last - first, group)
             x = self._in_fp32(elements, y)
+            if self.grid.rotated:
+                x = hadamard.rotate(x, into=y)
             scales, zeros = self._scales(x)
             sections.scales[first:last] = scales
             if zeros is not None:
@@ -107,6 +116,11 @@ class BlockwiseCodec(Codec):
                 y.nan_to_num_(0.0, 0.0, 0.0)
             sections.write_codes(first, last, self._round(y, piece))
         return sections.num_bytes
+
+    @property
+    def _scale_of_spread(self) -> float:
+        """A scale over the largest magnitude, or the range, of its group."""
+        return (1 + 2**-8) / self.grid.most
 
     def _in_fp32(self, elements: Tensor, y: Tensor) -> Tensor:
         """Return elements by groups, themselves where they are fp32 and fill whole groups, in ``y`` otherwise."""
@@ -129,10 +143,11 @@ class BlockwiseCodec(Codec):
         if self.grid.symmetric:
             spread = torch.maximum(largest, smallest.neg_())
         else:
-            zeros = smallest.sub_(smallest.abs() * 2**-8).to(torch.bfloat16)
+            # With + 0, no zero point is a negative zero, which of several zeros amin may hand out or not.
+            zeros = smallest.sub_(smallest.abs() * 2**-8).add_(0.0).to(torch.bfloat16)
             spread = largest.sub_(zeros)
         finite = math.isfinite(spread.max().item())  # amax hands NaN on
-        scales = spread.mul_((1 + 2**-8) / (self.grid.most)).clamp_min_(LEAST_SCALE).to(torch.bfloat16)
+        scales = spread.mul_(self._scale_of_spread).clamp_min_(LEAST_SCALE).to(torch.bfloat16)
         if not finite:
             bad = ~scales.isfinite()
             scales[bad] = torch.nan
@@ -155,8 +170,18 @@ class BlockwiseCodec(Codec):
         start = ((self._seed * _SPREAD_SEED + piece * _SPREAD_PIECE) >> 40) % PIECE_ELEMENTS
         return self._noise[device][start : start + numel]
 
+    def _places(self, source: Tensor) -> list[Tensor]:
+        """Return the chances of each piece of ``source``; none where it is rounded to the nearest."""
+        if not self._stochastic:
+            return []
+        pieces = range(-(-source.numel() // PIECE_ELEMENTS))
+        return [self._chances(piece, PIECE_ELEMENTS, source.device) for piece in pieces]
+
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
-        sections = _Sections(self.grid, into.numel(), encoded)
+        sections = Sections(self.grid, into.numel(), encoded)
+        if blockwise_native.serves(into, encoded):
+            blockwise_native.decode(self.grid, sections, into)
+            return
         values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=into.device)
         for first, last in sections.pieces():
             y = values[: (last - first) * self.grid.group].view(-1, self.grid.group)
@@ -164,18 +189,33 @@ class BlockwiseCodec(Codec):
             y *= sections.scales[first:last].float()[:, None]
             if not self.grid.symmetric:
                 y += sections.zeros[first:last].float()[:, None]
+            if self.grid.rotated:
+                hadamard.rotate_back(y)
             elements = into[first * self.grid.group : last * self.grid.group]
             elements.copy_(y.view(-1)[: elements.numel()])
 
 
-class _Sections:
-    """Where the parts of an encoding lie in its bytes."""
+class Sections:
+    """Where the parts of an encoding lie in its bytes.
+
+    Args:
+        grid: of its groups.
+        numel: elements.
+        encoded: uint8, long enough.
+
+    Attributes:
+        padded: elements of whole groups.
+        codes: integers by group, uint8 [groups, grid.code_bytes].
+        scales: of groups, bf16 [groups].
+        zeros: zero points of groups, bf16 [groups]; none of a symmetric grid.
+        num_bytes: of all of it.
+    """
 
     def __init__(self, grid: Grid, numel: int, encoded: Tensor) -> None:
         self._grid = grid
         groups = -(-numel // grid.group)
         self.padded = groups * grid.group
-        self._codes = encoded[: groups * grid.code_bytes].view(groups, grid.code_bytes)
+        self.codes = encoded[: groups * grid.code_bytes].view(groups, grid.code_bytes)
         at = groups * grid.code_bytes
         self.scales = encoded[at : at + 2 * groups].view(torch.bfloat16)
         self.num_bytes = at + 2 * groups
@@ -186,12 +226,12 @@ class _Sections:
     def pieces(self) -> Iterator[tuple[int, int]]:
         """First group and last plus one of each piece."""
         step = PIECE_ELEMENTS // self._grid.group
-        groups = len(self._codes)
+        groups = len(self.codes)
         yield from ((first, min(first + step, groups)) for first in range(0, groups, step))
 
     def write_codes(self, first: int, last: int, y: Tensor) -> None:
         """Write integers, fp32 [groups, group], which are free to be overwritten."""
-        codes = self._codes[first:last]
+        codes = self.codes[first:last]
         if self._grid.bits == 8:  # to int8 is eight times as fast as to uint8
             codes.view(torch.int8).copy_(y if self._grid.symmetric else y.sub_(128))
             return
@@ -201,7 +241,7 @@ class _Sections:
 
     def read_codes(self, first: int, last: int, y: Tensor) -> None:
         """Fill ``y``, fp32 [groups, group], with integers."""
-        codes = self._codes[first:last]
+        codes = self.codes[first:last]
         if self._grid.bits == 8:
             y.copy_(codes.view(torch.int8))
             if not self._grid.symmetric:

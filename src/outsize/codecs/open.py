@@ -23,6 +23,10 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
     "int4": partial(BlockwiseCodec, bits=4),
     "int4-asymmetric": partial(BlockwiseCodec, bits=4, symmetric=False),
     "int4-stochastic": partial(BlockwiseCodec, bits=4, stochastic=True),
+    "int8-hadamard": partial(BlockwiseCodec, bits=8),
+    "int8-hadamard-stochastic": partial(BlockwiseCodec, bits=8, stochastic=True),
+    "int4-hadamard": partial(BlockwiseCodec, bits=4),
+    "int4-hadamard-stochastic": partial(BlockwiseCodec, bits=4, stochastic=True),
     "nf4": NF4Codec,
     "nf4-double": partial(NF4Codec, double=True),
 }

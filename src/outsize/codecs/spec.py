@@ -6,7 +6,7 @@ second and core. They were measured by ``bench/bench_codec.py`` on one core of a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -28,6 +28,7 @@ class CodecSpec:
         error: most that an element of a finite group is off, before rounding to the dtype, as a fraction of the largest
             magnitude in the group; 0 where lossless.
         group: elements that share a scale; 0 where there are no scales.
+        rotated: whether a group is rotated before it is written, so that no element stands out.
         encode_bytes_per_s: assumed rate of encoding on one core.
         decode_bytes_per_s: assumed rate of decoding on one core.
     """
@@ -40,6 +41,7 @@ class CodecSpec:
     expected_bytes: CountBytes
     error: float = 0.0
     group: int = 0
+    rotated: bool = False
     encode_bytes_per_s: float
     decode_bytes_per_s: float
 
@@ -154,9 +156,12 @@ def _blockwise_bytes(group: int, bits: int, scale_bytes: int) -> CountBytes:
     return count
 
 
-def _blockwise(name: str, group: int, bits: int, steps: int, scale_bytes: int = 2) -> CodecSpec:
-    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most."""
+def _blockwise(
+    name: str, group: int, bits: int, steps: int, scale_bytes: int = 2, *, rotated: bool = False
+) -> CodecSpec:
+    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most, see `_rotated` too."""
     count = _blockwise_bytes(group, bits, scale_bytes)
+    error = _BF16_SLACK / steps
     return CodecSpec(
         name=name,
         dtypes=("fp32", "bf16", "fp16"),
@@ -164,11 +169,21 @@ def _blockwise(name: str, group: int, bits: int, steps: int, scale_bytes: int = 
         fixed_rate=True,
         max_bytes=count,
         expected_bytes=count,
-        error=_BF16_SLACK / steps,
+        error=_rotated_error(error, group) if rotated else error,
         group=group,
+        rotated=rotated,
         encode_bytes_per_s=2.5e9,
         decode_bytes_per_s=4e9,
     )
+
+
+def _rotated_error(error: float, group: int) -> float:
+    """Return what may become of ``error`` in each element of a rotated group: all of them may add up in one.
+
+    Rotated elements are means of elements up to their signs, so their largest magnitude is no larger. fp32 loses an ulp
+    of it in each of log2(group) sums, and as many on the way back.
+    """
+    return group * (error + 2 * log2(group) * 2**-24)
 
 
 # To the nearest is off by half a step, by chance by a whole one. An asymmetric grid has its steps over the range, which
@@ -179,7 +194,12 @@ INT8_STOCHASTIC = _blockwise("int8-stochastic", INT8_GROUP, 8, steps=127)
 INT4 = _blockwise("int4", INT4_GROUP, 4, steps=2 * 7)
 INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, steps=14, scale_bytes=4)
 INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, steps=7)
-BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC)
+INT8_HADAMARD = _blockwise("int8-hadamard", INT8_GROUP, 8, steps=2 * 127, rotated=True)
+INT8_HADAMARD_STOCHASTIC = _blockwise("int8-hadamard-stochastic", INT8_GROUP, 8, steps=127, rotated=True)
+INT4_HADAMARD = _blockwise("int4-hadamard", INT4_GROUP, 4, steps=2 * 7, rotated=True)
+INT4_HADAMARD_STOCHASTIC = _blockwise("int4-hadamard-stochastic", INT4_GROUP, 4, steps=7, rotated=True)
+ROTATED = (INT8_HADAMARD, INT8_HADAMARD_STOCHASTIC, INT4_HADAMARD, INT4_HADAMARD_STOCHASTIC)
+BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC, *ROTATED)
 
 # Dettmers et al. (2023), appendix E: quantiles of the normal distribution, with an exact zero, from -1 to 1.
 NF4_LEVELS = (

@@ -20,8 +20,18 @@ FEEDBACK: Final = "-ef"
 RESIDUAL_BYTES: Final = 2
 
 LOSSLESS: Final = ("raw", "lossless4", "lossless3")
-ACTIVATIONS: Final = (*LOSSLESS, "int8", "int8-asymmetric", "int4", "int4-asymmetric")
-GRADIENTS: Final = (*LOSSLESS, "int8", "int8-stochastic", "int8-ef", "int4", "int4-stochastic", "int4-ef")
+ACTIVATIONS: Final = (
+    *LOSSLESS,
+    *("int8", "int8-asymmetric", "int8-hadamard"),
+    *("int4", "int4-asymmetric", "int4-hadamard"),
+)
+GRADIENTS: Final = (
+    *LOSSLESS,
+    *("int8", "int8-stochastic", "int8-ef"),
+    *("int8-hadamard", "int8-hadamard-stochastic", "int8-hadamard-ef"),
+    *("int4", "int4-stochastic", "int4-ef"),
+    *("int4-hadamard", "int4-hadamard-stochastic", "int4-hadamard-ef"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

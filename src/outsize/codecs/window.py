@@ -12,7 +12,8 @@ from outsize.codecs.codec import Codec
 from outsize.codecs.host import host_bytes
 from outsize.codecs.spec import CodecSpec
 from outsize.codecs.window_layout import MANTISSA_BITS, WindowLayout
-from outsize.codecs.window_numpy import Words, decode_window, encode_window
+from outsize.codecs.window_native import decode_window, encode_window, join_halves, split_halves
+from outsize.codecs.window_numpy import Words
 from outsize.codecs.window_torch import decode_window_torch
 from outsize.errors import CodecError
 
@@ -20,7 +21,7 @@ from outsize.errors import CodecError
 class WindowCodec(Codec):
     """Exponents in a window per block, everything else as it is.
 
-    Encodes on the host. Decodes where the bytes lie: in NumPy on the host, in torch elsewhere, without a
+    Encodes on the host. Decodes where the bytes lie: by a kernel or NumPy on the host, in torch elsewhere, without a
     synchronisation.
 
     Args:
@@ -39,9 +40,8 @@ class WindowCodec(Codec):
         room = host_bytes(into)
         if source.dtype is not torch.float32:
             return encode_window(self._layout(source.dtype), _words(source), room)
-        halves = _words(source)
-        room[: halves.nbytes // 2].view(np.uint16)[:] = halves[::2]
-        upper = np.ascontiguousarray(halves[1::2])
+        lower = room[: source.nbytes // 2].view(np.uint16)
+        upper = split_halves(host_bytes(source).view(np.uint32), lower)
         return upper.nbytes + encode_window(self._bf16, upper, room[upper.nbytes :])
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
@@ -52,10 +52,15 @@ class WindowCodec(Codec):
             raise CodecError(
                 f"no {self.spec.name} encoding of {into.numel()} elements of {into.dtype}: {error}"
             ) from error
-        if into.dtype is torch.float32:
-            halves = into.view(torch.int16)
-            halves[::2] = encoded[:lower_bytes].view(torch.int16)
-            halves[1::2] = upper
+        if into.dtype is not torch.float32:
+            return
+        if into.device.type == "cpu":
+            lower = host_bytes(encoded[:lower_bytes]).view(np.uint16)
+            join_halves(lower, _words(upper), host_bytes(into).view(np.uint32))
+            return
+        halves = into.view(torch.int16)
+        halves[::2] = encoded[:lower_bytes].view(torch.int16)
+        halves[1::2] = upper
 
     def _decode_words(self, layout: WindowLayout, encoded: Tensor, into: Tensor) -> Tensor:
         """Return the words of a 16-bit encoding, int16 [into.numel()]; in ``into`` itself where they fit."""

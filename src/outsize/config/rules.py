@@ -62,6 +62,7 @@ def _lora(config: "Config") -> list[str]:
 def settings_without_effect(config: "Config") -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
     data, train, memory, telemetry = config.data, config.train, config.memory, config.telemetry
+    parallel = config.parallel
     untracked = not {"wandb", "trackio"} & set(telemetry.writers)
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
     emulated = memory.device.startswith("emulated")
@@ -85,6 +86,12 @@ def settings_without_effect(config: "Config") -> list[str]:
         *(
             (config.lora, f"lora.{key}", full, "train.method is full")
             for key in type(config.lora).model_fields
+        ),
+        (
+            parallel,
+            "parallel.ddp_powersgd_rank",
+            parallel.ddp_compress != "powersgd",
+            "parallel.ddp_compress is not powersgd",
         ),
         (telemetry, "telemetry.project", untracked, "neither wandb nor trackio is among telemetry.writers"),
         (telemetry, "telemetry.every", not telemetry.writers, "telemetry.writers is empty"),

@@ -1,4 +1,4 @@
-"""What can be configured: seven sections, every key with its default, its unit and its meaning.
+"""What can be configured: nine sections, every key with its default, its unit and its meaning.
 
 The descriptions below are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that
@@ -378,7 +378,15 @@ class TransportConfig(Section):
         "decoded on the device.",
     )
     activations: Literal[
-        "raw", "lossless4", "lossless3", "int8", "int8-asymmetric", "int4", "int4-asymmetric"
+        "raw",
+        "lossless4",
+        "lossless3",
+        "int8",
+        "int8-asymmetric",
+        "int8-hadamard",
+        "int4",
+        "int4-asymmetric",
+        "int4-hadamard",
     ] = Field(default="raw", description="Inputs of units that leave the device between passes.")
     gradients: Literal[
         "raw",
@@ -387,13 +395,56 @@ class TransportConfig(Section):
         "int8",
         "int8-stochastic",
         "int8-ef",
+        "int8-hadamard",
+        "int8-hadamard-stochastic",
+        "int8-hadamard-ef",
         "int4",
         "int4-stochastic",
         "int4-ef",
+        "int4-hadamard",
+        "int4-hadamard-stochastic",
+        "int4-hadamard-ef",
     ] = Field(
         default="raw",
         description="Gradients on their way home. -ef adds what was lost to the next step's, and keeps it on the "
         "device, 2 bytes for each parameter that trains.",
+    )
+
+
+class ParallelConfig(Section):
+    """How several processes train one model together, where torchrun or its like starts them; see docs/nodes.md.
+
+    train.tokens_per_step is what all of them train together; train.microbatches are those of each.
+    """
+
+    mode: Literal["auto", "ddp"] = Field(
+        default="auto",
+        description="ddp: every rank holds the whole training state on its device, and torch's DistributedDataParallel "
+        "averages gradients; auto is ddp.",
+    )
+    timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a rank is taken to be lost, and to wait for all to come.",
+    )
+    ddp_bucket_mib: float = Field(
+        default=25.0, gt=0, description="MiB of gradients that are averaged with one call."
+    )
+    ddp_static_graph: bool = Field(
+        default=False,
+        description="Whether every step goes through the same parameters in the same order, so that torch looks once.",
+    )
+    ddp_find_unused: bool = Field(
+        default=False,
+        description="Whether torch looks, in every forward, for parameters that it does not use; for models that have "
+        "such.",
+    )
+    ddp_compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        default="none",
+        description="How gradients are written between ranks; all but none lose, see docs/nodes.md.",
+    )
+    ddp_powersgd_rank: int = Field(
+        default=4, ge=1, description="Rank of the factors that PowerSGD sends in place of a matrix."
     )
 
 
@@ -422,6 +473,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     transport: TransportConfig = TransportConfig()
+    parallel: ParallelConfig = ParallelConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ How a data set becomes batches, one file per step::
     tokens, pretokenized                       reading them
     permute, packed, batch                     the order, the sequences, the batch
     prefetch                                   batches made ahead of the step
+    shared                                     one rank's part of each
     opening                                    all of the above, in order
 
 Nothing holds the corpus in memory: a chunk of a file, a batch of the tokenizer and the sequences of a step
@@ -22,6 +23,7 @@ from outsize.data.formats import FORMATS
 from outsize.data.opening import Progress, open_data
 from outsize.data.packed import PackedDataset
 from outsize.data.prefetch import Prefetcher, PrefetchStatistics
+from outsize.data.shared import SharedData
 
 __all__ = [
     "FORMATS",
@@ -32,5 +34,6 @@ __all__ = [
     "PrefetchStatistics",
     "Prefetcher",
     "Progress",
+    "SharedData",
     "open_data",
 ]

@@ -1,7 +1,7 @@
 """The batch: what one optimizer step trains on, and how it is cut into microbatches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,11 +21,13 @@ class Batch:
             ``t`` is token ``t``, and a Hugging Face model shifts inside.
         attention_mask: int64 ``[num_sequences, seq_len]``, 1 for tokens and 0 for padding; ``None`` where
             nothing is padded.
+        whole: the batch of all ranks that this is one rank's share of; ``None`` where one process trains all of it.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
+    whole: "Batch | None" = None
 
     @property
     def num_sequences(self) -> int:
@@ -61,3 +63,18 @@ class Batch:
         ids = self.input_ids.tensor_split(num_microbatches)
         labels = self.labels.tensor_split(num_microbatches)
         return [Batch(*parts) for parts in zip(ids, labels, masks, strict=True)]
+
+    def share(self, rank: int, size: int) -> "Batch":
+        """Return the sequences of one of ``size`` ranks: in order, as even as possible, the larger shares first.
+
+        Shares are views, not copies. Their losses add up to the mean over the targets of `whole`.
+
+        Raises:
+            ConfigError: fewer sequences than ranks.
+        """
+        if size > self.num_sequences:
+            raise ConfigError(
+                f"{self.num_sequences} sequences per step cannot be shared out to {size} ranks; raise "
+                "train.tokens_per_step, or start fewer ranks"
+            )
+        return replace(self.split(size)[rank], whole=self)

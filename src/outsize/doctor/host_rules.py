@@ -131,6 +131,18 @@ def swapping(facts: Facts) -> Seen | None:
     )
 
 
+def kernels(facts: Facts) -> Seen | None:
+    """The kernels in C cannot be used, and torch ops do their work."""
+    native = facts.machine.inventory.environment.native
+    if text(native, "C kernels") != "none":
+        return None
+    return Seen(
+        severity="warning",
+        evidence=f"no kernels in C: {native.source}",
+        expected="kernels built at install: optimizer steps with small state take a fraction of the time",
+    )
+
+
 def quota(facts: Facts) -> Seen | None:
     """The control group grants fewer cores than threads will start on: all of them stand still when it is used up."""
     cpu = facts.machine.inventory.cpu

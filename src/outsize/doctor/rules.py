@@ -196,6 +196,14 @@ RULES: Final[tuple[Rule, ...]] = (
         verify="nr_throttled in /sys/fs/cgroup/cpu.stat stands still",
     ),
     Rule(
+        id="native-missing",
+        part="host",
+        look=host_rules.kernels,
+        causes=("outsize was installed where there is no C compiler", "OUTSIZE_NATIVE=0 in the environment"),
+        fix="a C compiler (apt install gcc), then pip install --force-reinstall --no-deps outsize",
+        verify="outsize probe: the row `C kernels` names an instruction set",
+    ),
+    Rule(
         id="cpu-clock-limited",
         part="host",
         look=host_rules.clock_limit,

@@ -8,12 +8,14 @@ from pathlib import Path
 from pydantic import Field
 
 from outsize.hardware.readings import Fact, Record
+from outsize.native.library import available, level, reason
 
 _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy", "nvidia-ml-py")
 # Of variables that set threads, allocators, devices and communication; no others are looked at.
 _PREFIXES = (
     "NCCL_",
     "TORCH_NCCL_",
+    "GLOO_",
     "OMP_",
     "MKL_NUM_",
     "CUDA_VISIBLE_",
@@ -34,6 +36,7 @@ class Environment(Record):
         packages: versions of what a run uses.
         iommu: IOMMUs at work, and what the kernel was told about them; ``none`` where there are none.
         variables: environment variables that libraries of a run listen to.
+        native: instruction set of the kernels in C; ``none`` where they cannot be used, and why.
     """
 
     container: Fact
@@ -43,6 +46,7 @@ class Environment(Record):
     packages: dict[str, Fact]
     iommu: Fact = Fact.unread()
     variables: dict[str, Fact] = Field(default_factory=dict)
+    native: Fact = Fact.unread()
 
 
 def read_environment(root: Path, variables: Mapping[str, str]) -> Environment:
@@ -60,7 +64,12 @@ def read_environment(root: Path, variables: Mapping[str, str]) -> Environment:
             for name, value in sorted(variables.items())
             if name.startswith(_PREFIXES)
         },
+        native=_native(),
     )
+
+
+def _native() -> Fact:
+    return Fact.read(level(), "outsize.native") if available() else Fact.read("none", str(reason()))
 
 
 def _version(package: str) -> str:

@@ -18,9 +18,11 @@ from outsize.units import align_up
 
 UnitKind = Literal["embedding", "block", "head", "rest"]
 
-# 64 elements are 128 bytes in bf16: a cache-line pair, and a multiple of every SIMD width, so elementwise kernels see
-# the same vector/tail split for a parameter wherever it lies, and matmuls see aligned weights.
-ALIGN_ELEMENTS = 64
+# 128 elements are 256 bytes in bf16: the most that ATen tells cuBLASLt of a pointer's alignment (`_getAlignment` in
+# aten/src/ATen/cuda/CUDABlas.cpp), as allocations of its own have it, so that the same kernel is chosen for a weight in
+# a slot. It is also a multiple of every SIMD width: elementwise kernels see the same split into vectors and a tail for
+# a parameter wherever it lies.
+ALIGN_ELEMENTS = 128
 # 2,048 elements are 4 KiB in bf16 and 8 KiB in fp32: every plane is a whole number of disk sectors.
 PLANE_ELEMENTS = 2048
 # 131,072 elements are 512 KiB in fp32: the checksum of a disk home covers so many at most. They are hashed while they

@@ -7,13 +7,15 @@ raises AssertionError where a promise is broken. In a test::
     def test_home(check):
         check(lambda model: MyHome(model, planes_for(model.dtype)))
 
-For codecs the checks are methods of a class to subclass, `CodecContract`.
+For codecs and groups of ranks the checks are methods of a class to subclass, `CodecContract` and `GroupContract`.
+`in_ranks` runs the ranks of a group as threads of one process.
 
 `outsize.testing.faults` puts failing disks and lanes under a whole run.
 """
 
 from outsize.testing.codecs import CodecContract
 from outsize.testing.devices import DEVICE_CONTRACT, MakeDevice
+from outsize.testing.groups import GroupContract, ThreadGroup, ThreadWorld, in_ranks
 from outsize.testing.homes import HOME_CONTRACT, MakeHome
 from outsize.testing.samples import pattern, raises, same_bits, small_model
 from outsize.testing.scratches import SCRATCH_CONTRACT, MakeScratch
@@ -23,9 +25,13 @@ __all__ = [
     "HOME_CONTRACT",
     "SCRATCH_CONTRACT",
     "CodecContract",
+    "GroupContract",
     "MakeDevice",
     "MakeHome",
     "MakeScratch",
+    "ThreadGroup",
+    "ThreadWorld",
+    "in_ranks",
     "pattern",
     "raises",
     "same_bits",

@@ -1,0 +1,207 @@
+"""What ranks of a run do together, and all of it made of one thing: everyone hands something to everyone.
+
+Ranks are numbered from 0. Every call blocks until this rank has what it came for, may come from any thread, and has
+to be made by all ranks in the same order *on the same channel*. Threads that call at the same time, such as the lanes
+of an engine, take a channel each (`Group.channel`): calls on different channels do not wait for each other.
+
+Sums are exact in this sense: pieces are added in the order of ranks, ((p0 + p1) + p2) + ..., in the dtype of the
+tensor. So a sum has the same bits on all ranks and in every run with as many ranks, whichever piece arrives first. The
+bytes are those of a ring: scattering a sum of n bytes over N ranks sends and receives (N - 1) / N * n on each rank, but
+to and from N - 1 partners.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Bytes of a piece that is added at once: large enough that a message's latency is small beside its bytes (some ten
+# microseconds against 3 ms at 10 Gbit/s), small enough that what is staged stays in the caches of a server.
+CHUNK_BYTES = 4 * 2**20
+
+
+class Group(Protocol):
+    """The ranks of a run, seen by one of them.
+
+    Attributes:
+        rank: number of this one, from 0.
+        size: how many there are.
+
+    Every call raises `LostRankError` where a rank is gone, with its number, and leaves what it was to write undefined.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def channel(self, name: str) -> "Group":
+        """Return the same ranks with an order of calls of its own; the same name is the same channel."""
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Send ``outgoing[p]`` to each rank p and fill ``incoming[p]`` from it.
+
+        Args:
+            outgoing: contiguous tensors on the CPU by rank; this rank is not among them.
+            incoming: likewise; each as many bytes as that rank sends to this one. Nothing is sent of none.
+        """
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over all ranks; for small ones, as every rank sends it to every other."""
+
+    def reduce_scatter(self, flat: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Add ``ranges[self.rank]`` of ``flat`` over all ranks, in place, and return that part of it.
+
+        Args:
+            flat: contiguous ``[n]``, of the same n on all ranks; outside the own range it stays as it was.
+            ranges: elements that each rank is to have summed, by rank, the same on all of them; may be empty.
+        """
+
+    def all_gather(self, flat: Tensor, ranges: Sequence[range]) -> None:
+        """Fill ``flat`` from all ranks: of ``ranges[p]``, what rank p has there.
+
+        Args:
+            flat: contiguous ``[n]``, the own range filled in; outside all ranges it stays as it was.
+            ranges: elements that each rank has, by rank, the same on all of them; may be empty, never overlap.
+        """
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Replace ``tensor`` on all ranks by what ``source`` has."""
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return ``value`` of every rank, by rank, on all of them.
+
+        Values are what JSON can say, NaN and infinities included: tuples come back as lists.
+        """
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave, and tell the others why; idempotent. A channel is closed with the group that it is of."""
+
+
+def staged_bytes(size: int) -> int:
+    """Return the most bytes that one channel holds beside the tensors of its caller, during `Group.reduce_scatter`."""
+    return (size - 1) * CHUNK_BYTES
+
+
+def even_ranges(length: int, size: int, granule: int = 1) -> tuple[range, ...]:
+    """Cut ``length`` elements into ranges for ``size`` ranks: as even as whole granules allow, in order, none lost."""
+    granules = -(-length // granule)
+    bounds = [min(granules * rank // size * granule, length) for rank in range(size + 1)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+class Collectives:
+    """Everything of a `Group` but `exchange`, made of it."""
+
+    rank: int
+    size: int
+
+    def __init__(self) -> None:
+        self._stage: dict[torch.dtype, Tensor] = {}
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Send to and receive from each other rank, see `Group.exchange`."""
+        raise NotImplementedError("say how tensors get from rank to rank")
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, see `Group.all_reduce`."""
+        pieces = self._from_everyone(tensor.contiguous())
+        total = pieces[0].clone()
+        for piece in pieces[1:]:
+            total += piece
+        tensor.copy_(total)
+
+    def reduce_scatter(self, flat: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Sum the own range, see `Group.reduce_scatter`; chunk by chunk, every rank its k-th at the same time."""
+        self._check(flat, ranges)
+        length = CHUNK_BYTES // flat.element_size()
+        longest = max(len(part) for part in ranges)
+        for begin in range(0, longest, length):
+            cut = {peer: _cut(flat, ranges[peer], begin, length) for peer in range(self.size)}
+            own = cut.pop(self.rank)
+            incoming = self._staged(own, length)
+            self.exchange(cut, incoming)
+            _add_in_order(own, self.rank, incoming)
+        return _cut(flat, ranges[self.rank], 0, len(flat))
+
+    def all_gather(self, flat: Tensor, ranges: Sequence[range]) -> None:
+        """Collect every range, see `Group.all_gather`."""
+        self._check(flat, ranges)
+        cut = {peer: _cut(flat, part, 0, len(flat)) for peer, part in enumerate(ranges)}
+        own = cut.pop(self.rank)
+        self.exchange(dict.fromkeys(cut, own), cut)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy from one to all, see `Group.broadcast`."""
+        whole = tensor.contiguous()
+        if self.rank == source:
+            self.exchange(dict.fromkeys(self._others(), whole), {})
+        else:
+            self.exchange({}, {source: whole})
+            tensor.copy_(whole)
+
+    def barrier(self) -> None:
+        """Wait for all, see `Group.barrier`."""
+        self._from_everyone(torch.zeros(1, dtype=torch.uint8))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Collect small values, see `Group.gather_objects`."""
+        text = bytearray(json.dumps(value).encode())
+        own = torch.frombuffer(text, dtype=torch.uint8)
+        lengths = self._from_everyone(torch.tensor([len(text)]))
+        texts = {peer: torch.empty(int(lengths[peer]), dtype=torch.uint8) for peer in self._others()}
+        self.exchange(dict.fromkeys(texts, own), texts)
+        texts[self.rank] = own
+        return [json.loads(texts[peer].numpy().tobytes()) for peer in range(self.size)]
+
+    def _others(self) -> list[int]:
+        """Return all ranks but this one, the next first, so that not all send to rank 0 at once."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _from_everyone(self, own: Tensor) -> list[Tensor]:
+        """Return what every rank has, by rank."""
+        incoming = {peer: torch.empty_like(own) for peer in self._others()}
+        self.exchange(dict.fromkeys(incoming, own), incoming)
+        return [own if peer == self.rank else incoming[peer] for peer in range(self.size)]
+
+    def _staged(self, own: Tensor, length: int) -> dict[int, Tensor]:
+        """Return room for a chunk ``own`` [m] of each other rank, m <= length; used again by the next call."""
+        room = self._stage.get(own.dtype)
+        if room is None:
+            self._stage.clear()  # a channel reduces one dtype; should it change, the former is not kept
+            room = self._stage[own.dtype] = torch.empty(self.size - 1, length, dtype=own.dtype)
+        return {peer: room[row, : len(own)] for row, peer in enumerate(self._others())}
+
+    def _check(self, flat: Tensor, ranges: Sequence[range]) -> None:
+        if flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError(f"a flat, contiguous tensor is needed, got shape {tuple(flat.shape)}")
+        if len(ranges) != self.size:
+            raise ValueError(f"{self.size} ranks need as many ranges, got {len(ranges)}")
+        if any(part.step != 1 or part.start < 0 or part.stop > len(flat) for part in ranges):
+            raise ValueError(f"ranges must lie within 0..{len(flat)}, got {list(ranges)}")
+
+
+def _cut(flat: Tensor, part: range, begin: int, length: int) -> Tensor:
+    """Return the elements of ``part`` from ``begin`` on, ``length`` at most, as a view."""
+    start = min(part.start + begin, max(part.stop, part.start))
+    return flat[start : max(min(start + length, part.stop), start)]
+
+
+def _add_in_order(own: Tensor, rank: int, others: Mapping[int, Tensor]) -> None:
+    """Write the sum of one piece of each rank, in the order of ranks, over ``own``, that of ``rank``."""
+    if not others or not len(own):
+        return
+    total = own if rank == 0 else others[0]  # own comes later in the sum, so it cannot be what is summed into
+    for peer in range(1, len(others) + 1):
+        total += own if peer == rank else others[peer]
+    if total is not own:
+        own.copy_(total)

@@ -1,0 +1,142 @@
+"""An fp32 master in three planes: the bf16 weight that it rounds to, the 16 bits below, and one bit for ties.
+
+Weight and master together take 4.125 bytes per parameter, not 6, and both are bit-exact. ``hi`` is what
+``master.to(torch.bfloat16)`` gives, ties to even; a NaN stays a NaN. ``lo`` is ``master - hi`` in units of the last
+place. 65,537 fp32 numbers round to each even bf16 and 65,535 to each odd one, while 16 bits tell 65,536 apart: half a
+step above an even ``hi`` (a tie that was rounded down) and half a step below it (one that was rounded up) have the
+same ``lo``, -32768, and the bit of the element in ``ties`` is 1 for the first. It is read and written only there, at
+one element in 65,536 of those that training makes, so its plane costs memory and no time.
+
+Without ``ties`` the first is stored as ``lo = 32767``: that master, one of 131,072, is one unit in the last place
+smaller.
+
+`outsize.native` does this in C (``split_body.h`` tells what becomes of NaNs); here are the same bits in torch ops.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from outsize import native
+
+# Kinds of numbers whose upper half rounding would change: bits of a quiet NaN, and of the least and the greatest.
+_QUIET, _LEAST_NAN, _MOST_NAN, _INFINITY = 0x7FC0, 0x7F80, 0x7FFF, 0x7F800000
+_TIE = -0x8000
+# In torch ops masters are best split in pieces that stay in a cache.
+_PIECE_ELEMENTS = 2**17
+
+
+def ties_bytes(numel: int) -> int:
+    """Return the bytes of the ties of ``numel`` elements."""
+    return -(-numel // 8)
+
+
+@torch.no_grad()
+def split_master(
+    master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None, *, use_native: bool = True
+) -> None:
+    """Set the planes of ``master``.
+
+    Args:
+        master: fp32 ``[n]``, in host memory like the others.
+        hi: bf16 ``[n]``.
+        lo: int16 ``[n]``.
+        ties: uint8 ``[ties_bytes(n)]``; None for planes that do not tell ties apart.
+        use_native: use the C kernel where there is one.
+
+    Raises:
+        ValueError: planes that do not fit one another.
+    """
+    _check(master, hi, lo, ties)
+    if use_native and native.available():
+        _call("split", master, hi, lo, ties)
+        return
+    for start in range(0, master.numel(), _PIECE_ELEMENTS):
+        piece = slice(start, start + _PIECE_ELEMENTS)
+        _split(master[piece], hi[piece], lo[piece], None if ties is None else ties[start // 8 :])
+
+
+@torch.no_grad()
+def join_master(
+    hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor, *, use_native: bool = True
+) -> None:
+    """Set ``master`` from its planes; arguments and errors as those of `split_master`."""
+    _check(master, hi, lo, ties)
+    if use_native and native.available():
+        _call("join", master, hi, lo, ties)
+        return
+    for start in range(0, master.numel(), _PIECE_ELEMENTS):
+        piece = slice(start, start + _PIECE_ELEMENTS)
+        _join(hi[piece], lo[piece], None if ties is None else ties[start // 8 :], master[piece])
+
+
+def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
+    bits = master.view(torch.int32)
+    upper = bits >> 16
+    hi_bits = hi.view(torch.int16)
+    hi_bits.copy_(bits + 0x7FFF + (upper & 1) >> 16)
+    lo.copy_(bits)  # the lower half, as a signed number
+    low = bits & 0xFFFF
+    nan = bits & 0x7FFFFFFF > _INFINITY
+    special = (low == 0x8000) | nan
+    if not special.any():
+        return
+    at = special.nonzero().view(-1)
+    upper, low, nan = upper[at] & 0xFFFF, low[at], nan[at]
+    tie = torch.where(
+        nan,
+        upper & 0x7FFF == torch.where(low < 0x8000, _LEAST_NAN, _MOST_NAN),
+        upper & 1 == 0,
+    )
+    quiet = torch.where(tie, (upper & 0x8000) | _QUIET, upper + (low >> 15))
+    hi_bits[at] = torch.where(nan, quiet, hi_bits[at].to(torch.int32)).to(torch.int16)
+    if ties is None:
+        lo[at] = torch.where(tie & ~nan, 0x7FFF, lo[at])
+        return
+    told = _needs_tie(hi_bits[at], lo[at])
+    at, tie = at[told], tie[told].to(torch.uint8)
+    for bit in range(8):  # of one byte several may change
+        chosen = at & 7 == bit
+        places = at[chosen] >> 3
+        ties[places] = ties[places] & (0xFF ^ 1 << bit) | tie[chosen] << bit
+
+
+def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
+    hi_bits = hi.view(torch.int16)
+    bits = master.view(torch.int32)
+    torch.add(hi_bits.to(torch.int32) << 16, lo, out=bits)
+    if ties is None:
+        return
+    at = _needs_tie(hi_bits, lo).nonzero().view(-1)
+    at = at[(ties[at >> 3] >> (at & 7).to(torch.uint8) & 1).bool()]
+    upper, low = hi_bits[at].to(torch.int32) & 0xFFFF, lo[at].to(torch.int32)
+    nan = (upper & 0x8000) | torch.where(low < 0, _MOST_NAN, _LEAST_NAN)
+    upper = torch.where(upper & 0x7FFF == _QUIET, nan, upper)
+    bits[at] = (upper << 16 | low & 0xFFFF).to(torch.int32)
+
+
+def _needs_tie(hi_bits: Tensor, lo: Tensor) -> Tensor:
+    return (lo == _TIE) & (hi_bits & 1 == 0) | (hi_bits & 0x7FFF == _QUIET)
+
+
+def _call(name: str, master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
+    planes = [
+        None if plane is None else ctypes.c_void_p(plane.data_ptr()) for plane in (hi, lo, ties, master)
+    ]
+    native.call(name, *planes, ctypes.c_size_t(master.numel()), ctypes.c_int(torch.get_num_threads()))
+
+
+def _check(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
+    kinds = {"master": (master, torch.float32), "hi": (hi, torch.bfloat16), "lo": (lo, torch.int16)}
+    shapes = dict.fromkeys(kinds, master.shape)
+    if ties is not None:
+        kinds["ties"] = (ties, torch.uint8)
+        shapes["ties"] = torch.Size([ties_bytes(master.numel())])
+    for name, (plane, dtype) in kinds.items():
+        fits = plane.dtype is dtype and plane.shape == shapes[name] and master.dim() == 1
+        if not (fits and plane.is_contiguous() and plane.device.type == "cpu"):
+            raise ValueError(
+                f"{name}: need contiguous {dtype} {list(shapes[name])} in host memory,"
+                f" not {plane.dtype} {list(plane.shape)} on {plane.device}"
+            )

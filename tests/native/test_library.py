@@ -1,0 +1,99 @@
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from outsize import native
+from outsize.native.library import LIBRARY, open_library
+from outsize.native.sources import checksum
+
+CI = os.environ.get("CI")
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.reason()}")
+
+
+@pytest.mark.skipif(not CI, reason="only continuous integration promises that the kernels were built")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_where_there_is_a_compiler_the_kernels_were_built():
+    assert native.available(), native.reason()
+
+
+def ask(statement, **environ):
+    code = f"from outsize import native; print(({statement}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_variable_turns_them_off():
+    assert ask("native.available(), native.reason()", OUTSIZE_NATIVE="0") == (
+        "(False, 'turned off by OUTSIZE_NATIVE=0')"
+    )
+    assert ask("native.available()", OUTSIZE_NATIVE="1") == str(native.available())
+
+
+@needs_kernels
+def test_there_is_a_reason_exactly_where_there_are_none():
+    assert native.reason() is None
+    assert native.level() in ("plain", "avx2", "avx512")
+
+
+def test_without_the_library_the_reason_says_how_to_build_it(tmp_path):
+    found = open_library(tmp_path / "libkernels.so.0")
+    assert found.handle is None
+    assert "was not built" in found.reason
+    assert "setup.py build_ext --inplace" in found.reason
+
+
+def test_what_is_no_library_is_a_reason_too(tmp_path):
+    (tmp_path / "libkernels.so.0").write_text("not a library")
+    found = open_library(tmp_path / "libkernels.so.0")
+    assert found.handle is None
+    assert "cannot be loaded" in found.reason
+
+
+@needs_kernels
+def test_a_library_built_from_other_sources_is_not_used(tmp_path):
+    shutil.copy(LIBRARY, tmp_path)
+    assert open_library(tmp_path / LIBRARY.name).handle is not None  # no sources to compare with
+    (tmp_path / "other.c").write_text("int other;\n")
+    assert "other sources" in open_library(tmp_path / LIBRARY.name).reason
+
+
+def test_the_checksum_changes_with_every_file(tmp_path):
+    sums = {checksum(tmp_path)}
+    for name, text in (("a.c", "x"), ("a.c", "y"), ("b.h", "x")):
+        (tmp_path / name).write_text(text)
+        sums.add(checksum(tmp_path))
+    (tmp_path / "notes.txt").write_text("no source")
+    assert len(sums) == 4
+    assert checksum(tmp_path) in sums
+
+
+@needs_kernels
+def test_a_lower_instruction_set_can_be_asked_for():
+    best = native.level()
+    try:
+        assert native.use_level("plain") == native.level() == "plain"
+    finally:
+        assert native.use_level(best) == best
+    with pytest.raises(ValueError, match="no instruction set 'sse2'; there is plain, avx2, avx512"):
+        native.use_level("sse2")
+
+
+@needs_kernels
+def test_the_interpreter_is_free_while_a_kernel_runs():
+    """ctypes.CDLL lets go of the lock; PyDLL would not."""
+    assert not isinstance(native.library._load().handle, ctypes.PyDLL)
+    assert threading.active_count() == 1
+
+
+def test_the_sources_travel_with_the_package():
+    """A wheel has them, so that a stale library is found out there as well."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"native/*.c", "native/*.h"' in project

@@ -1,0 +1,141 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outsize import native
+from outsize.optim.split import join_master, split_master, ties_bytes
+
+EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16
+# Where rounding changes, and a few between.
+LOWER_HALVES = (0x0000, 0x0001, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFE, 0xFFFF)
+
+
+@pytest.fixture(params=["torch", "plain", "avx2", "avx512"])
+def use_native(request):
+    """Every form in turn; that of torch is also what runs where there is no compiler."""
+    if request.param == "torch":
+        yield False
+        return
+    if not native.available():
+        pytest.skip(f"no kernels: {native.reason()}")
+    best = native.level()
+    if native.use_level(request.param) != request.param:
+        pytest.skip("this processor has no such instructions")
+    yield True
+    native.use_level(best)
+
+
+def of_bits(bits) -> Tensor:
+    return torch.from_numpy(np.asarray(bits, np.uint32).view(np.float32).copy())
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def split(master: Tensor, use_native: bool, *, ties: bool = True, noise: int = 0):
+    planes = [torch.empty(master.numel(), dtype=kind) for kind in (torch.bfloat16, torch.int16)]
+    bits = torch.full((ties_bytes(master.numel()),), noise, dtype=torch.uint8) if ties else None
+    split_master(master, *planes, bits, use_native=use_native)
+    return *planes, bits
+
+
+def joined(hi: Tensor, lo: Tensor, ties: Tensor | None, use_native: bool) -> Tensor:
+    master = torch.empty(hi.numel())
+    join_master(hi, lo, ties, master, use_native=use_native)
+    return master
+
+
+@pytest.mark.parametrize("low", LOWER_HALVES)
+def test_every_upper_half_comes_back_bit_for_bit(low, use_native):
+    """NaN, infinity, subnormals and -0 among them; whatever the plane of ties held before."""
+    master = of_bits(EVERY_UPPER_HALF | low)
+    for noise in (0x00, 0xFF):
+        assert same_bits(joined(*split(master, use_native, noise=noise), use_native), master)
+
+
+def test_a_comb_through_all_numbers_comes_back(use_native):
+    """4 million of the 2^32 patterns, evenly spread with a stride that no power of two divides."""
+    master = of_bits((np.arange(1 << 22, dtype=np.uint64) * 1021 % 2**32).astype(np.uint32))
+    assert same_bits(joined(*split(master, use_native), use_native), master)
+
+
+@pytest.mark.parametrize("low", LOWER_HALVES)
+def test_the_weight_is_what_torch_rounds_to(low, use_native):
+    master = of_bits(EVERY_UPPER_HALF | low)
+    hi, *_ = split(master, use_native)
+    expected = master.to(torch.bfloat16)
+    assert torch.equal(hi.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(hi.view(torch.int16)[number], expected.view(torch.int16)[number])
+
+
+def test_ties_are_told_apart_by_their_bit_alone(use_native):
+    down, up = of_bits([0x3F808000]), of_bits([0x3F7F8000])
+    assert [part.item() for part in split(down, use_native)] == [1.0, -32768, 1]
+    assert [part.item() for part in split(up, use_native)] == [1.0, -32768, 0]
+    odd = of_bits([0x3F818000])  # to an odd weight nothing ties
+    assert [part.item() for part in split(odd, use_native, noise=0xFF)] == [1.015625, -32768, 0xFE]
+
+
+def test_where_nothing_ties_the_bits_are_left_alone(use_native):
+    master = torch.randn(10_000).view(torch.int32).bitwise_and_(~0x8000).view(torch.float32)
+    *_, ties = split(master, use_native, noise=0xA5)
+    assert (ties == 0xA5).all()
+
+
+@pytest.mark.parametrize("low", LOWER_HALVES)
+def test_without_ties_one_number_of_131072_loses_one_unit_in_the_last_place(low, use_native):
+    numbers = EVERY_UPPER_HALF[(EVERY_UPPER_HALF & 0x7F800000) != 0x7F800000] | low
+    hi, lo, _ = split(of_bits(numbers), use_native, ties=False)
+    lost = numbers.astype(np.int64) - joined(hi, lo, None, use_native).numpy().view(np.uint32)
+    tied = (numbers & 0xFFFF == 0x8000) & (numbers >> 16 & 1 == 0)
+    assert (lost == tied).all()
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0x3F808000, 0x7FFFFFFF, 0x7F800001]), max_size=70)
+)
+def test_all_forms_write_the_same_planes(bits):
+    master = of_bits(bits)
+    for ties in (True, False):
+        forms = [split(master, use, ties=ties, noise=0x5A) for use in (False, True)]
+        for one, other in zip(*forms, strict=True):
+            assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_several_threads_write_what_one_writes():
+    master = of_bits(np.arange(3 << 17, dtype=np.uint32) << 15)  # every other one is a tie
+    former = torch.get_num_threads()
+    forms = []
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        try:
+            forms.append(split(master, use_native=True))
+        finally:
+            torch.set_num_threads(former)
+    for one, other in zip(*forms, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lo": torch.zeros(9, dtype=torch.int16)}, r"lo: need contiguous torch.int16 \[10\]"),
+        ({"hi": torch.zeros(10)}, r"hi: need contiguous torch.bfloat16"),
+        ({"ties": torch.zeros(1, dtype=torch.uint8)}, r"ties: need contiguous torch.uint8 \[2\]"),
+        ({"master": torch.zeros(20)[::2]}, "master: need contiguous"),
+    ],
+)
+def test_planes_that_do_not_fit_are_refused(change, message):
+    planes = {
+        "master": torch.zeros(10),
+        "hi": torch.zeros(10, dtype=torch.bfloat16),
+        "lo": torch.zeros(10, dtype=torch.int16),
+        "ties": torch.zeros(2, dtype=torch.uint8),
+    } | change
+    with pytest.raises(ValueError, match=message):
+        split_master(**planes)
