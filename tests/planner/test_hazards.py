@@ -61,6 +61,7 @@ def waits(text, rest=None, num_streamed=4):
         ("REDUCE 1", "READ 1#0>t0"),
         ("REDUCE 1", "STEP 1"),
         ("AGREE", "CLIP"),
+        ("COMMIT", "AGREE"),
         ("STEP 1", "GATHER 1"),
         ("WRITE 1#0<t0", "GATHER 1"),
         ("GATHER 1", "LOAD 1@w0.0"),

@@ -8,7 +8,7 @@ have the least of the units before, so that over all units together no rank has 
 Shares follow from the model and the number of ranks, and from nothing else: whoever knows both knows who holds what.
 """
 
-from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec
+from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for
 
 # A granule is at most this part of a share, so that shares of large models are even within one percent.
 _GRANULES_OF_A_SHARE = 256
@@ -22,6 +22,12 @@ def share_granule(model: ModelSpec, num_ranks: int) -> int:
     while granule > PLANE_ELEMENTS and granule > most:
         granule //= 2
     return granule
+
+
+def home_granule(model: ModelSpec, tile_elements: int, num_ranks: int) -> int:
+    """Return the elements that checksums of a home on disk cover, so that tiles and shares are whole multiples."""
+    granule = granule_elements_for(tile_elements)
+    return granule if num_ranks == 1 else min(granule, share_granule(model, num_ranks))
 
 
 def shares(model: ModelSpec, num_ranks: int) -> tuple[tuple[range, ...], ...]:

@@ -17,7 +17,7 @@ norm(u)         CLIP, AGREE                                      NORM u, REDUCE 
 coef            STEP                                             CLIP, AGREE
 gradhome(u)     STEP u, READ u#p, ACC u, SUM u, GATHER u         GRAD u, WRITE u<h, REDUCE u
 tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
-commit          STEP                                             COMMIT
+commit          STEP, AGREE                                      COMMIT
 ==============  ===============================================  =============================================
 
 An FK is an F: what it keeps is part of act(u, m).
@@ -33,7 +33,8 @@ an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FET
 and for the F, FB or B before it there. A SEND counts as a SAVE, and a RECV as a FETCH.
 
 Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
-A GATHER reads gradhome(u) too, since there lies what a STEP has changed, if that is what is sent.
+An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
+one before it. A GATHER reads gradhome(u) too, since there lies what a STEP has changed, if that is what is sent.
 
 A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
 """
@@ -93,7 +94,7 @@ class Hazards:
             Kind.GRAD: self._grad,
             Kind.CLIP: self._clip,
             Kind.REDUCE: self._reduce,
-            Kind.AGREE: self._clip,
+            Kind.AGREE: self._agree,
             Kind.GATHER: self._gather,
             Kind.READ: self._read,
             Kind.STEP: self._step,
@@ -211,6 +212,10 @@ class Hazards:
         for norm in self._norms.values():
             norm.read(seq, deps)
         self._coefficient.write(seq, deps)
+
+    def _agree(self, op: Op, seq: int, deps: Deps) -> None:
+        self._committed.read(seq, deps)
+        self._clip(op, seq, deps)
 
     def _reduce(self, op: Op, seq: int, deps: Deps) -> None:
         if op.buffer is not None:

@@ -21,7 +21,8 @@ from typing import Literal
 
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
-from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec, granule_elements_for
+from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.optim.shares import home_granule
 from outsize.optim.spec import (
     bytes_per_parameter,
     commit_record_bytes,
@@ -170,7 +171,7 @@ def memory_table(
     buffers["optimizer tiles"] = ring
     buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
     if layout.commits:
-        record = commit_record_bytes(model, granule_elements_for(tile_elements))
+        record = commit_record_bytes(model, home_granule(model, tile_elements, layout.num_nodes))
         buffers["commits"] = COMMIT_COPIES * record
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)

@@ -9,6 +9,9 @@ from outsize.optim.shares import shares
 from outsize.planner.layout import StepLayout
 from outsize.units import align_up
 
+# Of a plane, on its way to a checkpoint: 1 MiB of fp32, for a checkpoint is in no hurry.
+STORE_ELEMENTS = 2**18
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetStaging:
@@ -24,6 +27,8 @@ class NetStaging:
         weight_in: what each other node sends of its weights; 0 where they are received where they will lie.
         weight_out: what goes to all of them; 0 where it is sent from where it lies.
         changed: a chunk of 16-bit weights' changes, decoded; 0 where weights are sent whole.
+        stored_elements: of a piece on its way to a checkpoint.
+        stored: such a piece of one plane as fp32, and of weights.
     """
 
     chunk_elements: int = 0
@@ -35,12 +40,22 @@ class NetStaging:
     weight_in: int = 0
     weight_out: int = 0
     changed: int = 0
+    stored_elements: int = 0
+    stored: int = 0
 
     def total_bytes(self, num_nodes: int) -> int:
         """Return the bytes of all of them."""
         others = num_nodes - 1
         of_each = self.gradient_in + self.gradient_out + self.weight_in
-        return others * of_each + self.decoded + self.summed + self.lost + self.weight_out + self.changed
+        return (
+            others * of_each
+            + self.decoded
+            + self.summed
+            + self.lost
+            + self.weight_out
+            + self.changed
+            + self.stored
+        )
 
 
 def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str) -> NetStaging:
@@ -52,6 +67,7 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str) -> NetS
     encoded = wire.gradient_spec.name != "raw"
     sent = align_up(wire.gradient_bytes(chunk), PIECE_ALIGN)
     weights = align_up(chunk * ITEMSIZE[model.dtype], PIECE_ALIGN)
+    piece = min(STORE_ELEMENTS, chunk)
     delta, on_disk = wire.weights == "delta", home == "disk"
     return NetStaging(
         chunk_elements=chunk,
@@ -63,6 +79,8 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str) -> NetS
         weight_in=weights if delta or on_disk else 0,
         weight_out=weights if delta or on_disk else 0,
         changed=weights if delta else 0,
+        stored_elements=piece,
+        stored=piece * (4 + ITEMSIZE[model.dtype]),
     )
 
 

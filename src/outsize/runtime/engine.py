@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
@@ -26,7 +27,9 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
+from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.carriers import encode_weights
+from outsize.runtime.collecting import Collector
 from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps
 from outsize.runtime.context import COMPUTE_KINDS, StepContext
@@ -163,7 +166,10 @@ class Engine:
             own=None if self.exchange is None else self.exchange.own,
             keeps_changes=shared is not None and shared.wire.weights == "delta",
         )
-        self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
+        collector, beside = None, None
+        if shared is not None:
+            collector, beside = _collector(spec, shared, home, host)
+        self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
@@ -371,6 +377,16 @@ class Engine:
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
         return table
+
+
+def _collector(
+    spec: ModelSpec, shared: Shared, home: HostHome | DiskHome, host: Arena
+) -> tuple[Collector, torch.Tensor]:
+    """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
+    numel = shared.staging.stored_elements
+    beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
+    piece = host.take(numel * 4, "network").view(torch.float32)
+    return Collector(spec, shared.group, home, piece), beside
 
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:
