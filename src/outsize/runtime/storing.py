@@ -15,7 +15,6 @@ from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.spec import planes_for
 from outsize.planner.ops import Op
-from outsize.runtime.stepping import OptimizerOps
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import Layout
 
@@ -49,6 +48,14 @@ class Sink(Protocol):
         """Keep one unit; what this raises ends the run."""
 
 
+class Counted(Protocol):
+    """What is asked of an optimizer."""
+
+    @property
+    def updates(self) -> Mapping[str, int]:
+        """How often each parameter has been stepped."""
+
+
 class StoreOps:
     """Reads units for checkpoints.
 
@@ -61,7 +68,7 @@ class StoreOps:
     """
 
     def __init__(
-        self, spec: ModelSpec, home: HostHome | DiskHome, optimizer: OptimizerOps, buffer: Tensor | None
+        self, spec: ModelSpec, home: HostHome | DiskHome, optimizer: Counted, buffer: Tensor | None
     ) -> None:
         self._spec = spec
         self._home = home

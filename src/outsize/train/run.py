@@ -12,6 +12,7 @@ from outsize.data.batch import Batch
 from outsize.data.packed import PackedDataset
 from outsize.data.prefetch import Prefetcher
 from outsize.errors import NonFiniteError
+from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
 from outsize.planner.timeline import Timeline
@@ -25,6 +26,7 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
+from outsize.train.ddp_run import run_data_parallel
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
@@ -34,6 +36,7 @@ from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import PROFILE, StepProfiler
+from outsize.train.ranks import Ranks, own_share, together
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
@@ -87,88 +90,108 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
-    for note in config.notes():
-        announce(f"note: {note}")
-    run_dir = choose_run_dir(config)
+    place = launched()
+    if place is None or place.rank == 0:
+        for note in config.notes():
+            announce(f"note: {note}")
+    asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, config))
-        stack.enter_context(
-            borrowed_torch(
-                deterministic=config.train.deterministic, device=choose_device(config.memory.device)
-            )
-        )
-        set_thresholds(heap=False)
-        resumed = checkpoint.find(config.train.resume, run_dir)
-        # Last on the way out, when no lane can write any more.
+        ranks = stack.enter_context(together(config, place, announce))
+        if ranks.restarted:
+            config, asked = _resuming(config), _resuming(asked)
+        if ranks.is_first:
+            stack.enter_context(claimed(ranks.run_dir, config))
+        ranks.group.barrier()  # who may not write there has ended by now
+        return _train(stack, config, asked, ranks, interrupt, progress)
+
+
+def _train(
+    stack: contextlib.ExitStack,
+    config: Config,
+    asked: Config,
+    ranks: Ranks,
+    interrupt: Interrupt,
+    progress: Progress | None,
+) -> TrainResult:
+    """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
+    run_dir, announce = ranks.run_dir, ranks.announce
+    stack.enter_context(
+        borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
+    )
+    set_thresholds(heap=False)
+    resumed = checkpoint.find(config.train.resume, run_dir)
+    if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-        if resumed is not None:
-            checkpoint.check_same_method(resumed, config)
-        started = config if resumed is None else _from_checkpoint(config, resumed)
-        prepared = prepare(started, run_dir, announce, adapters_from=resumed)
-        if resumed is not None:
-            prepared = _with_tokenizer(prepared, config)
-            checkpoint.check_same_run(resumed, config, prepared)
-        record = newest_home(config, run_dir, prepared, resumed, announce)
-        if resumed is not None:
-            done = checkpoint.position_of(resumed)
-            if done.step >= config.train.steps:
-                announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
-                return _nothing_done(prepared, run_dir, done)
-        dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
-        expected = forecast(prepared, run_dir, announce)
-        # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
-        begin_run(heap=prepared.heap)
-        # Entered first, so that it still watches while everything else is given back.
-        watchdog = stack.enter_context(
-            Watchdog(
-                run_dir,
-                announce,
-                action=config.train.on_stall,
-                factor=config.train.stall_factor,
-                floor_s=config.train.stall_floor_s,
-                predicted_step_s=expected.step_s if expected is not None else None,
-            )
-        )
-        # Entered before what it speaks of, so that it speaks when every lane has ended.
-        aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
-        trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
-        # Only now is there a run: one that could not start leaves nothing but tokenised data.
-        write_whole(run_dir / "config.yaml", dump_config(config))
-        write_json(run_dir / "plan.json", prepared.plan.to_dict())
-        write_json(run_dir / "run.json", about(prepared, flops, peak))
-        if trainer.errors:
-            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
-            write_json(run_dir / QUANTISATION, trainer.errors)
-        heartbeat = stack.enter_context(Heartbeat(run_dir))
-        named = open_writers(
-            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
-        )
-        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
-        profiler = stack.enter_context(
-            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
-        )
-        sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
-        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
-        run = _Run(
-            config,
-            prepared,
+    if resumed is not None:
+        checkpoint.check_same_method(resumed, config)
+    started = config if resumed is None else _from_checkpoint(config, resumed)
+    prepared = prepare(started, run_dir, announce, adapters_from=resumed)
+    if resumed is not None:
+        prepared = _with_tokenizer(prepared, config)
+        checkpoint.check_same_run(resumed, config, prepared)
+    if ranks.group.size > 1:
+        with ranks.first_goes_first():
+            dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+        return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
+    record = newest_home(config, run_dir, prepared, resumed, announce)
+    if resumed is not None:
+        done = checkpoint.position_of(resumed)
+        if done.step >= config.train.steps:
+            announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+            return _nothing_done(prepared, run_dir, done)
+    dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+    expected = forecast(prepared, run_dir, announce)
+    # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
+    begin_run(heap=prepared.heap)
+    # Entered first, so that it still watches while everything else is given back.
+    watchdog = stack.enter_context(
+        Watchdog(
             run_dir,
-            trainer,
-            Accounts(trainer, sampler, flops, peak),
-            heartbeat,
-            writers,
-            profiler,
-            watchdog,
-            saver,
-            progress,
             announce,
-            trainer.position,
-            expected,
+            action=config.train.on_stall,
+            factor=config.train.stall_factor,
+            floor_s=config.train.stall_floor_s,
+            predicted_step_s=expected.step_s if expected is not None else None,
         )
-        aftermath.begun = True
-        return run.go(dataset, interrupt)
+    )
+    # Entered before what it speaks of, so that it speaks when every lane has ended.
+    aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
+    trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
+    # Only now is there a run: one that could not start leaves nothing but tokenised data.
+    write_whole(run_dir / "config.yaml", dump_config(config))
+    write_json(run_dir / "plan.json", prepared.plan.to_dict())
+    write_json(run_dir / "run.json", about(prepared, flops, peak))
+    if trainer.errors:
+        announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+        write_json(run_dir / QUANTISATION, trainer.errors)
+    heartbeat = stack.enter_context(Heartbeat(run_dir))
+    named = open_writers(
+        config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+    )
+    writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+    profiler = stack.enter_context(StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges))
+    sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
+    saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
+    run = _Run(
+        config,
+        prepared,
+        run_dir,
+        trainer,
+        Accounts(trainer, sampler, flops, peak),
+        heartbeat,
+        writers,
+        profiler,
+        watchdog,
+        saver,
+        progress,
+        announce,
+        trainer.position,
+        expected,
+    )
+    aftermath.begun = True
+    return run.go(dataset, interrupt)
 
 
 @dataclass(slots=True)
@@ -325,6 +348,11 @@ def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
     if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
         return prepared
     return replace(prepared, directory=Path(config.model.path))
+
+
+def _resuming(config: Config) -> Config:
+    """The same run, gone on with."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:
