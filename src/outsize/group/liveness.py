@@ -23,7 +23,7 @@ from typing import Protocol
 from outsize.errors import LostRankError, OutsizeError
 
 # Periods without a beat after which a rank whose connection is broken is taken to be dead, not just slow to beat.
-_SILENT_PERIODS = 4
+_SILENT_PERIODS = 3
 
 
 class Store(Protocol):

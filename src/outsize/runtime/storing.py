@@ -16,7 +16,6 @@ from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.spec import WEIGHTS, planes_for
 from outsize.planner.ops import Op
 from outsize.runtime.collecting import Collector
-from outsize.runtime.stepping import OptimizerOps
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import Layout
 
@@ -50,6 +49,14 @@ class Sink(Protocol):
         """Keep one unit; what this raises ends the run."""
 
 
+class Counted(Protocol):
+    """What is asked of an optimizer."""
+
+    @property
+    def updates(self) -> Mapping[str, int]:
+        """How often each parameter has been stepped."""
+
+
 class StoreOps:
     """Reads units for checkpoints.
 
@@ -67,7 +74,7 @@ class StoreOps:
         self,
         spec: ModelSpec,
         home: HostHome | DiskHome,
-        optimizer: OptimizerOps,
+        optimizer: Counted,
         buffer: Tensor | None,
         collector: Collector | None = None,
         beside: Tensor | None = None,

@@ -9,7 +9,7 @@ see `outsize.train.trainer_checkpoint`.
 from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from outsize.config import Config
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
 from outsize.model.checkpoint_planes import find_plane, pieces, read_plane
-from outsize.model.spec import UnitSpec
+from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.halves import PIECE_ELEMENTS, join_low
 from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS
 from outsize.storage.arena import Arena
+from outsize.storage.home import Home
 from outsize.train import checkpoint_state, standing, trainer_checkpoint
 from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import (
@@ -32,11 +33,36 @@ from outsize.train.checkpoint_state import (
     state_planes,
 )
 from outsize.train.fill import FILL_ELEMENTS
+from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared
 from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer, schedule_of
+from outsize.train.stream import schedule_of
 
 Stored = Mapping[str, StoredTensor]
+
+
+class Restorable(Protocol):
+    """What a checkpoint is brought back into: a `StreamedTrainer`, or a replica of plain data parallel."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The units."""
+
+    @property
+    def home(self) -> Home:
+        """Where they rest."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The run."""
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by."""
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """How often each parameter was stepped."""
 
 
 def find(resume: str, run_dir: Path) -> Path | None:
@@ -131,7 +157,7 @@ def check_files(directory: Path) -> None:
 
 
 def restore(
-    trainer: StreamedTrainer, directory: Path, announce: Callable[[str], None] = lambda _: None
+    trainer: Restorable, directory: Path, announce: Callable[[str], None] = lambda _: None
 ) -> Position:
     """Bring optimizer state and position back; weights are those of the checkpoint that ``prepared`` reads.
 
@@ -150,12 +176,12 @@ def restore(
                     _restore_masters(trainer, unit, stored, excepted, arena)
                 else:
                     _restore_plane(trainer, unit, plane, stored, arena)
-    trainer.engine.optimizer.updates.update(state["updates"])
+    trainer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return checkpoint_state.position_of(directory)
 
 
-def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callable[[str], None]) -> Position:
+def _restore_foreign(trainer: Restorable, directory: Path, announce: Callable[[str], None]) -> Position:
     """Bring the moments of a ``Trainer``'s AdamW back, as fp32."""
     state = trainer_checkpoint.OptimizerState(directory, trainer.prepared.split.model, trainer.spec)
     position = trainer_checkpoint.position_of(directory)
@@ -169,7 +195,7 @@ def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callab
                     trainer, unit, plane, {name: m for name, m in moments.items() if m is not None}, arena
                 )
     trained = (t.name for unit in trainer.spec.units for t in unit.tensors if t.trainable)
-    trainer.engine.optimizer.updates.update({name: state.updates(name) for name in trained})
+    trainer.updates.update({name: state.updates(name) for name in trained})
     for line in state.other_settings(trainer.prepared.config.optimizer):
         announce(f"note: {directory.name}: {line}")
     ours = schedule_of(trainer.prepared.config).learning_rate(position.step)
@@ -182,7 +208,7 @@ def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callab
 
 
 def _fill_plane(
-    trainer: StreamedTrainer, unit: UnitSpec, plane: str, tensors: Mapping[str, Tensor], arena: Arena
+    trainer: Restorable, unit: UnitSpec, plane: str, tensors: Mapping[str, Tensor], arena: Arena
 ) -> None:
     """Write a plane of a unit from flat tensors by name, piece by piece; what has none is zero."""
     size = min(FILL_ELEMENTS, unit.numel)
@@ -195,9 +221,7 @@ def _fill_plane(
         trainer.home.write(unit.index, plane, start, chunk)
 
 
-def _restore_plane(
-    trainer: StreamedTrainer, unit: UnitSpec, plane: str, stored: Stored, arena: Arena
-) -> None:
+def _restore_plane(trainer: Restorable, unit: UnitSpec, plane: str, stored: Stored, arena: Arena) -> None:
     size = min(FILL_ELEMENTS, unit.numel)
     values = arena.take(4 * size, "restore").view(torch.float32)
     for start, length in _held(trainer, unit, size):
@@ -207,7 +231,7 @@ def _restore_plane(
 
 
 def _restore_masters(
-    trainer: StreamedTrainer, unit: UnitSpec, stored: Stored, excepted: tuple[Tensor, Tensor], arena: Arena
+    trainer: Restorable, unit: UnitSpec, stored: Stored, excepted: tuple[Tensor, Tensor], arena: Arena
 ) -> None:
     """Join masters of the weights, which are at home already, and what the checkpoint holds beyond them."""
     size = min(PIECE_ELEMENTS, unit.numel)
@@ -224,7 +248,7 @@ def _restore_masters(
         trainer.home.write(unit.index, MASTER, start, master[:length])
 
 
-def _held(trainer: StreamedTrainer, unit: UnitSpec, size: int) -> Iterator[tuple[int, int]]:
+def _held(trainer: Restorable, unit: UnitSpec, size: int) -> Iterator[tuple[int, int]]:
     """Yield ``(first element, elements)`` of pieces of a plane of the optimizer's state that the home holds."""
     own = trainer.prepared.own
     held = range(unit.numel) if own is None else own[unit.index]

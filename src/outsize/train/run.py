@@ -11,7 +11,10 @@ from outsize.config import Config, dump_config
 from outsize.data.batch import Batch
 from outsize.data.packed import PackedDataset
 from outsize.data.prefetch import Prefetcher
+from outsize.data.shared import SharedData
 from outsize.errors import NonFiniteError
+from outsize.group.group import Group
+from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
 from outsize.planner.timeline import Timeline
@@ -25,15 +28,19 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
-from outsize.train.flops import peak_of, step_flops
+from outsize.train.council import Council
+from outsize.train.ddp_run import run_data_parallel
+from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
+from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import PROFILE, StepProfiler
+from outsize.train.ranks import Ranks, own_share, together
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
@@ -87,88 +94,135 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
-    for note in config.notes():
-        announce(f"note: {note}")
-    run_dir = choose_run_dir(config)
+    place = launched()
+    if place is None or place.rank == 0:
+        for note in config.notes():
+            announce(f"note: {note}")
+    asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, config))
-        stack.enter_context(
-            borrowed_torch(
-                deterministic=config.train.deterministic, device=choose_device(config.memory.device)
-            )
-        )
-        set_thresholds(heap=False)
-        resumed = checkpoint.find(config.train.resume, run_dir)
-        # Last on the way out, when no lane can write any more.
+        ranks = stack.enter_context(together(config, place, announce))
+        if ranks.restarted:
+            config, asked = _resuming(config), _resuming(asked)
+        if ranks.is_first:
+            stack.enter_context(claimed(ranks.run_dir, config))
+        ranks.group.barrier()  # who may not write there has ended by now
+        return _train(stack, config, asked, ranks, interrupt, progress)
+
+
+def _train(
+    stack: contextlib.ExitStack,
+    config: Config,
+    asked: Config,
+    ranks: Ranks,
+    interrupt: Interrupt,
+    progress: Progress | None,
+) -> TrainResult:
+    """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
+    run_dir, announce = ranks.run_dir, ranks.announce
+    stack.enter_context(
+        borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
+    )
+    set_thresholds(heap=False)
+    resumed = checkpoint.find(config.train.resume, run_dir)
+    if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-        if resumed is not None:
-            checkpoint.check_same_method(resumed, config)
-        started = config if resumed is None else _from_checkpoint(config, resumed)
-        prepared = prepare(started, run_dir, announce, adapters_from=resumed)
-        if resumed is not None:
-            prepared = _with_tokenizer(prepared, config)
-            checkpoint.check_same_run(resumed, config, prepared)
-        record = newest_home(config, run_dir, prepared, resumed, announce)
-        if resumed is not None:
-            done = checkpoint.position_of(resumed)
-            if done.step >= config.train.steps:
-                announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
-                return _nothing_done(prepared, run_dir, done)
+    if resumed is not None:
+        checkpoint.check_same_method(resumed, config)
+    started = config if resumed is None else _from_checkpoint(config, resumed)
+    streams = ranks.group.size > 1 and config.parallel.mode != "ddp"
+    group = ranks.group if streams else None
+    prepared = prepare(started, ranks.own_dir, announce, adapters_from=resumed, group=group)
+    if resumed is not None:
+        prepared = _with_tokenizer(prepared, config)
+        checkpoint.check_same_run(resumed, config, prepared)
+    dataset: PackedDataset | None = None
+    if ranks.group.size > 1:
+        with ranks.first_goes_first():
+            dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+        if not streams:
+            return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
+        begun = checkpoint.position_of(resumed).step if resumed is not None else 0
+        check_same_run(prepared, dataset.batch(begun, config.sequences_per_step), resumed, ranks.group)
+    own_dir = ranks.own_dir
+    record = newest_home(config, own_dir, prepared, resumed, announce)
+    if resumed is not None:
+        done = checkpoint.position_of(resumed)
+        if done.step >= config.train.steps:
+            announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+            return _nothing_done(prepared, run_dir, done)
+    if dataset is None:
         dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
-        expected = forecast(prepared, run_dir, announce)
-        # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
-        begin_run(heap=prepared.heap)
-        # Entered first, so that it still watches while everything else is given back.
-        watchdog = stack.enter_context(
-            Watchdog(
-                run_dir,
-                announce,
-                action=config.train.on_stall,
-                factor=config.train.stall_factor,
-                floor_s=config.train.stall_floor_s,
-                predicted_step_s=expected.step_s if expected is not None else None,
-            )
-        )
-        # Entered before what it speaks of, so that it speaks when every lane has ended.
-        aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
-        trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
-        # Only now is there a run: one that could not start leaves nothing but tokenised data.
-        write_whole(run_dir / "config.yaml", dump_config(config))
-        write_json(run_dir / "plan.json", prepared.plan.to_dict())
-        write_json(run_dir / "run.json", about(prepared, flops, peak))
-        if trainer.errors:
-            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
-            write_json(run_dir / QUANTISATION, trainer.errors)
-        heartbeat = stack.enter_context(Heartbeat(run_dir))
-        named = open_writers(
-            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
-        )
-        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
-        profiler = stack.enter_context(
-            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
-        )
-        sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
-        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
-        run = _Run(
-            config,
-            prepared,
-            run_dir,
-            trainer,
-            Accounts(trainer, sampler, flops, peak),
-            heartbeat,
-            writers,
-            profiler,
-            watchdog,
-            saver,
-            progress,
+    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+    expected = forecast(prepared, own_dir, announce)
+    # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
+    begin_run(heap=prepared.heap)
+    # Entered first, so that it still watches while everything else is given back.
+    watchdog = stack.enter_context(
+        Watchdog(
+            own_dir,
             announce,
-            trainer.position,
-            expected,
+            action=config.train.on_stall,
+            factor=config.train.stall_factor,
+            floor_s=config.train.stall_floor_s,
+            predicted_step_s=expected.step_s if expected is not None else None,
         )
-        aftermath.begun = True
-        return run.go(dataset, interrupt)
+    )
+    # Entered before what it speaks of, so that it speaks when every lane has ended.
+    aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce, prepared.own))
+    trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+    _write_facts(own_dir, asked, prepared, flops, peak, trainer.errors, announce)
+    heartbeat = stack.enter_context(Heartbeat(own_dir))
+    named = open_writers(
+        config.telemetry.writers if ranks.is_first else (),
+        own_dir,
+        config.telemetry.project,
+        config.model_dump(mode="json"),
+    )
+    writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+    profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
+    sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
+    council = Council(prepared.group)
+    saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce, council))
+    run = _Run(
+        config,
+        prepared,
+        ranks,
+        council,
+        trainer,
+        Accounts(trainer, sampler, flops, peak),
+        heartbeat,
+        writers,
+        profiler,
+        watchdog,
+        saver,
+        progress if ranks.is_first else None,
+        announce,
+        trainer.position,
+        expected,
+    )
+    aftermath.begun = True
+    # First of all on the way out: lanes that wait for other ranks, here and there, hear that it is over.
+    stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
+    return run.go(dataset, interrupt)
+
+
+def _write_facts(
+    own_dir: Path,
+    asked: Config,
+    prepared: Prepared,
+    flops: float | None,
+    peak: Peak,
+    errors: dict[str, float],
+    announce: Announce,
+) -> None:
+    """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
+    write_whole(own_dir / "config.yaml", dump_config(asked))
+    write_json(own_dir / "plan.json", prepared.plan.to_dict())
+    write_json(own_dir / "run.json", {**about(prepared, flops, peak), **_ranks_told(prepared)})
+    if errors:
+        announce(f"frozen weights are encoded: {summary(errors)}")
+        write_json(own_dir / QUANTISATION, errors)
 
 
 @dataclass(slots=True)
@@ -177,7 +231,8 @@ class _Run:
 
     config: Config
     prepared: Prepared
-    run_dir: Path
+    ranks: Ranks
+    council: Council
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
@@ -197,10 +252,10 @@ class _Run:
         config = self.config
         interrupt.can_finish = True
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
-        with _batches(dataset, config, self.position.step) as batches:
+        with _batches(dataset, config, self.position.step, self.prepared.group) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
-                if interrupt.requested:
+                if self.council.any(interrupt.requested):
                     self.announce(f"interrupted after step {self.position.step}; saving")
                     break
                 with self.accounts.saving():
@@ -209,9 +264,10 @@ class _Run:
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
-            saved = latest(self.run_dir)
+            self.council.wait()  # nobody has come to the end before what they came to is safe
+            saved = latest(self.ranks.run_dir)
             if saved is not None and self.position.step >= config.train.steps:
-                remove_home(config, self.run_dir, saved, self.announce)
+                remove_home(config, self.ranks.own_dir, saved, self.announce)
         stalled_s = self.accounts.stalled_s
         return TrainResult(
             steps=self.position.step,
@@ -222,10 +278,10 @@ class _Run:
             stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
             bytes_read=self.accounts.read_bytes,
             bytes_written=self.accounts.written_bytes,
-            run_dir=str(self.run_dir),
+            run_dir=str(self.ranks.run_dir),
             skipped_steps=self.position.skipped,
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
-            export_dir=str(latest(self.run_dir)),
+            export_dir=str(latest(self.ranks.run_dir)),
             failed_saves=self.saver.num_failed,
             **_told(self.forecast),
         )
@@ -246,10 +302,12 @@ class _Run:
         self.heartbeat.beat(record)
         self.writers.tell(record)
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
-            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+            write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.seconds, timeline)
         if self.profiler.step_ended():
-            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
+            self.announce(
+                f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
+            )
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -264,12 +322,13 @@ class _Run:
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
                 self.announce(line)
-            self.forecast.write(self.run_dir)
+            self.forecast.write(self.ranks.own_dir)
 
 
 @contextlib.contextmanager
-def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
-    with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
+def _batches(dataset: PackedDataset, config: Config, first: int, group: Group) -> Iterator[Iterator[Batch]]:
+    source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
+    with Prefetcher(source, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
 
 
@@ -300,7 +359,12 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
 
 
 def _saver(
-    config: Config, trainer: StreamedTrainer, run_dir: Path, dataset: PackedDataset, announce: Announce
+    config: Config,
+    trainer: StreamedTrainer,
+    run_dir: Path,
+    dataset: PackedDataset,
+    announce: Announce,
+    council: Council,
 ) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     newest = latest(run_dir)
@@ -314,7 +378,15 @@ def _saver(
         state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
         announce=announce,
         saved_step=-1 if newest is None else position_of(newest).step,
+        decide=council.of_first if trainer.prepared.group.size > 1 else None,
+        writes=trainer.prepared.group.rank == 0,
     )
+
+
+def _ranks_told(prepared: Prepared) -> dict[str, int]:
+    """What a run's directory says of its ranks; nothing of a single process."""
+    group = prepared.group
+    return {} if group.size == 1 else {"num_ranks": group.size, "rank": group.rank}
 
 
 def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
@@ -325,6 +397,11 @@ def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
     if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
         return prepared
     return replace(prepared, directory=Path(config.model.path))
+
+
+def _resuming(config: Config) -> Config:
+    """The same run, gone on with."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:

@@ -300,6 +300,11 @@ class StreamedTrainer:
             self.engine.finish(self._last)
             self._last = None
 
+    @property
+    def updates(self) -> dict[str, int]:
+        """How often each parameter was stepped."""
+        return self.engine.optimizer.updates
+
     def read_unit(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
         """Read one plane of a unit, as tensors by name; valid until the next call.
 
