@@ -46,9 +46,9 @@ def test_lora_trains_little_and_says_so(model_dir, capsys, gpus, tmp_path):
 
 def test_nodes_share_the_step(model_dir, capsys):
     options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice")
-    one = answer(capsys, *options, "--tokens-per-step", 64 * 128)
-    four = answer(capsys, *options, "--tokens-per-step", 256 * 128, "--nodes", 4, "--net", "100Gb")
-    assert (four["nodes"], four["tokens_per_step"]) == (4, 256 * 128)
+    one = answer(capsys, *options, "--tokens-per-step", 1024 * 128)
+    four = answer(capsys, *options, "--tokens-per-step", 4096 * 128, "--nodes", 4, "--net", "100Gb")
+    assert (four["nodes"], four["tokens_per_step"]) == (4, 4096 * 128)
     assert four["tokens_per_s"] > 2 * one["tokens_per_s"]
     assert "network" in four["usage"]
     assert run(*options, "--nodes", 2, "--net", "3GB") == 0

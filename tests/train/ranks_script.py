@@ -15,7 +15,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in 
 
 from outsize.cli import main
 from outsize.testing.processes import fork_ranks
-from outsize.train import ddp_run
+from outsize.train.heartbeat import Heartbeat
 
 
 def run(scenario, root):
@@ -23,14 +23,14 @@ def run(scenario, root):
 
     def work(rank):
         if killed is not None and killed[0] == rank:
-            beat = ddp_run.Heartbeat.beat
+            beat = Heartbeat.beat
 
             def last_beat(self, record):
                 beat(self, record)
                 if record.step == killed[1]:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            ddp_run.Heartbeat.beat = last_beat
+            Heartbeat.beat = last_beat
         sys.argv = ["outsize", "train", scenario["config"], "--json"]
         sys.exit(main())
 

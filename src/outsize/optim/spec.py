@@ -65,14 +65,18 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
 
 
-def committed_bytes(unit: UnitSpec, dtype: str) -> int:
-    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
+def committed_bytes(unit: UnitSpec, dtype: str, own_elements: int | None = None) -> int:
+    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once.
+
+    All weights, and of everything else ``own_elements``, or all where that is None.
+    """
     if not unit.trainable:
         return unit.link_bytes(dtype)
     planes = planes_for(dtype)
     apart = sum(part.home_bytes for part in unit.frozen)
     twice = sum(planes[plane] for plane in step_write_planes(dtype))
-    return unit.numel * (sum(planes.values()) + twice) + apart
+    own, weights = unit.numel if own_elements is None else own_elements, planes[WEIGHTS]
+    return unit.numel * 2 * weights + own * (sum(planes.values()) + twice - 2 * weights) + apart
 
 
 def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS) -> int:

@@ -44,11 +44,13 @@ class PlannedStep:
         plan: of the run.
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
+        net_bytes_per_s: what this node sends, and receives, where several share the step.
     """
 
     plan: Plan
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
+    net_bytes_per_s: float = 0.0
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
         """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
@@ -63,6 +65,8 @@ class PlannedStep:
             below=self.plan.below,
             tile_elements=tile_elements,
             transport=self.plan.transport,
+            net_bytes_per_s=self.net_bytes_per_s,
+            wire=self.plan.wire,
         )
 
     def expect(self, costs: CostModel) -> ExpectedStep:
@@ -94,5 +98,5 @@ def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:
     elements = max(plan.tile_elements, -(-largest // SIMULATED_TILES))
     if not any(plan.layout.tiles) or elements == plan.tile_elements:
         return plan.layout, plan.tile_elements
-    numels = (size // 4 for size in plan.layout.gradient_bytes)
+    numels = plan.layout.own_elements or tuple(size // 4 for size in plan.layout.gradient_bytes)
     return replace(plan.layout, tiles=tuple(-(-numel // elements) for numel in numels)), elements

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outsize.codecs.transport import Transport
-from outsize.model.spec import ModelSpec, UnitSpec, granule_elements_for
+from outsize.codecs.wire import EXACT, Wire
+from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.optim.shares import home_granule
 from outsize.optim.spec import (
     bytes_per_parameter,
     commit_record_bytes,
@@ -31,6 +33,7 @@ from outsize.optim.spec import (
 )
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
+from outsize.planner.net_memory import net_bytes
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.planner.transport import (
@@ -102,11 +105,16 @@ class Traffic:
     disk_written: int = 0
 
 
-def home_bytes(unit: UnitSpec, dtype: str) -> int:
-    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient."""
+def home_bytes(unit: UnitSpec, dtype: str, own_elements: int | None = None) -> int:
+    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
+
+    Of several nodes each has all weights, and the others of ``own_elements`` only.
+    """
     if not unit.trainable:
         return unit.link_bytes(dtype)
-    return unit.numel * bytes_per_parameter(dtype) + sum(part.home_bytes for part in unit.frozen)
+    own = unit.numel if own_elements is None else own_elements
+    state = own * (bytes_per_parameter(dtype) - ITEMSIZE[dtype])
+    return unit.numel * ITEMSIZE[dtype] + state + sum(part.home_bytes for part in unit.frozen)
 
 
 def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
@@ -149,11 +157,12 @@ def memory_table(
     tile_elements: int,
     host_buffer_bytes: int,
     transport: Transport = NO_CODECS,
+    wire: Wire = EXACT,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
-    Tile buffers and the checkpoint's buffer lie in host memory, which is the device's own where the disk is
-    below it.
+    Buffers for tiles, whole units, other nodes and checkpoints lie in host memory, which is the device's own where the
+    disk is below it.
     """
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
@@ -162,17 +171,19 @@ def memory_table(
     buffers["optimizer tiles"] = ring
     buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
     if layout.commits:
-        record = commit_record_bytes(model, granule_elements_for(tile_elements))
+        record = commit_record_bytes(model, home_granule(model, tile_elements, layout.num_nodes))
         buffers["commits"] = COMMIT_COPIES * record
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
-    table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
+    buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
+    buffers |= net_bytes(model, layout, wire, home)
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
-    table[home]["home"] = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    own = layout.own_elements or tuple(unit.numel for unit in model.units)
+    table[home]["home"] = sum(home_bytes(unit, model.dtype, own[unit.index]) for unit in model.units)
     if home == "host":
         table["host"]["home"] -= packed_bytes(transport, model)
     if layout.commits:
-        kept = sum(committed_bytes(unit, model.dtype) for unit in model.units)
+        kept = sum(committed_bytes(unit, model.dtype, own[unit.index]) for unit in model.units)
         table[home]["home"] = kept + 2 * commit_record_bytes(model)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
@@ -195,7 +206,8 @@ def count_traffic(
     written_bytes = sum(planes[plane] for plane in step_write_planes(model.dtype))
 
     def elements(op: Op) -> int:
-        numel = model.units[op.unit or 0].numel
+        unit = op.unit or 0
+        numel = layout.own_elements[unit] if layout.own_elements else model.units[unit].numel
         return min(tile_elements, numel - (op.tile or 0) * tile_elements)
 
     for op in program:

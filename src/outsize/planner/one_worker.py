@@ -63,5 +63,11 @@ def _demand(question: Question, microbatches: int) -> Demand:
 def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
     transport = question.transport if home == "host" else NO_CODECS
     return PlanOptions(
-        home=home, below="host", clip=question.clip, microbatches=microbatches, transport=transport
+        home=home,
+        below="host",
+        clip=question.clip,
+        microbatches=microbatches,
+        transport=transport,
+        nodes=question.nodes,
+        wire=question.wire,
     )

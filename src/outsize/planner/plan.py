@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import bytes_per_parameter
@@ -62,6 +63,7 @@ class Plan:
         traffic: bytes that cross links in one step.
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
+        wire: codecs between nodes.
     """
 
     home: Tier
@@ -77,6 +79,7 @@ class Plan:
     traffic: Traffic
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
+    wire: Wire = EXACT
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -141,6 +144,7 @@ class Plan:
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
             "bytes_per_step": asdict(self.traffic),
             "transport": asdict(self.transport),
+            **({"nodes": layout.num_nodes, "wire": asdict(self.wire)} if layout.num_nodes > 1 else {}),
             "program": render(self.program).splitlines(),
         }
 
@@ -172,6 +176,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             tile_elements=knobs.tile_elements,
             host_buffer_bytes=sizing.host_buffer_bytes,
             transport=options.transport,
+            wire=options.wire,
         )
 
     knobs = sizing.least()
@@ -211,6 +216,7 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
         below=options.below,
         tile_elements=least.tile_elements,
         host_buffer_bytes=sizing.host_buffer_bytes,
+        wire=options.wire,
     )
     return not _shortage(table, budgets)
 
@@ -242,6 +248,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         budgets=budgets,
         traffic=traffic,
         transport=options.transport,
+        wire=options.wire,
     )
 
 

@@ -10,7 +10,6 @@ from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, GRADIENT, MASTER, WEIGHTS, p
 from outsize.planner.blame import waits_by_cause
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.memory import Tier
-from outsize.planner.ops import Kind
 from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
 from outsize.planner.stages import Stages
@@ -142,6 +141,7 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
 def _by_plane(candidate: Candidate) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
     parts: dict[str, int] = defaultdict(int)
+    own = candidate.layout.own_elements
     for unit in candidate.model.units:
         planes = (
             planes_for(candidate.model.dtype)
@@ -149,7 +149,8 @@ def _by_plane(candidate: Candidate) -> Table:
             else {WEIGHTS: ITEMSIZE[candidate.model.dtype]}
         )
         for plane, size in planes.items():
-            parts[_PLANE_CLASS[plane]] += unit.numel * size
+            shared = bool(own) and plane != WEIGHTS
+            parts[_PLANE_CLASS[plane]] += (own[unit.index] if shared else unit.numel) * size
         for part in unit.frozen:
             parts["frozen weights"] += part.home_bytes
     return {
@@ -185,10 +186,6 @@ def _usage(candidate: Candidate, busy_s: float, step_s: float) -> dict[str, floa
     amounts: dict[str, float] = defaultdict(float)
     program = candidate.programs[-1]
     costs = [candidate.costs.cost_of(op) for op in program]
-    if candidate.costs.exchange is not None:
-        whole = {op.unit: op for op in program if op.kind is Kind.GRAD}.values()
-        steps = (op for op in program if op.kind is Kind.STEP)
-        costs += [candidate.costs.exchange(op) for op in (*whole, *steps)]
     for cost in costs:
         for name in cost.through:
             amounts[name] += cost.amount

@@ -12,6 +12,7 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_part, pack_unit
+from outsize.optim.shares import largest_share
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.hazards import SAVE_WINDOW
@@ -57,6 +58,9 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     times = unit_times(machine, model.compute_dtype, work)
     layout, memory = _fit(question, model, work, microbatches, times, _effort(model))
+    if question.nodes > 1:
+        own = largest_share(model, question.nodes)
+        layout = replace(layout, num_nodes=question.nodes, own_elements=own)
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -164,7 +168,13 @@ def _fit(
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
-    home = sum(home_bytes(unit, model.dtype) for unit in model.units)
+    # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
+    own = largest_share(model, question.nodes) if question.nodes > 1 else None
+    home = sum(
+        home_bytes(unit, model.dtype, None if own is None else own[unit.index])
+        + (0 if own is None else unit.gradient_bytes - 4 * own[unit.index]) * unit.trainable
+        for unit in model.units
+    )
     table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
     for halves in HALVES:
         stages = _single_units(model, halves)

@@ -10,7 +10,9 @@ from itertools import takewhile
 from typing import Literal
 
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import ModelSpec
+from outsize.optim.shares import largest_share, shares
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
 
@@ -44,6 +46,9 @@ class PlanOptions:
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
         transport: codecs on the link.
+        nodes: processes that share the step.
+        rank: number of this one; None for the one that steps most.
+        wire: codecs between them.
         activations: whether what backwards need of their forwards is recomputed, or kept on the device; ``auto`` keeps
             what has room when all else has.
     """
@@ -60,6 +65,9 @@ class PlanOptions:
     cut: bool = False
     activations: Activations = "auto"
     transport: Transport = field(default_factory=Transport)
+    nodes: int = 1
+    rank: int | None = None
+    wire: Wire = EXACT
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -98,6 +106,9 @@ class Sizing:
     def __init__(self, model: ModelSpec, options: PlanOptions) -> None:
         self.model = model
         self.options = options
+        self.own_elements: tuple[int, ...] = ()
+        if options.nodes > 1:
+            self.own_elements = own_elements(model, options.nodes, options.rank)
         streamed = model.units[: model.num_streamed]
         weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.all_tensors]
         gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
@@ -108,12 +119,12 @@ class Sizing:
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Size of a host buffer: any unit's weights, or its gradient."""
-        if not self.options.staged:
-            return 0
+        """Size of a host buffer: any unit's weights, or its gradient, or that alone where nothing else goes through."""
         units = self.model.units
-        weights = max(unit.weight_bytes(self.model.dtype) for unit in units)
-        return max(weights, *(unit.gradient_bytes * unit.trainable for unit in units))
+        gradients = max(unit.gradient_bytes * unit.trainable for unit in units)
+        if not self.options.staged:
+            return gradients if self.options.nodes > 1 else 0
+        return max(gradients, *(unit.weight_bytes(self.model.dtype) for unit in units))
 
     def least(self) -> Knobs:
         """Return the knobs of the plan that needs the least device memory."""
@@ -123,15 +134,16 @@ class Sizing:
             num_accumulators=min(1, len(self._accumulator_sizes)),
             num_kept=0,
             tile_elements=tile_elements if self.options.home == "disk" else 0,
-            num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged else 0,
+            num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
         )
 
     def layout(self, knobs: Knobs) -> StepLayout:
         """Return the layout that ``knobs`` make."""
         model, options = self.model, self.options
         has_rest = len(model.units) > model.num_streamed
+        own = self.own_elements or tuple(unit.numel for unit in model.units)
         tiles = tuple(
-            -(-unit.numel // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
+            -(-own[unit.index] // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
             for unit in model.units
         )
         layout = StepLayout(
@@ -151,6 +163,8 @@ class Sizing:
             staged=options.staged,
             commits=options.commits and options.home == "disk",
             kept=knobs.kept,
+            num_nodes=options.nodes,
+            own_elements=self.own_elements,
             cut=options.cut,
         )
         if options.offload is False:
@@ -212,3 +226,10 @@ def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     largest = max(size for _, size in units)
     block = max((size for kind, size in units if kind == "block"), default=largest)
     return (largest, *[block] * (len(units) - 1))
+
+
+def own_elements(model: ModelSpec, nodes: int, rank: int | None = None) -> tuple[int, ...]:
+    """Return the elements of each unit that one of several nodes steps; ``rank`` None is the one that steps most."""
+    if rank is None:
+        return largest_share(model, nodes)
+    return tuple(len(ranges[rank]) for ranges in shares(model, nodes))

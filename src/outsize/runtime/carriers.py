@@ -172,7 +172,7 @@ class GradientCarrier:
         that what rounding makes of an element differs from step to step, and repeats when the run does. What is lost is
         remembered without ``loss_scale``, which may be another one the next time.
         """
-        for start, stop in _gaps(unit, touched):
+        for start, stop in gaps(unit, touched):
             plane[start:stop].zero_()
         residual = self._residuals.get(unit.index)
         if residual is not None:
@@ -196,8 +196,8 @@ class GradientCarrier:
         return wire_bytes
 
 
-def _gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a plane of ``unit`` that belong to no touched tensor."""
+def gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a plane of ``unit`` that belong to no touched tensor: they hold anything."""
     end = 0
     for position, tensor in enumerate(unit.tensors):
         if position in touched:

@@ -3,13 +3,22 @@
 Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
 """
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import torch
 from torch import Tensor
 
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.adamw import AdamW, step_planes
-from outsize.optim.spec import WEIGHTS, master_plane, planes_for, step_read_planes, step_write_planes
+from outsize.optim.spec import (
+    GRADIENT,
+    WEIGHTS,
+    master_plane,
+    planes_for,
+    step_read_planes,
+    step_write_planes,
+)
 from outsize.planner.ops import Op
 from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
@@ -27,6 +36,9 @@ class OptimizerOps:
         tile_buffers: byte buffers, each with room for all planes of one tile.
         tile_elements: elements per tile.
         encoded: told of units that have stepped in place; None where nobody wants to know.
+        own: of several ranks, the elements of each unit that this one steps; None for all.
+        keeps_changes: whether a STEP of a whole unit leaves, in the memory of its gradient, the bits in which its
+            16-bit weights have changed.
 
     Attributes:
         updates: how often each trainable parameter has been stepped; one that got no gradient in a step is left alone
@@ -41,8 +53,12 @@ class OptimizerOps:
         tile_buffers: list[Tensor],
         tile_elements: int,
         encoded: EncodedWeights | None = None,
+        own: Sequence[range] | None = None,
+        keeps_changes: bool = False,
     ) -> None:
         self._encoded = encoded
+        self._own = [range(unit.numel) for unit in spec.units] if own is None else own
+        self._keeps_changes = keeps_changes
         self._spec = spec
         self._home = home
         self._settings = settings
@@ -69,19 +85,30 @@ class OptimizerOps:
             return
         if op.tile is None:
             assert op.unit is not None
-            assert isinstance(self._home, HostHome)
-            unit = self._spec.units[op.unit]
-            planes = {name: self._home.view(op.unit, name) for name in planes_for(self._spec.dtype)}
-            weights = planes[WEIGHTS] if self._master != WEIGHTS else None
-            self._apply(unit, 0, unit.numel, planes, weights, context)
-            if self._encoded is not None:
-                self._encoded.stepped(op.unit)
+            self._step_whole(self._spec.units[op.unit], context)
         else:
             unit, start, stop, planes = self._tile(op)
             self._apply(unit, start, stop, planes, None, context)
             if self._master != WEIGHTS:
                 # All of the tile is written, and its weights were not read: those that do not step are made again.
                 planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
+
+    def _step_whole(self, unit: UnitSpec, context: StepContext) -> None:
+        """Step all that this rank steps of a unit, in place."""
+        own = self._own[unit.index]
+        if not own:
+            self._count(unit, context)
+            return
+        assert isinstance(self._home, HostHome)
+        planes = {name: self._home.view(unit.index, name) for name in planes_for(self._spec.dtype)}
+        weights = planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
+        apart = self._master != WEIGHTS
+        rounded = weights if apart and not self._keeps_changes else None
+        self._apply(unit, own.start, own.stop, planes, rounded, context)
+        if self._keeps_changes:
+            _round_and_keep(planes[self._master], weights, planes[GRADIENT])
+        if self._encoded is not None:
+            self._encoded.stepped(unit.index)
 
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a tile: tile buffer → disk."""
@@ -104,7 +131,7 @@ class OptimizerOps:
         context: StepContext,
     ) -> None:
         length = stop - start
-        if start == 0:
+        if start == self._own[unit.index].start:
             self._count(unit, context)
         step_planes(
             self._settings,
@@ -134,8 +161,9 @@ class OptimizerOps:
         assert op.tile is not None
         assert op.buffer is not None
         unit = self._spec.units[op.unit]
-        start = op.tile * self._tile_elements
-        return unit, start, min(start + self._tile_elements, unit.numel), self._buffers[op.buffer]
+        own = self._own[unit.index]
+        start = own.start + op.tile * self._tile_elements
+        return unit, start, min(start + self._tile_elements, own.stop), self._buffers[op.buffer]
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
@@ -147,6 +175,15 @@ class OptimizerOps:
             planes[name] = buffer[offset : offset + num_bytes].view(dtype)
             offset += num_bytes
         return planes
+
+
+def _round_and_keep(master: Tensor, weights: Tensor, gradient: Tensor) -> None:
+    """Set 16-bit ``weights`` to rounded masters, and the first half of ``gradient`` to the bits that this changes."""
+    changed = gradient.view(weights.dtype)[: weights.numel()]
+    changed.copy_(master)
+    bits, before = changed.view(torch.int16), weights.view(torch.int16)
+    bits ^= before  # new ^ old
+    before ^= bits  # new
 
 
 def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.spec import ModelSpec, UnitSpec
-from outsize.optim.spec import planes_for
+from outsize.optim.spec import WEIGHTS, planes_for
 from outsize.planner.ops import Op
+from outsize.runtime.collecting import Collector
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import Layout
 
@@ -65,11 +66,21 @@ class StoreOps:
         optimizer: knows how often each parameter has been stepped.
         buffer: for pieces of a disk home's planes: takes a granule of two of them, or the largest unit; None for a host
             home.
+        collector: of several ranks, brings their shares to the first; None for a single process.
+        beside: for the weights beside a piece of a collected plane.
     """
 
     def __init__(
-        self, spec: ModelSpec, home: HostHome | DiskHome, optimizer: Counted, buffer: Tensor | None
+        self,
+        spec: ModelSpec,
+        home: HostHome | DiskHome,
+        optimizer: Counted,
+        buffer: Tensor | None,
+        collector: Collector | None = None,
+        beside: Tensor | None = None,
     ) -> None:
+        self._collector = collector
+        self._beside = beside
         self._spec = spec
         self._home = home
         self._optimizer = optimizer
@@ -80,12 +91,22 @@ class StoreOps:
         """STORE: home → whoever the program was submitted for."""
         assert op.unit is not None
         unit = self._spec.units[op.unit]
+        if self._collector is not None and not self._collector.is_first:
+            self._collector.serve(unit)
+            return
         counts = self._optimizer.updates
         updates = {t.name: counts[t.name] for t in unit.tensors if t.name in counts}
-        sink(UnitAtRest(unit, updates, self))
+        try:
+            sink(UnitAtRest(unit, updates, self))
+        finally:
+            if self._collector is not None:
+                self._collector.done()
 
     def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """See `UnitAtRest.chunks`."""
+        if self._collector is not None and set(planes) != {WEIGHTS}:
+            yield from self._collected(self._collector, unit, planes)
+            return
         if isinstance(self._home, HostHome):
             if self._home.packed(unit.index, planes[0]) is not None:
                 yield from self._unpacked(unit, planes)
@@ -98,6 +119,19 @@ class StoreOps:
             chunk = {plane: part[:length] for plane, part in parts.items()}
             self._home.read_planes(unit.index, start, chunk)
             yield start, tuple(chunk.values())
+
+    def _collected(
+        self, collector: Collector, unit: UnitSpec, planes: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of one plane of which each rank has a share, and of the weights beside it if they are asked for."""
+        (shared,) = (plane for plane in planes if plane != WEIGHTS)
+        for start, piece in collector.plane(unit, shared):
+            found = {shared: piece}
+            if WEIGHTS in planes:
+                assert self._beside is not None
+                found[WEIGHTS] = self._beside[: len(piece)]
+                self._home.read(unit.index, WEIGHTS, start, found[WEIGHTS])
+            yield start, tuple(found[plane] for plane in planes)
 
     def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""

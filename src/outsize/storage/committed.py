@@ -10,7 +10,7 @@ Gradients are not part of a state: they lie there once, and no commit speaks of 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack
 from outsize.units import align_up
 
 
-def layout_digest(model: ModelSpec) -> str:
-    """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what."""
-    text = repr((model.dtype, [_digested(u) for u in model.units]))
+def layout_digest(model: ModelSpec, own: Sequence[range] | None = None) -> str:
+    """Return a digest, hexadecimal, of what decides where a home of ``model``, or of a share of it, keeps what."""
+    text = repr((model.dtype, [_digested(u) for u in model.units], *([list(own)] if own is not None else [])))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -44,7 +44,9 @@ def _digested(unit: UnitSpec) -> tuple[object, ...]:
     return (*found, unit.frozen) if unit.frozen else found
 
 
-def find_record(path: Path, model: ModelSpec) -> tuple[Record | None, str]:
+def find_record(
+    path: Path, model: ModelSpec, own: Sequence[range] | None = None
+) -> tuple[Record | None, str]:
     """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
 
     Raises:
@@ -53,8 +55,8 @@ def find_record(path: Path, model: ModelSpec) -> tuple[Record | None, str]:
     if not path.is_file():
         return None, ""
     record, wrong = newest_record(path, commit_record_bytes(model))
-    ours = record is not None and record.layout == layout_digest(model)
-    if ours and path.stat().st_size != _layout_of(model).num_bytes:
+    ours = record is not None and record.layout == layout_digest(model, own)
+    if ours and path.stat().st_size != _layout_of(model, own=own).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
 
@@ -74,6 +76,7 @@ class CommittedHome(DiskHome):
         request_bytes: largest single disk request, rounded up to whole granules.
         temporary: the file has no name and is gone when the process ends; it commits all the same.
         ledger: where the file's bytes are reserved, in tier ``disk``.
+        own: elements of each unit whose optimizer state is held; None for all.
 
     Raises:
         StorageError: see `DirectFile`.
@@ -93,8 +96,10 @@ class CommittedHome(DiskHome):
         request_bytes: int = DEFAULT_REQUEST_BYTES,
         temporary: bool = False,
         ledger: Ledger | None = None,
+        own: Sequence[range] | None = None,
     ) -> None:
         self._model = model
+        self._own = own
         self._slot_bytes = commit_record_bytes(model)
         if record is not None:
             granule_elements = min(record.granule_elements, granule_elements)
@@ -109,6 +114,7 @@ class CommittedHome(DiskHome):
             temporary=temporary,
             ledger=ledger,
             existing=record is not None,
+            own=own,
         )
         self.granule_elements = granule_elements
         self._granules = {key: Granules(extent, found) for key, extent in self._layout.extents.items()}
@@ -140,7 +146,7 @@ class CommittedHome(DiskHome):
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
-            layout=layout_digest(self._model),
+            layout=layout_digest(self._model, self._own),
             sides=np.concatenate([granules.newest for granules in kept]),
             checksums=np.concatenate([granules.newest_checksums for granules in kept]),
         )
@@ -164,7 +170,7 @@ class CommittedHome(DiskHome):
         for (unit, plane), granules in self._granules.items():
             if plane != GRADIENT:
                 buffer = borrow(granules.extent.num_bytes)
-                self.read(unit, plane, 0, buffer.view(granules.extent.dtype))
+                self.read(unit, plane, granules.extent.first, buffer.view(granules.extent.dtype))
                 if granules.granule_elements > self.granule_elements:
                     finer = granules.refine(self.granule_elements, buffer.numpy().data)
                     self._granules[unit, plane] = finer
@@ -183,14 +189,14 @@ class CommittedHome(DiskHome):
             size = size or extent.numel
             for start in range(0, extent.numel, size):
                 part = piece.view(extent.dtype)[: min(size, extent.numel - start)]
-                self.read(unit, plane, start, part)
-                home.write(unit, plane, start, part)
+                self.read(unit, plane, extent.first + start, part)
+                home.write(unit, plane, extent.first + start, part)
 
     def _restore(self, record: Record) -> None:
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
-        if bad or record.layout != layout_digest(self._model):
+        if bad or record.layout != layout_digest(self._model, self._own):
             raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
         for granules, sides, checksums in zip(
             kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
@@ -198,17 +204,17 @@ class CommittedHome(DiskHome):
             granules.restore(sides, checksums)
         self._sequence = record.sequence
 
-    def _lay_out(self, model: ModelSpec, planes: Mapping[str, int]) -> Layout:
-        return _layout_of(model, planes)
+    def _lay_out(self, model: ModelSpec, planes: Mapping[str, int], own: Sequence[range] | None) -> Layout:
+        return _layout_of(model, planes, own)
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         spans: list[Span] = []
         checks: list[Inspect] = []
         for plane, tensor in into.items():
-            self._layout.locate(unit, plane, start, tensor)
+            begin = start - self._layout.locate(unit, plane, start, tensor).first
             granules = self._granules[unit, plane]
-            for side, first, last in granules.to_read(start, tensor.numel()):
-                spans.append(_span(granules, tensor, start, side, first, last))
+            for side, first, last in granules.to_read(begin, tensor.numel()):
+                spans.append(_span(granules, tensor, begin, side, first, last))
                 checks.append(self._checked(unit, plane, granules, granules.check(side, first)))
         self.file.read_spans(spans, checks)
 
@@ -217,10 +223,10 @@ class CommittedHome(DiskHome):
         notes: list[Inspect] = []
         written: list[tuple[Granules, int, int, int]] = []
         for plane, tensor in sources.items():
-            self._layout.locate(unit, plane, start, tensor)
+            begin = start - self._layout.locate(unit, plane, start, tensor).first
             granules = self._granules[unit, plane]
-            for side, first, last in granules.to_write(start, tensor.numel()):
-                spans.append(_span(granules, tensor, start, side, first, last))
+            for side, first, last in granules.to_write(begin, tensor.numel()):
+                spans.append(_span(granules, tensor, begin, side, first, last))
                 notes.append(granules.note(side, first))
                 written.append((granules, side, first, last))
         self.file.write_spans(spans, notes)
@@ -239,10 +245,11 @@ class CommittedHome(DiskHome):
         return inspect
 
     def _describe(self, unit: int, plane: str, granules: Granules, damage: DamagedError) -> str:
-        first = damage.granule * granules.granule_elements
+        extent = granules.extent
+        first = extent.first + damage.granule * granules.granule_elements
         where = (
             f"unit {self._model.units[unit].name}, plane {plane}, elements {first} to "
-            f"{min(first + granules.granule_elements, granules.extent.numel)}"
+            f"{min(first + granules.granule_elements, extent.first + extent.numel)}"
         )
         said = f"{self.file.path} is damaged: {where} are not what was written; look at the disk"
         if self.record is None:
@@ -256,12 +263,15 @@ class CommittedHome(DiskHome):
         return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
 
 
-def _layout_of(model: ModelSpec, planes: Mapping[str, int] | None = None) -> Layout:
+def _layout_of(
+    model: ModelSpec, planes: Mapping[str, int] | None = None, own: Sequence[range] | None = None
+) -> Layout:
     return Layout(
         model,
         planes_for(model.dtype) if planes is None else planes,
         base=NUM_SLOTS * commit_record_bytes(model),
         twice=step_write_planes(model.dtype),
+        own=own,
     )
 
 

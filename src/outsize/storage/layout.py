@@ -1,6 +1,6 @@
 """Which plane of which unit lies where in a home, and which ranges of it may be asked for."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +17,17 @@ class Extent:
 
     Attributes:
         offset: first byte of its only side, or of side 0.
-        numel: elements.
+        numel: elements that are held.
         dtype: of the elements.
         num_sides: 2 where the plane is kept twice, one copy behind the other.
+        first: element of the unit that is the first one held; 0 unless the home holds a share.
     """
 
     offset: int
     numel: int
     dtype: torch.dtype
     num_sides: int = 1
+    first: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -41,13 +43,21 @@ class Layout:
         planes: bytes per element of each plane; units that are not trained have ``weights`` only.
         base: first byte of the first plane.
         twice: planes of trained units that are kept twice.
+        own: elements of each unit whose optimizer state is held, by unit index, see `outsize.optim.shares`; None for
+            all. Weights are held whole in any case.
 
     Raises:
         ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
     """
 
     def __init__(
-        self, model: ModelSpec, planes: Mapping[str, int], *, base: int = 0, twice: Collection[str] = ()
+        self,
+        model: ModelSpec,
+        planes: Mapping[str, int],
+        *,
+        base: int = 0,
+        twice: Collection[str] = (),
+        own: Sequence[range] | None = None,
     ) -> None:
         if "weights" not in planes:
             raise ValueError(f"planes {sorted(planes)} lack 'weights'")
@@ -56,9 +66,17 @@ class Layout:
         self.num_bytes = base
         for unit in model.units:
             for plane, dtype in dtypes.items():
-                if unit.numel and (plane == "weights" or unit.trainable):
+                whole = range(unit.numel)
+                held = whole if own is None or plane == "weights" else own[unit.index]
+                if len(held) and (plane == "weights" or unit.trainable):
                     num_sides = 2 if unit.trainable and plane in twice else 1
-                    extent = Extent(offset=self.num_bytes, numel=unit.numel, dtype=dtype, num_sides=num_sides)
+                    extent = Extent(
+                        offset=self.num_bytes,
+                        numel=len(held),
+                        dtype=dtype,
+                        num_sides=num_sides,
+                        first=held.start,
+                    )
                     self.extents[unit.index, plane] = extent
                     self.num_bytes += num_sides * extent.num_bytes
             for part in unit.frozen:
@@ -85,10 +103,11 @@ class Layout:
         stop = start + tensor.numel()
         if tensor.dtype != extent.dtype:
             raise ValueError(f"plane {plane!r} of unit {unit} is {extent.dtype}, the tensor {tensor.dtype}")
-        if start % PLANE_ELEMENTS or stop % PLANE_ELEMENTS or not 0 <= start <= stop <= extent.numel:
+        end = extent.first + extent.numel
+        if start % PLANE_ELEMENTS or stop % PLANE_ELEMENTS or not extent.first <= start <= stop <= end:
             raise ValueError(
                 f"elements {start}..{stop} of plane {plane!r} of unit {unit}:"
-                f" need multiples of {PLANE_ELEMENTS} within 0..{extent.numel}"
+                f" need multiples of {PLANE_ELEMENTS} within {extent.first}..{end}"
             )
         return extent
 

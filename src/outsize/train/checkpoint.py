@@ -6,7 +6,7 @@
 see `outsize.train.trainer_checkpoint`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
 from typing import Any, Protocol
@@ -213,8 +213,8 @@ def _fill_plane(
     """Write a plane of a unit from flat tensors by name, piece by piece; what has none is zero."""
     size = min(FILL_ELEMENTS, unit.numel)
     values = arena.take(4 * size, "restore").view(torch.float32)
-    for start in range(0, unit.numel, size):
-        chunk = values[: min(size, unit.numel - start)].zero_()
+    for start, length in _held(trainer, unit, size):
+        chunk = values[:length].zero_()
         for name, first, piece in pieces(unit, start, chunk):
             if name in tensors:
                 piece.copy_(tensors[name][first : first + piece.numel()])
@@ -224,8 +224,8 @@ def _fill_plane(
 def _restore_plane(trainer: Restorable, unit: UnitSpec, plane: str, stored: Stored, arena: Arena) -> None:
     size = min(FILL_ELEMENTS, unit.numel)
     values = arena.take(4 * size, "restore").view(torch.float32)
-    for start in range(0, unit.numel, size):
-        chunk = values[: min(size, unit.numel - start)]
+    for start, length in _held(trainer, unit, size):
+        chunk = values[:length]
         read_plane(stored, unit, start, chunk)
         trainer.home.write(unit.index, plane, start, chunk)
 
@@ -239,14 +239,20 @@ def _restore_masters(
     weights = arena.take(2 * size, "weights").view(torch.bfloat16)
     master = arena.take(4 * size, "masters").view(torch.float32)
     positions, bits = excepted
-    for start in range(0, unit.numel, size):
-        length = min(size, unit.numel - start)
+    for start, length in _held(trainer, unit, size):
         read_plane(stored, unit, start, low[:length])
         trainer.home.read(unit.index, WEIGHTS, start, weights[:length])
         master[:length].copy_(join_low(weights[:length], low[:length]))
         here = (positions >= start) & (positions < start + length)
         master.view(torch.int32)[positions[here] - start] = bits[here]
         trainer.home.write(unit.index, MASTER, start, master[:length])
+
+
+def _held(trainer: Restorable, unit: UnitSpec, size: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(first element, elements)`` of pieces of a plane of the optimizer's state that the home holds."""
+    own = trainer.prepared.own
+    held = range(unit.numel) if own is None else own[unit.index]
+    return ((start, min(size, held.stop - start)) for start in range(held.start, held.stop, size))
 
 
 def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:

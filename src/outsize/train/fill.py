@@ -1,6 +1,6 @@
 """From a model's checkpoint into the home: weights, and masters where there are any, in bounded memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,11 @@ FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 
 
 def fill(
-    home: Home, spec: ModelSpec, source: WeightSource, progress: Callable[[int, int], None] | None = None
+    home: Home,
+    spec: ModelSpec,
+    source: WeightSource,
+    progress: Callable[[int, int], None] | None = None,
+    own: Sequence[range] | None = None,
 ) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
 
@@ -29,6 +33,7 @@ def fill(
         spec: its units.
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
+        own: elements of each unit whose masters ``home`` holds; None for all.
 
     Returns:
         The error of each tensor that a codec has written, by name: root mean square by that of its weights.
@@ -37,7 +42,7 @@ def fill(
         CheckpointError: a tensor cannot be read.
         StorageError: the home cannot be written.
     """
-    planes = [plane for unit in spec.units for plane in _planes(unit, spec.dtype)]
+    planes = [plane for unit in spec.units for plane in _planes(unit, spec.dtype, own)]
     encoded = [(unit, part) for unit in spec.units for part in unit.frozen if part.codec is not None]
     total = sum(plane.numel for plane in planes) + sum(part.numel for _, part in encoded)
     done = 0
@@ -72,7 +77,7 @@ class _Plane:
         dtype: of its weights.
         tensors: what lies in it.
         numel: its elements.
-        trains: whether masters lie beside it, where it is not fp32.
+        masters: elements that have masters beside them, where it is not fp32.
     """
 
     unit: int
@@ -80,11 +85,12 @@ class _Plane:
     dtype: str
     tensors: tuple[TensorSpec, ...]
     numel: int
-    trains: bool = False
+    masters: range = range(0)
 
 
-def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
-    yield _Plane(unit.index, WEIGHTS, dtype, unit.tensors, unit.numel, unit.trainable)
+def _planes(unit: UnitSpec, dtype: str, own: Sequence[range] | None) -> Iterator[_Plane]:
+    masters = range(unit.numel * unit.trainable) if own is None else own[unit.index]
+    yield _Plane(unit.index, WEIGHTS, dtype, unit.tensors, unit.numel, masters)
     for part in unit.frozen:
         if part.codec is None:
             yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
@@ -109,5 +115,6 @@ def _fill_range(
     weights = rounded.view(TORCH_DTYPE[plane.dtype])[: values.numel()]
     weights.copy_(values)
     home.write(plane.unit, plane.name, start, weights)
-    if plane.trains:
-        home.write(plane.unit, MASTER, start, values)
+    first, last = max(start, plane.masters.start), min(stop, plane.masters.stop)
+    if first < last:
+        home.write(plane.unit, MASTER, first, values[first - start : last - start])

@@ -9,6 +9,7 @@ the directory of the run holds two files:
 """
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from outsize.errors import ConfigError, ModelError, OutsizeError
+from outsize.group.group import Group
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.walk import Boundaries
@@ -38,6 +40,8 @@ PREDICTION_FILE = "prediction.json"
 TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Steps that are measured: not the first, in which kernels and caches are cold.
 FIRST_MEASURED, NUM_MEASURED = 1, 2
+# Exchanged by all ranks together, to know how fast that goes.
+SAMPLE_BYTES = 8 * 2**20
 
 
 class Forecast:
@@ -47,17 +51,23 @@ class Forecast:
         prepared: the run.
         machine: rates of its lanes.
         times: of its units, for one of its microbatches.
+        net_bytes_per_s: of several ranks, what each sends while all do.
 
     Attributes:
         step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
         comparison: of prediction and measurement, as soon as there is one.
     """
 
-    def __init__(self, prepared: Prepared, machine: Machine, times: UnitTimes) -> None:
+    def __init__(
+        self, prepared: Prepared, machine: Machine, times: UnitTimes, net_bytes_per_s: float = 0.0
+    ) -> None:
         self._machine, self._times = machine, times
         boundary_bytes = prepared.measured.boundary_bytes
         self._planned = PlannedStep(
-            plan=prepared.plan, model=prepared.split.spec, boundary_bytes=boundary_bytes
+            plan=prepared.plan,
+            model=prepared.split.spec,
+            boundary_bytes=boundary_bytes,
+            net_bytes_per_s=net_bytes_per_s,
         )
         self.predicted: ExpectedStep = self._planned.expect(self._planned.costs(machine, times))
         self.step_s = self.predicted.step_s
@@ -113,11 +123,12 @@ def forecast(prepared: Prepared, run_dir: Path, announce: Callable[[str], None])
         run_dir: its directory, which may hold rates.
         announce: called with lines for people.
     """
+    net = measure_exchange(prepared.group)  # first of all: what fails below may fail on one rank only
     try:
         times, flops = _times(prepared)
         home = home_file(prepared.config.memory, run_dir).parent
         machine = kept_rates(run_dir, prepared) or lane_rates(prepared, home, times, flops)
-        found = Forecast(prepared, machine, times)
+        found = Forecast(prepared, machine, times, net)
     except (OutsizeError, RuntimeError) as error:
         announce(f"no prediction of step times: {error}")
         return None
@@ -170,7 +181,7 @@ def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     config = prepared.config
     if _is_cuda(prepared) and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here to time anything on")
-    rows, length = -(-config.sequences_per_step // config.train.microbatches), config.data.seq_len
+    rows, length = -(-prepared.num_sequences // config.train.microbatches), config.data.seq_len
     device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
     few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
@@ -210,3 +221,18 @@ def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
             return flops
     numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
     return tuple(2.0 * rows * length * size for size in numel)
+
+
+def measure_exchange(group: Group) -> float:
+    """Return the bytes per second that this rank sends while all send to all; 0 of a single process."""
+    if group.size == 1:
+        return 0.0
+    channel = group.channel("rate")
+    part = SAMPLE_BYTES // group.size
+    ranges = [range(rank * part, (rank + 1) * part) for rank in range(group.size)]
+    sample = torch.zeros(part * group.size, dtype=torch.uint8)
+    channel.all_gather(sample, ranges)  # connections are made, and buffers of the kernel grow
+    channel.barrier()
+    began_s = time.perf_counter()
+    channel.all_gather(sample, ranges)
+    return part * (group.size - 1) / (time.perf_counter() - began_s)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
+from outsize.group.group import Group
+from outsize.group.single import SingleGroup
 from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
@@ -24,9 +27,11 @@ from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
+from outsize.optim.shares import shares
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.sizing import own_elements
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
@@ -64,6 +69,7 @@ class Prepared:
         before_bytes: resident memory of the process, its imports included, before it did anything.
         heap: whether the plan has room for what the C allocator keeps of freed memory.
         adapters: that train beside a frozen model; None where the model itself trains.
+        group: the ranks that share the steps; of one, where none do.
     """
 
     config: Config
@@ -79,6 +85,20 @@ class Prepared:
     before_bytes: int
     heap: bool
     adapters: Adapters | None = None
+    group: Group = field(default_factory=SingleGroup)
+
+    @property
+    def own(self) -> tuple[range, ...] | None:
+        """The elements of each unit that this rank steps; None for all of a single process."""
+        group = self.group
+        if group.size == 1:
+            return None
+        return tuple(ranges[group.rank] for ranges in shares(self.split.spec, group.size))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step that this rank trains, at most."""
+        return -(-self.config.sequences_per_step // self.group.size)
 
 
 def prepare(
@@ -87,6 +107,7 @@ def prepare(
     announce: Announce,
     source: WeightSource | None = None,
     adapters_from: Path | None = None,
+    group: Group | None = None,
 ) -> Prepared:
     """Read the model's config, split it, measure it, and plan a step.
 
@@ -96,10 +117,13 @@ def prepare(
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
         adapters_from: checkpoint that adapters come from; None for fresh ones.
+        group: the ranks that share the steps; None for a single process.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
     """
+    group = group or SingleGroup()
+    check_shares(config, group.size)
     device = choose_device(config.memory.device)
     dtype = choose_dtype(config.model.dtype, device)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
@@ -117,16 +141,17 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
-    state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
+    own = own_elements(spec, group.size, group.rank)
+    state_bytes = sum(home_bytes(unit, spec.dtype, own[unit.index]) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
     with Boundaries(parts.modules) as boundaries:
-        measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce)
+        measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce, group.size)
     trim()
-    plan, heap = choose_plan(config, parts, machine, measured)
+    plan, heap = choose_plan(config, parts, machine, measured, group)
     announce(
         f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
@@ -145,6 +170,7 @@ def prepare(
         before_bytes=before_bytes,
         heap=heap,
         adapters=adapters,
+        group=group,
     )
 
 
@@ -156,6 +182,21 @@ def _lora(config: Config, model: nn.Module) -> Any:
 
 def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
     return f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
+
+
+def check_shares(config: Config, num_ranks: int) -> None:
+    """Check that every rank has something to do in every microbatch.
+
+    Raises:
+        ConfigError: there are fewer sequences.
+    """
+    least = num_ranks * config.train.microbatches
+    if num_ranks > 1 and config.sequences_per_step < least:
+        raise ConfigError(
+            f"train.tokens_per_step: {config.sequences_per_step} sequences per step are fewer than {num_ranks} ranks "
+            f"of {config.train.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
+            "train.microbatches"
+        )
 
 
 def check_length(config: Config, hf_config: Any) -> None:
@@ -214,7 +255,9 @@ def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: 
     return inputs
 
 
-def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> tuple[Plan, bool]:
+def choose_plan(
+    config: Config, parts: Split, machine: Machine, measured: Measured, group: Group | None = None
+) -> tuple[Plan, bool]:
     """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
 
     Room for the heap comes before more slots or larger tiles; where even the smallest plan leaves none, it is given up.
@@ -223,24 +266,36 @@ def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measur
         InfeasiblePlanError: no plan fits, and by how much.
     """
     if machine.device != "cpu":
-        return make_plan(config, parts, machine, measured), True
+        return make_plan(config, parts, machine, measured, group=group), True
     workspace = max(*measured.forward_bytes, *measured.backward_bytes)
     share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
     with contextlib.suppress(InfeasiblePlanError):
         roomy = int(workspace * (share + HEAP_WORKSPACES))
-        return make_plan(config, parts, machine, measured, roomy), True
-    return make_plan(config, parts, machine, measured, int(workspace * share)), False
+        return make_plan(config, parts, machine, measured, roomy, group), True
+    return make_plan(config, parts, machine, measured, int(workspace * share), group), False
 
 
 def make_plan(
-    config: Config, parts: Split, machine: Machine, measured: Measured, unseen_bytes: int = 0
+    config: Config,
+    parts: Split,
+    machine: Machine,
+    measured: Measured,
+    unseen_bytes: int = 0,
+    group: Group | None = None,
 ) -> Plan:
     """Plan a step of ``config`` within the machine's budgets, less ``unseen_bytes`` of the device's.
+
+    Of several ranks in ``group``, each makes its own plan.
 
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    memory = config.memory
+    memory, num_ranks = config.memory, 1 if group is None else group.size
+    if num_ranks > 1 and machine.num_workers > 1:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, and {num_ranks} ranks share each step; start as many "
+            "ranks as there are devices, with one device each"
+        )
     demand = Demand(
         boundary_bytes=measured.boundary_bytes,
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
@@ -256,7 +311,9 @@ def make_plan(
         # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
         clip=config.optimizer.max_grad_norm > 0
         or "fp16" in parts.spec.dtypes
-        or config.train.on_nonfinite == "skip",
+        or config.train.on_nonfinite == "skip"
+        # Ranks have to agree on what is skipped.
+        or num_ranks > 1,
         microbatches=config.train.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
@@ -265,6 +322,9 @@ def make_plan(
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
         activations=memory.activations,
+        nodes=num_ranks,
+        rank=group.rank if group is not None else None,
+        wire=wire_of(config, parts.spec, machine) if num_ranks > 1 else EXACT,
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:
@@ -274,6 +334,22 @@ def make_plan(
     for program in plan.programs:
         validate(program, plan.layout)
     return plan
+
+
+def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
+    """Return the codecs between ranks.
+
+    Raises:
+        ConfigError: changes of weights are asked for where there are none to be had.
+    """
+    wire = Wire(gradients=config.parallel.gradients, weights=config.parallel.weights)
+    if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
+        raise ConfigError(
+            "parallel.weights: delta is of 16-bit weights in host memory, and here "
+            + ("weights are fp32" if spec.dtype == "fp32" else "the home is on disk")
+            + "; leave it raw"
+        )
+    return wire
 
 
 def transport_of(config: Config, machine: Machine) -> Transport:
@@ -351,9 +427,15 @@ def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
 
 
 def _measure(
-    config: Config, hf_config: Any, parts: Split, boundaries: Boundaries, announce: Announce
+    config: Config,
+    hf_config: Any,
+    parts: Split,
+    boundaries: Boundaries,
+    announce: Announce,
+    num_ranks: int,
 ) -> tuple[Measured, int | None]:
-    sequences = -(-config.sequences_per_step // config.train.microbatches)
+    share = -(-config.sequences_per_step // num_ranks)
+    sequences = -(-share // config.train.microbatches)
 
     wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
     measured = calibrate(
