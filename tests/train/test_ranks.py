@@ -24,8 +24,8 @@ def write_run(root, name, **sections):
     """Write a configuration whose four sequences per step are two microbatches of each of two ranks."""
     train_section = {"steps": STEPS, "save_every": SAVED, "save_total_limit": None, "seed": 5}
     train_section |= {"microbatches": 1, "run_dir": str(root / name), **sections.pop("train", {})}
-    parallel = {"mode": "ddp", **sections.pop("parallel", {})}
-    config = tiny_run(root, train=train_section, memory={"home": "host"}, parallel=parallel, **sections)
+    sections.setdefault("parallel", {"mode": "ddp"})
+    config = tiny_run(root, train=train_section, memory={"home": "host"}, **sections)
     path = root / f"{name}.yaml"
     path.write_text(dump_config(config))
     return str(path)
@@ -35,13 +35,18 @@ def write_run(root, name, **sections):
 def runs(tmp_path_factory):
     """Run everything; returns the directory and the exit codes by name."""
     root = tmp_path_factory.mktemp("ranks")
-    killed, fp16 = write_run(root, "killed"), write_run(root, "fp16", parallel={"ddp_compress": "fp16"})
+    killed, streamed = write_run(root, "killed"), write_run(root, "streamed", parallel={"mode": "stream"})
+    fp16 = write_run(root, "fp16", parallel={"mode": "ddp", "ddp_compress": "fp16"})
+    lost = [1, SAVED + 1]
     scenarios = [
         {"name": "whole", "config": write_run(root, "whole"), "ranks": 2},
-        {"name": "killed", "config": killed, "ranks": 2, "kill": [1, SAVED + 1]},
+        {"name": "killed", "config": killed, "ranks": 2, "kill": lost},
         {"name": "again", "config": killed, "ranks": 2, "restarts": 1},
         {"name": "fp16", "config": fp16, "ranks": 2},
         {"name": "refused", "config": killed, "ranks": 2},
+        # A checkpoint is written beside the steps that follow: by then that of the second is complete.
+        {"name": "streamed", "config": streamed, "ranks": 2, "kill": [1, STEPS]},
+        {"name": "streamed again", "config": streamed, "ranks": 2, "restarts": 1},
     ]
     (root / "scenarios.json").write_text(json.dumps(scenarios))
     done = subprocess.run(
@@ -98,10 +103,11 @@ def test_rank_0_speaks_and_each_has_a_heartbeat(runs):
     assert losses(root / "whole") == losses(root / "whole" / "rank-001")
 
 
-def test_a_killed_rank_ends_the_others_by_name(runs):
+@pytest.mark.parametrize("name", ["killed", "streamed"])
+def test_a_killed_rank_ends_the_others_by_name(name, runs):
     root, codes = runs
-    assert codes["killed"] == [2, -9]
-    assert "outsize (rank 0): LostRankError: rank 1 is lost" in told(root, "killed", 0)
+    assert codes[name] == [2, -9]
+    assert "outsize (rank 0): LostRankError: rank 1 is lost" in told(root, name, 0)
 
 
 def test_ranks_that_are_started_again_go_on_from_what_all_had_saved(runs):
@@ -112,6 +118,17 @@ def test_ranks_that_are_started_again_go_on_from_what_all_had_saved(runs):
     assert losses(root / "killed") == losses(root / "whole")
     ours, whole = state(root / "killed"), state(root / "whole")
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_streaming_ranks_that_are_started_again_go_on(runs):
+    root, codes = runs
+    assert codes["streamed again"] == [0, 0], told(root, "streamed again", 0)
+    assert "resumed from step-" in told(root, "streamed again", 0)
+    assert losses(root / "streamed") == pytest.approx(losses(root / "whole"), rel=1e-6)
+    assert losses(root / "streamed") == losses(root / "streamed" / "rank-001")
+    ours, whole = state(root / "streamed"), state(root / "whole")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_one_process_goes_on_from_a_checkpoint_of_two(runs, tmp_path):

@@ -25,12 +25,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outsize.config import Config
 from outsize.config.schema import ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.runtime.microbatch import loss_of
-from outsize.train.prepare import Prepared, model_inputs, num_targets
+from outsize.train.prepare import Prepared, check_shares, model_inputs, num_targets
 from outsize.train.replica import Replica
 from outsize.train.resident import seeding
 from outsize.train.stream import StepOutcome, schedule_of
@@ -46,6 +47,17 @@ _buffers_stay: dict[str, Any] = {
 }
 # PowerSGD begins after a tenth of the steps, and after 1000 at most, as torch's documentation advises.
 _POWERSGD_STEPS, _POWERSGD_SHARE = 1000, 10
+
+
+def one_share(config: Config, num_ranks: int) -> Config:
+    """Return the run that one rank's share of each step would be, for measuring what it needs.
+
+    Raises:
+        ConfigError: a step has too few sequences for all ranks.
+    """
+    check_shares(config, num_ranks)
+    tokens = -(-config.sequences_per_step // num_ranks) * config.data.seq_len
+    return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_step": tokens})})
 
 
 def check_fits(prepared: Prepared) -> None:
@@ -88,15 +100,19 @@ def process_group(group: GlooGroup, device: torch.device) -> Iterator[c10d.Proce
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=c10d.PrefixStore("ddp", group.store),
-        rank=group.rank,
-        world_size=group.size,
-        timeout=timedelta(seconds=WAIT_S),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=c10d.PrefixStore("ddp", group.store),
+            rank=group.rank,
+            world_size=group.size,
+            timeout=timedelta(seconds=group.timeout_s),  # for all to come; later there is more time
+        )
+    except RuntimeError as error:
+        raise group.blame(error) or error from error
     whole = c10d._get_default_group()
     messages: Any = whole._get_backend(device)
+    messages._set_default_timeout(timedelta(seconds=WAIT_S))
     group.on_loss(messages.abort if device.type == "cuda" else lambda: break_off(messages))
     try:
         yield whole

@@ -21,7 +21,7 @@ from outsize.data.batch import Batch
 from outsize.data.packed import PackedDataset
 from outsize.data.prefetch import Prefetcher
 from outsize.data.shared import SharedData
-from outsize.errors import ConfigError, ExecutionError
+from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
 from outsize.runtime.allocator import resident_bytes
 from outsize.runtime.workers import device_names
@@ -35,7 +35,6 @@ from outsize.train.flops import peak_of, step_flops
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.interrupt import Interrupt
 from outsize.train.loss_scale import LossScale
-from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared
 from outsize.train.ranks import Ranks
 from outsize.train.records import StepRecord, TrainResult
@@ -72,14 +71,7 @@ def run_data_parallel(
     group = ranks.group
     assert isinstance(group, GlooGroup)
     check_fits(prepared)
-    if config.sequences_per_step < group.size * config.train.microbatches:
-        raise ConfigError(
-            f"train.tokens_per_step: {config.sequences_per_step} sequences per step are fewer than {group.size} ranks "
-            f"of {config.train.microbatches} microbatches; raise it to "
-            f"{group.size * config.train.microbatches * config.data.seq_len}, or lower train.microbatches"
-        )
     begun = checkpoint.position_of(resumed) if resumed is not None else Position(0, 0, 0)
-    check_same_run(prepared, dataset.batch(begun.step, config.sequences_per_step), resumed, group)
     name = device_names(prepared.machine.device)[0]
     device = torch.device(name if name.startswith("cuda") else "cpu")
     if resumed is not None:

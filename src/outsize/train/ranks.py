@@ -24,6 +24,7 @@ from outsize.group.launched import Launched, open_group
 from outsize.group.single import SingleGroup
 from outsize.hardware.spec import HOST_SHARE
 from outsize.storage.directory import needed_directory
+from outsize.train.forecast import measure_exchange
 from outsize.train.machine import CPU_DEVICE_SHARE, available_ram_bytes
 from outsize.train.preflight import check_same_start
 from outsize.train.run_dir import choose_run_dir
@@ -31,8 +32,6 @@ from outsize.units import format_rate
 
 Announce = Callable[[str], None]
 LOG = "log.txt"
-# Sent to each other rank once, to say how fast that goes.
-_SAMPLE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +56,21 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes what belongs to all."""
         return self.group.rank == 0
+
+    def first_decides(self, wanted: bool) -> bool:
+        """Return what rank 0 wants."""
+        return bool(self._told(wanted and self.is_first))
+
+    def any_wants(self, wanted: bool) -> bool:
+        """Return whether any rank wants it."""
+        return bool(self._told(wanted))
+
+    def _told(self, wanted: bool) -> float:
+        if self.group.size == 1:
+            return float(wanted)
+        told = torch.tensor([float(wanted)])
+        self.group.channel("steps").all_reduce(told)
+        return float(told)
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
@@ -92,7 +106,7 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
         restarted = any(group.gather_objects(place.restarts))
         for note in check_same_start(config, place, group):
             say(f"note: {note}")
-        say(f"gloo over TCP: {format_rate(_rate(group))} from rank to rank, all at once")
+        say(f"gloo over TCP: {format_rate(measure_exchange(group))} sent by each rank, all at once")
         yield Ranks(group=group, run_dir=run_dir, own_dir=own_dir, announce=say, restarted=restarted)
 
 
@@ -133,15 +147,3 @@ def _log(own_dir: Path) -> Iterator[Announce]:
             file.flush()
 
         yield say
-
-
-def _rate(group: Group) -> float:
-    """Return bytes per second that each rank sends while all send, measured once."""
-    sample = torch.zeros(_SAMPLE_BYTES // group.size * group.size, dtype=torch.uint8)
-    part = len(sample) // group.size
-    ranges = [range(rank * part, (rank + 1) * part) for rank in range(group.size)]
-    group.all_gather(sample, ranges)  # connections are made, and buffers of the kernel grow
-    group.barrier()
-    began_s = time.perf_counter()
-    group.all_gather(sample, ranges)
-    return part * (group.size - 1) / (time.perf_counter() - began_s)

@@ -28,9 +28,9 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
-from outsize.train.council import Council
+from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
-from outsize.train.flops import Peak, peak_of, step_flops
+from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
@@ -119,7 +119,7 @@ def _train(
     progress: Progress | None,
 ) -> TrainResult:
     """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
-    run_dir, announce = ranks.run_dir, ranks.announce
+    run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
     stack.enter_context(
         borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
     )
@@ -130,29 +130,24 @@ def _train(
     if resumed is not None:
         checkpoint.check_same_method(resumed, config)
     started = config if resumed is None else _from_checkpoint(config, resumed)
-    streams = ranks.group.size > 1 and config.parallel.mode != "ddp"
-    group = ranks.group if streams else None
-    prepared = prepare(started, ranks.own_dir, announce, adapters_from=resumed, group=group)
+    replicated = ranks.group.size > 1 and config.parallel.mode == "ddp"
+    if replicated:
+        started = one_share(started, ranks.group.size)
+    shared = None if replicated else ranks.group
+    prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
         checkpoint.check_same_run(resumed, config, prepared)
-    dataset: PackedDataset | None = None
-    if ranks.group.size > 1:
-        with ranks.first_goes_first():
-            dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        if not streams:
-            return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
-        begun = checkpoint.position_of(resumed).step if resumed is not None else 0
-        check_same_run(prepared, dataset.batch(begun, config.sequences_per_step), resumed, ranks.group)
-    own_dir = ranks.own_dir
+    if replicated:
+        dataset = _dataset(stack, config, prepared, ranks, resumed)
+        return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
     record = newest_home(config, own_dir, prepared, resumed, announce)
     if resumed is not None:
         done = checkpoint.position_of(resumed)
         if done.step >= config.train.steps:
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
-    if dataset is None:
-        dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
+    dataset = _dataset(stack, config, prepared, ranks, resumed)
     peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
     expected = forecast(prepared, own_dir, announce)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
@@ -169,26 +164,31 @@ def _train(
         )
     )
     # Entered before what it speaks of, so that it speaks when every lane has ended.
-    aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce, prepared.own))
+    aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce, prepared.own))
     trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
-    _write_facts(own_dir, asked, prepared, flops, peak, trainer.errors, announce)
+    # Only now is there a run: one that could not start leaves nothing but tokenised data.
+    if ranks.is_first:
+        write_whole(run_dir / "config.yaml", dump_config(asked))
+    write_json(own_dir / "plan.json", prepared.plan.to_dict())
+    write_json(own_dir / "run.json", {**about(prepared, flops, peak), "num_ranks": ranks.group.size})
+    if trainer.errors:
+        announce(f"frozen weights are encoded: {summary(trainer.errors)}")
+        write_json(own_dir / QUANTISATION, trainer.errors)
     heartbeat = stack.enter_context(Heartbeat(own_dir))
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
-        own_dir,
+        run_dir,
         config.telemetry.project,
         config.model_dump(mode="json"),
     )
     writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
     sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
-    council = Council(prepared.group)
-    saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce, council))
+    saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
     run = _Run(
         config,
         prepared,
         ranks,
-        council,
         trainer,
         Accounts(trainer, sampler, flops, peak),
         heartbeat,
@@ -197,32 +197,25 @@ def _train(
         watchdog,
         saver,
         progress if ranks.is_first else None,
-        announce,
         trainer.position,
         expected,
     )
     aftermath.begun = True
-    # First of all on the way out: lanes that wait for other ranks, here and there, hear that it is over.
+    # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run.go(dataset, interrupt)
 
 
-def _write_facts(
-    own_dir: Path,
-    asked: Config,
-    prepared: Prepared,
-    flops: float | None,
-    peak: Peak,
-    errors: dict[str, float],
-    announce: Announce,
-) -> None:
-    """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
-    write_whole(own_dir / "config.yaml", dump_config(asked))
-    write_json(own_dir / "plan.json", prepared.plan.to_dict())
-    write_json(own_dir / "run.json", {**about(prepared, flops, peak), **_ranks_told(prepared)})
-    if errors:
-        announce(f"frozen weights are encoded: {summary(errors)}")
-        write_json(own_dir / QUANTISATION, errors)
+def _dataset(
+    stack: contextlib.ExitStack, config: Config, prepared: Prepared, ranks: Ranks, resumed: Path | None
+) -> PackedDataset:
+    """Open the data of whole batches; of several ranks, check that all have read the same."""
+    with ranks.first_goes_first():
+        dataset = stack.enter_context(open_dataset(config, prepared, ranks.run_dir, ranks.announce))
+    if ranks.group.size > 1:
+        first = 0 if resumed is None else checkpoint.position_of(resumed).step
+        check_same_run(prepared, dataset.batch(first, config.sequences_per_step), resumed, ranks.group)
+    return dataset
 
 
 @dataclass(slots=True)
@@ -232,7 +225,6 @@ class _Run:
     config: Config
     prepared: Prepared
     ranks: Ranks
-    council: Council
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
@@ -241,7 +233,6 @@ class _Run:
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
-    announce: Announce
     position: Position
     forecast: Forecast | None = None
     tokens: int = 0
@@ -249,14 +240,14 @@ class _Run:
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
-        config = self.config
+        config, run_dir = self.config, self.ranks.run_dir
         interrupt.can_finish = True
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
-        with _batches(dataset, config, self.position.step, self.prepared.group) as batches:
+        with _batches(dataset, config, self.ranks.group, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
-                if self.council.any(interrupt.requested):
-                    self.announce(f"interrupted after step {self.position.step}; saving")
+                if self.ranks.any_wants(interrupt.requested):
+                    self.ranks.announce(f"interrupted after step {self.position.step}; saving")
                     break
                 with self.accounts.saving():
                     self.saver.between_steps(self.position)
@@ -264,10 +255,10 @@ class _Run:
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
-            self.council.wait()  # nobody has come to the end before what they came to is safe
-            saved = latest(self.ranks.run_dir)
+            self.ranks.group.barrier()  # who holds a part of the state keeps it until the whole is saved
+            saved = latest(run_dir)
             if saved is not None and self.position.step >= config.train.steps:
-                remove_home(config, self.ranks.own_dir, saved, self.announce)
+                remove_home(config, self.ranks.own_dir, saved, self.ranks.announce)
         stalled_s = self.accounts.stalled_s
         return TrainResult(
             steps=self.position.step,
@@ -278,10 +269,10 @@ class _Run:
             stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
             bytes_read=self.accounts.read_bytes,
             bytes_written=self.accounts.written_bytes,
-            run_dir=str(self.ranks.run_dir),
+            run_dir=str(run_dir),
             skipped_steps=self.position.skipped,
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
-            export_dir=str(latest(self.ranks.run_dir)),
+            export_dir=str(latest(run_dir)),
             failed_saves=self.saver.num_failed,
             **_told(self.forecast),
         )
@@ -305,7 +296,7 @@ class _Run:
             write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.seconds, timeline)
         if self.profiler.step_ended():
-            self.announce(
+            self.ranks.announce(
                 f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
             )
         if self.progress is not None:
@@ -321,12 +312,12 @@ class _Run:
         if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
-                self.announce(line)
+                self.ranks.announce(line)
             self.forecast.write(self.ranks.own_dir)
 
 
 @contextlib.contextmanager
-def _batches(dataset: PackedDataset, config: Config, first: int, group: Group) -> Iterator[Iterator[Batch]]:
+def _batches(dataset: PackedDataset, config: Config, group: Group, first: int) -> Iterator[Iterator[Batch]]:
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
     with Prefetcher(source, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
@@ -358,15 +349,9 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
     )
 
 
-def _saver(
-    config: Config,
-    trainer: StreamedTrainer,
-    run_dir: Path,
-    dataset: PackedDataset,
-    announce: Announce,
-    council: Council,
-) -> Saver:
+def _saver(config: Config, trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
+    run_dir = ranks.run_dir
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
     scale, dtype = trainer.loss_scale, trainer.prepared.dtype
@@ -376,17 +361,11 @@ def _saver(
         config.train,
         commits=trainer.prepared.plan.layout.commits,
         state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
-        announce=announce,
+        announce=ranks.announce,
+        decide=ranks.first_decides if ranks.group.size > 1 else None,
+        writes=ranks.is_first,
         saved_step=-1 if newest is None else position_of(newest).step,
-        decide=council.of_first if trainer.prepared.group.size > 1 else None,
-        writes=trainer.prepared.group.rank == 0,
     )
-
-
-def _ranks_told(prepared: Prepared) -> dict[str, int]:
-    """What a run's directory says of its ranks; nothing of a single process."""
-    group = prepared.group
-    return {} if group.size == 1 else {"num_ranks": group.size, "rank": group.rank}
 
 
 def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
