@@ -18,14 +18,15 @@ from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_m
 from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
+from outsize.optim.spec import StateLayout, masters_for
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
 from outsize.units import parse_count
 
-# Sequences of a step, and tokens of a sequence, where the user names none.
-DEFAULT_SEQUENCES = 64
+# Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
+DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
 # Rank and modules.
@@ -60,6 +61,29 @@ class Asked:
         return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
 
 
+def ask_what_fits(model: str, *, seq_len: int | None, tokens_per_step: int | None, **options: Any) -> Asked:
+    """Return the question of `ask`; tokens per step that the user does not name are halved while nothing fits.
+
+    Raises:
+        ConfigError: an option is wrong, or two do not go together.
+        ModelError: no model there, or of a family whose sizes its config does not tell.
+    """
+    asked = ask(model, seq_len=seq_len, tokens_per_step=tokens_per_step, **options)
+    nodes = asked.question.nodes
+    sequences = asked.question.sequences * nodes
+    while tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
+        sequences //= 2
+        tokens = sequences * asked.question.seq_len
+        asked = ask(model, seq_len=seq_len, tokens_per_step=tokens, **options)
+    return asked
+
+
+def _fits(asked: Asked) -> bool:
+    """Whether any plan fits, of microbatches of one sequence where the user names none."""
+    question = asked.question
+    return fits_at_all(replace(question, microbatches=question.microbatches or question.sequences))
+
+
 def ask(
     model: str,
     *,
@@ -78,6 +102,9 @@ def ask(
     device_memory: str | None,
     host_memory: str | None,
     max_grad_norm: float,
+    clip: str,
+    optimizer_state: str,
+    masters: str,
     tokens: str | None,
     data: str,
 ) -> Asked:
@@ -107,6 +134,9 @@ def ask(
             else tokens_per_step,
             "train.microbatches": microbatches,
             "optimizer.max_grad_norm": max_grad_norm,
+            "optimizer.clip": clip,
+            "optimizer.state": optimizer_state,
+            "optimizer.masters": masters,
             "memory.device": "cuda",
             "memory.device_memory": device_memory,
             "memory.host_memory": host_memory,
@@ -124,7 +154,9 @@ def ask(
         sequences=_share_of(config.sequences_per_step, nodes),
         seq_len=seq_len,
         microbatches=microbatches,
-        clip=max_grad_norm > 0 or dtype == "fp16",
+        clip=dtype == "fp16" or (max_grad_norm > 0 and clip == "global"),
+        unit_clip=max_grad_norm > 0 and clip == "unit",
+        state=_state(config, spec),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
         nodes=nodes,
         net_bytes_per_s=_net(nodes, net),
@@ -206,6 +238,21 @@ def _devices(count: int, device: str) -> str:
 def _named(modules: str) -> str | tuple[str, ...]:
     """Return adapted modules as a configuration names them, where a text by itself is a regular expression."""
     return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
+
+
+def _state(config: Config, spec: ModelSpec) -> StateLayout:
+    """Return how a trained unit lies at home, its gradient aside."""
+    optimizer = config.optimizer
+    if optimizer.masters == "split" and spec.dtype != "bf16":
+        raise ConfigError(
+            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here"
+        )
+    if optimizer.clip == "unit" and spec.compute_dtype == "fp16":
+        raise ConfigError(
+            "--clip: fp16 may have to skip a step, for which all its gradients are to be known; use bf16"
+        )
+    masters = masters_for(optimizer.masters, spec.dtype, optimizer.state)
+    return StateLayout(dtype=spec.dtype, masters=masters, moments=optimizer.state)
 
 
 def _share_of(sequences: int, nodes: int) -> int:
