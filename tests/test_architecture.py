@@ -76,6 +76,7 @@ ARROWS = {
     },
     "cli": GROUND
     | {
+        "codecs.wire",
         "config",
         "doctor",
         "group",
