@@ -29,7 +29,7 @@ from outsize.storage.layout import Layout
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
-from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack
+from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack, whole_records
 from outsize.units import align_up
 
 
@@ -59,6 +59,21 @@ def find_record(
     if ours and path.stat().st_size != _layout_of(model, own=own).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
+
+
+def find_records(path: Path, model: ModelSpec, own: Sequence[range] | None) -> tuple[list[Record], str]:
+    """Return the whole commit records of the home of a share at ``path``, newest first, and what is wrong otherwise.
+
+    The one before the newest holds until the next step writes, which is when all ranks have committed.
+
+    Raises:
+        StorageError: the file cannot be read, or was written in another format.
+    """
+    newest, wrong = find_record(path, model, own)
+    if newest is None:
+        return [], wrong
+    records, wrong = whole_records(path, commit_record_bytes(model))
+    return [record for record in records if record.layout == layout_digest(model, own)], wrong
 
 
 class CommittedHome(DiskHome):
@@ -203,6 +218,16 @@ class CommittedHome(DiskHome):
         ):
             granules.restore(sides, checksums)
         self._sequence = record.sequence
+        self._forget_later(record)
+
+    def _forget_later(self, record: Record) -> None:
+        """Where the run goes on from the record before the newest one, see that nobody ever goes on from that."""
+        newest, _ = newest_record(self.file.path, self._slot_bytes)
+        if newest is not None and newest.sequence > record.sequence:
+            self._buffer[:SECTOR_BYTES].zero_()
+            view = self._buffer.numpy().data[:SECTOR_BYTES]
+            self.file.run([lambda: self.file.write_request(view, newest.slot * self._slot_bytes)])
+            self.file.sync()
 
     def _lay_out(self, model: ModelSpec, planes: Mapping[str, int], own: Sequence[range] | None) -> Layout:
         return _layout_of(model, planes, own)

@@ -164,7 +164,7 @@ def _train(
         )
     )
     # Entered before what it speaks of, so that it speaks when every lane has ended.
-    aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce))
+    aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce, prepared.own))
     trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
     # Only now is there a run: one that could not start leaves nothing but tokenised data.
     if ranks.is_first:
