@@ -293,6 +293,7 @@ def main() -> None:
     common.finish(
         {
             "bench": "node_kill",
+            "machine": common.machine(),
             "mode": mode,
             "ranks": size,
             "kills": tally.kills,

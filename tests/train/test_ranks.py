@@ -36,7 +36,8 @@ def runs(tmp_path_factory):
     """Run everything; returns the directory and the exit codes by name."""
     root = tmp_path_factory.mktemp("ranks")
     killed, streamed = write_run(root, "killed"), write_run(root, "streamed", parallel={"mode": "stream"})
-    fp16 = write_run(root, "fp16", parallel={"mode": "ddp", "ddp_compress": "fp16"})
+    other = {"mode": "ddp", "ddp_compress": "fp16", "ddp_static_graph": True, "ddp_bucket_mib": 0.05}
+    fp16 = write_run(root, "fp16", parallel=other, train={"microbatches": 2})
     lost = [1, SAVED + 1]
     scenarios = [
         {"name": "whole", "config": write_run(root, "whole"), "ranks": 2},
@@ -150,7 +151,8 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(runs, tmp_path):
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
 
 
-def test_compressed_gradients_train_nearly_the_same(runs):
+def test_other_settings_train_nearly_the_same(runs):
+    """Gradients as fp16, in several buckets, of a static graph, over microbatches of which only the last sends."""
     root, codes = runs
     assert codes["fp16"] == [0, 0], told(root, "fp16", 0)
     compressed, exact = losses(root / "fp16"), losses(root / "whole")

@@ -13,10 +13,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback that nobody uses at the moment."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody uses at the moment, of the loopback or of another address of this machine."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -155,6 +155,8 @@ class DataParallelTrainer:
             find_unused_parameters=parallel.ddp_find_unused,
             **_buffers_stay,
         )
+        # A static graph is learnt in the first step, and torch 2.13 fails if that has backwards that do not send.
+        self._looks = parallel.ddp_static_graph
         _compress(self._model, parallel, averaging, config.train.steps)
         decay = {t.name: t.decay for unit in replica.spec.units for t in unit.tensors}
         groups = [
@@ -213,12 +215,14 @@ class DataParallelTrainer:
         total = max(num_targets(batch.whole or batch, self._prepared.measured.shifted), 1)
         loss = 0.0
         for index, part in enumerate(batch.split(count)):
-            quietly = self._model.no_sync() if index + 1 < count else contextlib.nullcontext()
+            sends = index + 1 == count or self._looks
+            quietly = contextlib.nullcontext() if sends else self._model.no_sync()
             with quietly, self._seeded(number, index):
                 weighted = self._loss(part, total)
                 # Averaging divides by the number of ranks what is to be added up.
                 (weighted * self._group.size).backward()  # type: ignore[no-untyped-call]
             loss += float(weighted.detach())
+        self._looks = False
         return loss
 
     def _loss(self, part: Batch, total: int) -> Tensor:
