@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from outsize.planner.hazards import SAVE_WINDOW, Hazards
-from outsize.planner.ops import Kind
+from outsize.planner.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind
 from outsize.planner.program import parse, parse_op
 from outsize.planner.schedule import build_step
 from planner.layouts import layouts, make_layout
@@ -157,16 +157,16 @@ class Oracle:
             case Kind.ACC:
                 writes.add(("acc", op.slot))
                 self.acc_of[u] = op.slot
-            case Kind.FORWARD | Kind.FORWARD_KEEP | Kind.FORWARD_BACKWARD | Kind.BACKWARD:
+            case kind if kind in COMPUTE_KINDS:
                 units = {u, self.layout.rest}
                 reads |= {("slot", self.slot_of[v]) for v in units if v in self.slot_of}
                 writes.add(("act", u, m))
-                if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+                if op.kind in FORWARD_KINDS:
                     writes.add(("act", u + 1, m))
                 else:
                     writes |= {("acc", self.acc_of[v]) for v in units if v in self.acc_of} | {("dact", u, m)}
                     reads |= {("dact", u + 1, m)} if op.kind is Kind.BACKWARD else set()
-            case Kind.SAVE | Kind.FETCH:
+            case Kind.SAVE | Kind.FETCH | Kind.OFFLOAD | Kind.ONLOAD:
                 writes.add(("act", u, m))
             case Kind.NORM:
                 reads.add(("acc", self.acc_of[u]))
@@ -241,6 +241,21 @@ def test_the_next_step_enters_while_later_units_still_step():
     ordered = {str(ops[n]) for n in before[second_forward]}
     assert "STEP 0" in ordered
     assert not {"STEP 1", "STEP 2"} & ordered
+
+
+def test_in_a_ring_the_disk_reads_ahead_of_a_backward_and_the_next_backward_goes_on():
+    """State is read while a unit computes; a unit's STEPs and WRITEs hold up nobody but who needs its accumulator."""
+    layout = make_layout(3, ring=True, tiles=(2, 2, 2), num_tile_buffers=4, accumulator_bytes=(1, 1))
+    program = build_step(layout)
+    before, hazards = [], Hazards(3, None)
+    for op in program:
+        reached = set()
+        for n in hazards.dependencies(op):
+            reached |= before[n] | {n}
+        before.append(reached)
+    waits_for = {str(op): {str(program.ops[n]) for n in before[i]} for i, op in enumerate(program)}
+    assert not [name for name in waits_for["READ 1#0>t2"] if name.startswith(("B ", "FB "))]
+    assert not [name for name in waits_for["B 1.0@w0"] if name.startswith(("STEP", "WRITE", "READ"))]
 
 
 def test_memory_does_not_grow_with_the_number_of_steps():

@@ -13,7 +13,9 @@ from torch import nn
 
 import outsize
 import zoo
+from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
+from outsize.planner.plan import Plan
 from outsize.runtime import shortcut
 from outsize.train.prepare import prepare
 from outsize.train.stream import StreamedTrainer
@@ -178,6 +180,10 @@ def test_what_is_kept_has_room_once():
         assert Kind.FORWARD_KEEP in ops_of_forward(model)
 
 
+def num_kept(plan: Plan) -> int:
+    return sum(choice is not Choice.RECOMPUTE for choices in plan.layout.kept for choice in choices)
+
+
 def test_a_budget_keeps_some_and_a_larger_batch_fewer_without_beginning_anew():
     """The first forward's backward comes after the second has been planned for."""
     small, large = zoo.batch("llama", num_sequences=2), zoo.batch("llama", seed=1, num_sequences=8)
@@ -202,7 +208,7 @@ def test_a_budget_keeps_some_and_a_larger_batch_fewer_without_beginning_anew():
         assert runner._engine is engine
         assert before is not None
         assert runner._plan is not None
-        assert sum(before.layout.kept) > sum(runner._plan.layout.kept) > 0
+        assert num_kept(before) > num_kept(runner._plan) > 0
         second.backward()
         first.backward()
         assert_equal(gradients(model), gradients(plain))
@@ -227,6 +233,32 @@ def test_an_autocast_is_measured_and_its_recomputes_are_short(monkeypatch: pytes
     assert set(short.forwards.values()) == {1}
     assert not kept.forwards
     assert_equal(got, want)
+
+
+def test_a_mask_is_measured_wherever_the_padding_is(monkeypatch: pytest.MonkeyPatch):
+    """The models of transformers make none where nothing is padded, as in the first rows of this batch."""
+    plain, work = zoo.build("llama"), Work()
+    mask = torch.ones_like(BATCH["input_ids"])
+    mask[3, -5:] = 0
+    padded = {**BATCH, "attention_mask": mask}
+    with wrapped(zoo.build("llama"), slots=2, activations="recompute") as model:
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, 1)
+        before = runner_of(model)._measured
+        with watching(model, work, monkeypatch):
+            for batch in (padded, BATCH, padded):
+                model(**batch).loss.backward()
+                left_out = work.left_out
+                work.restart()
+                streamed_backward(model, batch)
+                assert work.left_out == left_out > 0
+                assert set(work.forwards.values()) == {2}  # one forward, one recompute
+                for _ in range(2):
+                    resident_backward(plain, batch, 1)
+                work.restart()
+        assert_equal(gradients(model), gradients(plain))
+        assert before is not None
+        assert runner_of(model)._measured.held_bytes > before.held_bytes  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("activations", CHOICES)

@@ -287,11 +287,11 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
     )
-    clip: Literal["global", "unit", "off"] = Field(
+    clip: Literal["global", "unit", "none"] = Field(
         default="global",
         description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
-        "it; unit: that of each unit (embedding, block, head) by itself; off: none. Without the global norm a unit "
-        "steps as soon as its backward has run, and gradients take no memory at home.",
+        "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
+        "norm a unit steps as soon as its backward has run, and gradients take no memory at home.",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32",
@@ -369,10 +369,22 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
-    activations: Literal["auto", "recompute", "keep"] = Field(
+    activations: Literal[
+        "auto",
+        "recompute",
+        "keep-attention",
+        "keep-products",
+        "keep",
+        "offload-attention",
+        "offload-products",
+        "offload",
+    ] = Field(
         default="auto",
         description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
-        "stays on the device; auto: it stays as far as there is room when all else has.",
+        "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "
+        "well, and the rest is made again; offload and offload-...: the same, but it waits below the device; auto: it "
+        "stays as far as there is room when all else has, and on CUDA waits below the device where that is predicted "
+        "to shorten a step.",
     )
     tile_elements: int | None = Field(
         default=None,

@@ -13,10 +13,11 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
+from outsize.planner.choice import Choice
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.planner.memory import Demand, count_traffic, store_buffer_bytes
+from outsize.planner.memory import Demand, by_class, count_traffic, store_buffer_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
@@ -85,7 +86,7 @@ def plan_stages(
         return holds(make(stages), least)
 
     found: list[tuple[float, StepLayout]] = []
-    for keeps in (True, False) if options.activations != "recompute" else (False,):
+    for keeps in (True, False) if _turn_choice(options) is not Choice.RECOMPUTE else (False,):
         layout = partial(_layout, model, options, wanted, keeps, least)
         pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
         pipeline = replace(pipeline, holds=partial(holds_stages, layout))
@@ -95,6 +96,21 @@ def plan_stages(
     chosen = min(found, key=lambda pair: pair[0])[1] if found else smallest
     room = next((room for room in roomier if holds(in_room(model, chosen, options, room), room)), least)
     return _make(model, demand, budgets, options, in_room(model, chosen, options, room), room)
+
+
+def _turn_choice(options: PlanOptions) -> Choice:
+    """Return what becomes of what the units that turn around keep.
+
+    Raises:
+        ConfigError: it would leave the device, for the backward that follows at once.
+    """
+    choice = Choice.KEEP if options.activations == "auto" else Choice(options.activations)
+    if choice.leaves:
+        raise ConfigError(
+            f"memory.activations={choice}: of several workers, what a forward keeps does not leave the device yet; use "
+            f"{str(choice).replace('offload', 'keep')}, which keeps it where the step turns around, or one device"
+        )
+    return choice
 
 
 def num_handed_over(layout: StepLayout) -> int:
@@ -217,7 +233,7 @@ def _layout(
         tiles=(0,) * len(model.units),
         num_workers=wanted.num_workers,
         stages=stages,
-        kept=kept_at_the_turn(stages, count, options.microbatches) if keeps else (),
+        kept=kept_at_the_turn(stages, count, options.microbatches, _turn_choice(options)) if keeps else (),
         rest_users=wanted.rest_users,
     )
     return in_room(model, layout, options, room)
@@ -253,6 +269,7 @@ def _make(
         later_programs=programs[1:],
         transport=options.transport,
         state=state,
+        home_parts=by_class(model, state, commits=layout.commits),
     )
 
 

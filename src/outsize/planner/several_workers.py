@@ -25,7 +25,7 @@ from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
 from outsize.units import format_bytes
@@ -69,7 +69,7 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
         microbatches=microbatches,
         work=work,
         model=model,
-        state=state_of(model, options),
+        state=question.state_layout(whole_gradients=True),
         home=home,
         memory=memory,
         layout=layout,
@@ -181,14 +181,8 @@ def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
 
 
 def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
-    return PlanOptions(
-        home=home,
-        below="host",
-        clip=question.clip,
-        unit_clip=question.unit_clip,
-        state=question.state_layout(whole_gradients=True),
-        microbatches=microbatches,
-    )
+    state = question.state_layout(whole_gradients=True)
+    return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches, state=state)
 
 
 def _room(model: ModelSpec, options: PlanOptions, layout: StepLayout) -> Room:

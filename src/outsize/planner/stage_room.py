@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import StateLayout
+from outsize.optim.spec import StateLayout, layout_of
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import disk_buffer_bytes, state_bytes
 from outsize.planner.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
@@ -67,7 +67,7 @@ def bytes_below(
     model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Room
 ) -> dict[str, dict[str, int]]:
     """Return what lies below the workers whatever their stages: the home, and what stands between it and them."""
-    state = state_of(model, options)
+    state = layout_of(options.state or model.dtype)
     table = {
         "host": {
             "host buffers": room.num_host_buffers * room.host_buffer_bytes,

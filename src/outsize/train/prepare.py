@@ -26,6 +26,7 @@ from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.spec import StateLayout
+from outsize.planner.choice import Choice, Extent, KeptBytes
 from outsize.planner.memory import home_bytes
 from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
@@ -37,12 +38,19 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.residency import settle_home
 from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
 # A length at which the operations of units are compared.
 SAMPLE_TOKENS = 1024
+# What a processor multiplies and adds while it reads a byte and writes one: 10 to 20 on a core with AVX, 250 on an RTX
+# 4090. It ranks what is kept of a unit; the exact number only decides between choices that are as good.
+FLOPS_PER_BYTE = 20
+# Looking at each operation of a unit costs Python tens of microseconds for each. A few cores compute so much in ten
+# milliseconds; less is recomputed, or kept whole.
+LEAST_SELECTED_FLOPS = 1e9
 # What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 # What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
@@ -134,11 +142,16 @@ def prepare(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
-    config, measured, chunk_tokens, (plan, heap) = _measure_and_plan(
-        config, hf_config, parts, machine, announce
+    machine, (config, measured, chunk_tokens, (plan, heap)) = settle_home(
+        config,
+        spec,
+        machine,
+        state_bytes,
+        home_file(config.memory, run_dir),
+        lambda config, machine: _measure_and_plan(config, hf_config, parts, machine, announce),
     )
     announce(
-        f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
+        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {machine.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
     )
     return Prepared(
@@ -162,6 +175,11 @@ def _lora(config: Config, model: nn.Module) -> Any:
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
     return peft_config(settings, config.model.path, causal)
+
+
+def _encoded(plan: Plan) -> str:
+    codec = plan.transport.weights
+    return "" if plan.transport.is_raw("weights") else f", weights that do not train as {codec},"
 
 
 def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
@@ -214,13 +232,17 @@ def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
 
 
 def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
-    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask."""
+    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
+
+    Something is padded where anything may be: without padding models of transformers make no mask.
+    """
     vocabulary = hf_config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
     inputs = {"input_ids": ids, "labels": ids}
     if not config.data.pack:
         inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
     return inputs
 
 
@@ -304,10 +326,12 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        recompute_s=_recompute_times(parts, measured),
+        recompute_s=_recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
+        **({} if options.cut else selections(measured)),
         shared_bytes=held_bytes * options.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
+    _check_choice(options.activations, demand)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:
         plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
@@ -316,6 +340,20 @@ def make_plan(
     for program in plan.programs:
         validate(program, plan.layout)
     return plan
+
+
+def _check_choice(activations: str, demand: Demand) -> None:
+    """Check that there is something that a user's choice could keep.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    extent = None if activations == "auto" else Choice(activations).extent
+    if extent is not None and not any(demand.kept_bytes.get(extent, ())):
+        advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
+        raise ConfigError(
+            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
+        )
 
 
 def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
@@ -383,11 +421,11 @@ def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOp
     )
 
 
-def _forward_times(parts: Split) -> tuple[float, ...]:
+def _forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> tuple[float, ...]:
     """How long the forwards of units take beside each other: by their operations, or by their parameters."""
     count = parts.spec.num_streamed
     with contextlib.suppress(ModelError, AttributeError):
-        flops = forward_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        flops = forward_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
         if len(flops) == count:
             return flops
     table = max((tensor.numel for unit in parts.spec.units for tensor in unit.all_tensors), default=1)
@@ -395,14 +433,49 @@ def _forward_times(parts: Split) -> tuple[float, ...]:
         0 if unit.kind == "embedding" else sum(tensor.numel for tensor in unit.all_tensors)
         for unit in parts.spec.units[:count]
     ]
-    return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
+    tokens = 2.0 * rows * length
+    return tuple(tokens * (size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
 
 
-def _recompute_times(parts: Split, measured: Measured) -> tuple[float, ...]:
+def kept_bytes(measured: Measured) -> KeptBytes:
+    """What forwards keep, by its extent."""
+    found = selections(measured).get("selected_bytes", {})
+    return {Extent.WHOLE: measured.saved_bytes, **found}
+
+
+def selections(measured: Measured) -> dict[str, Any]:
+    """What may be kept of forwards, as `Demand` wants it; what it spares is counted in FLOPs.
+
+    Where products are kept, what lies between them is made again, each byte of it at the cost of `FLOPS_PER_BYTE`.
+    """
+    if not measured.products:
+        return {}
+    between = [
+        FLOPS_PER_BYTE * max(0, whole - products.num_bytes)
+        for whole, products in zip(measured.saved_bytes, measured.products, strict=True)
+    ]
+    spared = [max(0.0, y.flops - rest) for y, rest in zip(measured.products, between, strict=True)]
+    return {
+        "selected_bytes": {
+            Extent.ATTENTION: tuple(y.num_bytes for y in measured.attention),
+            Extent.PRODUCTS: tuple(y.num_bytes for y in measured.products),
+        },
+        "selected_s": {
+            Extent.ATTENTION: tuple(float(y.flops) for y in measured.attention),
+            Extent.PRODUCTS: tuple(spared),
+        },
+        "least_selected_s": LEAST_SELECTED_FLOPS,
+        "num_saved": measured.num_saved,
+    }
+
+
+def _recompute_times(
+    parts: Split, measured: Measured, rows: int = 1, length: int = SAMPLE_TOKENS
+) -> tuple[float, ...]:
     """The same of recomputes, of which some end early."""
-    times = _forward_times(parts)
+    times = _forward_times(parts, rows, length)
     with contextlib.suppress(ModelError, AttributeError):
-        flops = recompute_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        flops = recompute_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
         if len(flops) == len(times):
             return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))
     return times

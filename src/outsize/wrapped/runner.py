@@ -79,7 +79,7 @@ class Runner(Inferring):
         count = 1 if cached else self.microbatches
         sizes = batching.sizes_of(rows, count)
         autocast = Autocast.of_now({"cpu", self._device.type})
-        shape = planning.shape_of(main, sizes[0], autocast, training=keeps and model.training)
+        shape = planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)
@@ -107,7 +107,7 @@ class Runner(Inferring):
             if saves:
                 self._abandoned.append(context.number)
             return joined.build({})
-        keeping = not lean and any(plan.layout.kept)
+        keeping = not lean and plan.layout.keeps_any
         return self._passage(engine, context, joined, saves=saves, keeping=keeping).output()
 
     def _passage(
