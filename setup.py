@@ -44,7 +44,7 @@ setup(
             define_macros=[("OUTSIZE_CHECKSUM", f"{SOURCES['checksum'](Path(ROOM))}u")],
             # No contraction: a product and a sum are rounded apart, as in the torch ops that do the same.
             extra_compile_args=[
-                "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+                "-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
                 "-fno-strict-aliasing", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
             ],
             extra_link_args=["-pthread", "-lm"],

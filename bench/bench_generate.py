@@ -4,9 +4,12 @@ The same model, device budget, prompts and machine; greedy decoding; every varia
 tokens must be equal. `accelerate` places what fits the budget (``device_map="auto"``, ``max_memory``) and offloads the
 rest to a folder; it maps those files, so that on a machine with free memory they come from the page cache and not from
 the disk, outside the budget. ``accelerate, cold`` has the pages dropped after every token, as they are where memory is
-as short as the budget says; outsize reads with direct I/O, always from the disk. ``resident`` holds all of it.
+as short as the budget says; outsize reads with direct I/O, always from the disk. ``resident`` holds all of it. AirLLM
+joins where ``--airllm`` names a Python that has it (`pip install airllm scipy sentencepiece` beside torch and
+transformers): it holds a layer or two at a time whatever the budget, and reads through the page cache, too.
 
     python bench/bench_generate.py                   # 98M parameters in a quarter of their bytes: under 4 minutes
+    python bench/bench_generate.py --airllm VENV/bin/python --tokens 6 --warm 2      # with the peer: under 5
 """
 
 import argparse
@@ -24,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 
 VARIANTS = ("resident", "outsize", "accelerate", "accelerate, cold")
+AIRLLM = ("airllm", "airllm, cold")
 TARGET = 1.5
 
 
@@ -53,6 +57,15 @@ def open_model(variant: str, args: argparse.Namespace) -> Any:
         )
     if variant == "resident":
         return AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()
+    if variant in AIRLLM:
+        from airllm import AutoModel
+
+        return AutoModel.from_pretrained(
+            str(directory / "model"),
+            device="cpu",
+            dtype=torch.float32,
+            layer_shards_saving_path=str(directory / "shards"),
+        )
     return AutoModelForCausalLM.from_pretrained(
         directory / "model",
         dtype=torch.float32,
@@ -129,7 +142,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def spawn(args: argparse.Namespace, variant: str, batch: int, directory: Path, budget: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--variant", variant, "--batch", batch, "--directory", directory]
+    python = args.airllm if variant in AIRLLM else sys.executable
+    command = [python, __file__, "--variant", variant, "--batch", batch, "--directory", directory]
     command += [
         "--budget-bytes",
         budget,
@@ -158,8 +172,9 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=4, help="passes that are not timed")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--work-dir", type=Path, default=None, help="on the disk that is measured")
+    parser.add_argument("--airllm", type=Path, default=None, help="a Python that has AirLLM, as a peer")
     parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=(*VARIANTS, *AIRLLM), help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     parser.add_argument("--budget-bytes", type=int, help=argparse.SUPPRESS)
@@ -173,8 +188,9 @@ def main() -> None:
         subprocess.run(made, check=True, capture_output=True)
         weights = sum(path.stat().st_size for path in (directory / "model").glob("*.safetensors"))
         budget = int(weights * args.share)
+        variants = (*VARIANTS, *AIRLLM) if args.airllm else VARIANTS
         found = {
-            batch: {variant: spawn(args, variant, batch, directory, budget) for variant in VARIANTS}
+            batch: {variant: spawn(args, variant, batch, directory, budget) for variant in variants}
             for batch in args.batches
         }
     rows, summary = [], {}
@@ -191,7 +207,8 @@ def main() -> None:
     headers = ["variant", "tokens/s", "outsize is times", "equal", "MB read per pass", "peak MiB", "error"]
     title = f"{args.shape}, {weights / 1e6:.0f} MB of weights, budget {budget / 1e6:.0f} MB"
     common.print_table(headers, rows, title)
-    compared = [summary[b]["accelerate, cold"]["outsize_is_times_as_fast"] for b in args.batches]
+    cold = [variant for variant in variants if variant.endswith("cold")]
+    compared = [summary[b][variant]["outsize_is_times_as_fast"] for b in args.batches for variant in cold]
     result = {
         "machine": common.machine(),
         "weights_bytes": weights,

@@ -45,9 +45,9 @@ class Case:
 
 
 CASES = (
-    Case("frozen", 0.02, FROZEN),
-    Case("frozen", 0.02, FROZEN, {"weights": "lossless4"}),
-    Case("frozen", 0.02, FROZEN, {"weights": "lossless3"}),
+    Case("frozen", 0.015, FROZEN),
+    Case("frozen", 0.015, FROZEN, {"weights": "lossless4"}),
+    Case("frozen", 0.015, FROZEN, {"weights": "lossless3"}),
     Case("trained", 0.04),
     Case("trained", 0.04, transport={"weights": "lossless3"}),
     Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "lossless3"}),
@@ -97,7 +97,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

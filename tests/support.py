@@ -1,5 +1,6 @@
 """What tests of whole runs share: a model directory, a configuration, batches, and a streamed run in this process."""
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
@@ -17,7 +19,7 @@ from outsize.data.batch import Batch
 from outsize.model.split import Split
 from outsize.planner.plan import Plan
 from outsize.runtime.compute import seed_of
-from outsize.train.checkpoint_dir import latest
+from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import describe
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.saver import Saver
@@ -107,6 +109,31 @@ def make_run(directory: Path, name: str = "llama", **sections: Mapping[str, Any]
     for section, values in sections.items():
         settings[section] = {**settings.get(section, {}), **values}
     return Config(**settings)
+
+
+def in_dir(config: Config, run_dir: Path, **changes: Any) -> Config:
+    train_config = config.train.model_copy(update={"run_dir": str(run_dir), **changes})
+    return config.model_copy(update={"train": train_config})
+
+
+def end_of(run_dir: Path) -> dict[str, Any]:
+    """Everything that a run has saved last, but which run it was."""
+    directory = latest(run_dir)
+    assert directory is not None
+    state = json.loads((directory / STATE).read_text())
+    found: dict[str, Any] = {key: value for key, value in state.items() if key not in ("run", "crc32")}
+    for path in sorted(directory.rglob("*.safetensors")):
+        tensors = load_file(path)
+        found.update({f"{path.relative_to(directory)}:{name}": t for name, t in tensors.items()})
+    return found
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    ours, theirs = end_of(one), end_of(other)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        same = torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
+        assert same, key
 
 
 def make_config(model_dir: Path, batches: Sequence[Batch], **sections: Mapping[str, Any]) -> Config:

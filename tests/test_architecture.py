@@ -75,7 +75,20 @@ ARROWS = {
         "train",
     },
     "cli": GROUND
-    | {"config", "doctor", "group", "hardware", "model", "planner", "probe", "report", "train", "wrapped"},
+    | {
+        "codecs.wire",
+        "config",
+        "doctor",
+        "group",
+        "hardware",
+        "model",
+        "optim.spec",
+        "planner",
+        "probe",
+        "report",
+        "train",
+        "wrapped",
+    },
 }
 # Imported by no room: these stand on top of the others.
 TOPS = {"__main__": {"cli"}, "__init__": set(ARROWS), "testing": set(ARROWS) - {"cli"}}

@@ -243,6 +243,11 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["train.steps=1", "optimizer.warmup_ratio=0.9"], "1 steps of warm-up do not fit"),
         (["optimizer.warmup_steps=5", "optimizer.warmup_ratio=0.1"], "not both"),
         (["memory.slots=2", "memory.prefetch=2"], "need 3 slots, but memory.slots is 2"),
+        (["optimizer.clip=unit", "train.on_nonfinite=skip"], "needs them; use optimizer.clip=global"),
+        (
+            ["optimizer.masters=split", "model.dtype=fp32"],
+            "only those of bf16 weights can be split, not fp32",
+        ),
     ],
 )
 def test_combinations_that_cannot_be_are_refused(overrides, words):
@@ -261,6 +266,9 @@ def test_combinations_that_cannot_be_are_refused(overrides, words):
         (["data.format=messages", "data.text_field=body"], "data.text_field"),
         (["memory.device=emulated:2", "memory.activations=keep"], "memory.activations"),
         (["memory.offload=false", "transport.activations=int8"], "transport.activations"),
+        (["optimizer.clip=unit", "optimizer.gradients=bf16"], "optimizer.gradients"),
+        (["optimizer.clip=off", "optimizer.max_grad_norm=2.0"], "optimizer.max_grad_norm"),
+        (["optimizer.clip=unit", "optimizer.max_grad_norm=0.0"], "optimizer.clip"),
         (["train.on_stall=ignore", "train.stall_factor=20"], "train.stall_factor"),
         (["train.on_stall=ignore", "train.stall_floor_s=20"], "train.stall_floor_s"),
     ],

@@ -1,5 +1,6 @@
 """Lossless codecs on the link change no bit of a run; others change what they say, and nothing else."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zoo
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.runtime.carriers import EncodedWeights
+from outsize.model.spec import UnitSpec
+from outsize.planner.ops import Kind
+from outsize.runtime.carriers import EncodedWeights, GradientCarrier
 from outsize.train.prepare import prepare
 from outsize.train.stream import StreamedTrainer
 from support import make_batches, make_config, run_streamed, save_model
@@ -84,8 +87,48 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
 
 
 def test_lossless_is_exact_for_several_workers(tmp_path: Path):
-    memory, transport = on("emulated:2"), {"weights": "lossless4", "gradients": "lossless4"}
-    compare("llama", tmp_path, memory=memory, train={"microbatches": 4}, transport=transport)
+    compare("llama", tmp_path, memory=on("emulated:2"), train={"microbatches": 4}, transport=EXACT)
+
+
+def test_several_workers_hand_inputs_over_encoded_and_their_gradients_as_they_are(tmp_path: Path):
+    """Wire bytes are those of the plan; losses repeat, and are near those of an exact run."""
+    memory, found, moved = on("emulated:2"), [], []
+    for run, transport in enumerate(({"activations": "int8"}, {"activations": "int8"}, {})):
+        directory = tmp_path / str(run)
+        save_model(zoo.build("llama"), directory / "model")
+        batches = make_batches("llama", num_steps=1)
+        train = {"microbatches": 4, "loss": "model"}
+        config = make_config(directory / "model", batches, memory=memory, train=train, transport=transport)
+        prepared = prepare(config, directory, print)
+        with StreamedTrainer(prepared, directory) as trainer:
+            trainer.fill()
+            found.append([outcome.loss for outcome in trainer.steps(batches)])
+            trainer.settle()
+            moved.append(trainer.engine.moved())
+        downs = [each for lane, each in moved[-1].items() if lane.startswith("down")]
+        assert sum(each.wire for each in downs) == pytest.approx(prepared.plan.traffic.down, rel=0.01)
+    assert found[0] == found[1] != found[2]
+    assert found[0] == pytest.approx(found[2], rel=0.01)
+    assert sum(each.wire for each in moved[0].values()) < sum(each.wire for each in moved[2].values())
+    assert sum(each.logical for each in moved[0].values()) == sum(each.wire for each in moved[2].values())
+
+
+def test_a_gradient_that_stages_share_goes_encoded_when_it_is_whole(tmp_path: Path, monkeypatch):
+    """That of tied embeddings comes home, goes up again, and comes home whole: once encoded, and once as it is."""
+    sent: list[int] = []
+    bring_home = GradientCarrier.bring_home
+
+    def note(self: GradientCarrier, unit: UnitSpec, *rest: Any) -> int:
+        sent.append(unit.index)
+        return bring_home(self, unit, *rest)
+
+    monkeypatch.setattr(GradientCarrier, "bring_home", note)
+    memory, transport = on("emulated:2"), {"gradients": "lossless4"}
+    got = compare("llama_tied", tmp_path, memory=memory, train={"microbatches": 4}, transport=transport)
+    program = got.plan.program
+    trips = Counter(op.unit for op in program if op.kind is Kind.GRAD)
+    assert max(trips.values()) > 1
+    assert Counter(sent) == dict.fromkeys(trips, len(got.losses))
 
 
 def test_gradients_of_a_disk_home_go_encoded_too(tmp_path: Path):
@@ -150,7 +193,6 @@ def test_wire_and_logical_bytes_are_counted_apart(tmp_path: Path):
     [
         ({"device": "cpu"}, {"weights": "lossless4"}, "over no link"),
         (on(home="disk"), {"weights": "lossless4"}, "set memory.home=host"),
-        (on("emulated:2"), {"activations": "int8"}, "several workers"),
     ],
 )
 def test_what_has_no_such_link_is_refused(

@@ -73,8 +73,9 @@ class Backend:
             differing=[] if self.equal else ["model.norm.weight"],
         )
 
-    def export(self, run_dir, out_dir, *, merge=False):
+    def export(self, run_dir, out_dir, *, merge=False, trust_remote_code=False):
         assert not merge
+        assert not trust_remote_code
         self.calls.append((run_dir, out_dir))
         return out_dir
 

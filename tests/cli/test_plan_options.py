@@ -51,6 +51,21 @@ def test_nodes_share_the_step(model_dir, capsys):
     assert (four["nodes"], four["tokens_per_step"]) == (4, 4096 * 128)
     assert four["tokens_per_s"] > 2 * one["tokens_per_s"]
     assert "network" in four["usage"]
+    coded = (
+        *options,
+        "--tokens-per-step",
+        4096 * 128,
+        "--nodes",
+        4,
+        "--net",
+        "1Gb",
+        "--net-weights",
+        "delta",
+    )
+    slow, less = answer(capsys, *coded[:-2]), answer(capsys, *coded, "--net-gradients", "int8-ef")
+    assert less["tokens_per_s"] > 2 * slow["tokens_per_s"]
+    assert run(*options, "--net-gradients", "bf16") == 2
+    assert "no effect with one node" in capsys.readouterr().err
     assert run(*options, "--nodes", 2, "--net", "3GB") == 0
     assert "on 2 nodes of 1x4090" in " ".join(capsys.readouterr().out.split())
 

@@ -127,11 +127,33 @@ def test_what_is_no_language_model_is_refused(config, reason: str):
         build_skeleton(config)
 
 
-def test_a_quantised_model_is_refused():
+@pytest.mark.parametrize(
+    ("quantisation", "name"),
+    [
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "compressed-tensors", "bits": 4}, "compressed-tensors, 4 bits"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, 4 bits, gemv"),
+        ({}, "a format without a name"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_format_that_is_not_read_is_refused_by_its_name(quantisation: dict, name: str, frozen: bool):
     config = zoo.make_config("llama")
-    config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ModelError, match="quantised"):
+    config.quantization_config = quantisation
+    with pytest.raises(ModelError, match=rf"stored as {name}, which outsize does not read.*dequantize\(\)"):
+        build_skeleton(config, frozen=frozen)
+
+
+def test_a_quantised_model_is_not_trained_but_built_where_it_is_frozen():
+    config = zoo.make_config("llama")
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ModelError, match=r"quantised \(gptq, 4 bits\).*--method lora"):
         build_skeleton(config)
+    built = build_skeleton(config, frozen=True)
+    assert not hasattr(built.config, "quantization_config")
+    assert config.quantization_config
 
 
 def test_a_config_is_read_from_a_directory_or_a_file(tmp_path: Path):

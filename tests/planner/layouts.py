@@ -45,6 +45,8 @@ def layouts(draw: st.DrawFn) -> StepLayout:
     accumulators = (max(gradients[:num_streamed]), *draw(st.lists(st.integers(1, 6), max_size=2)))
     on_disk = draw(st.booleans())
     tiles = tuple(n * t for n, t in zip(per_unit(st.integers(1, 4)), trainable, strict=True))
+    clip = draw(st.booleans())
+    ring = not clip and draw(st.booleans())
     layout = StepLayout(
         num_streamed=num_streamed,
         rest=num_streamed if has_rest else None,
@@ -55,8 +57,11 @@ def layouts(draw: st.DrawFn) -> StepLayout:
         slot_bytes=slots,
         accumulator_bytes=accumulators,
         prefetch_depth=draw(st.integers(0, 4)),
-        clip=draw(st.booleans()),
-        tiles=tiles if on_disk else (0,) * num_units,
+        clip=clip,
+        unit_clip=not clip and draw(st.booleans()),
+        ring=ring,
+        tiles=tiles if on_disk or ring else (0,) * num_units,
+        tiles_on_disk=on_disk,
         num_host_buffers=draw(st.integers(1, 4)),
         num_tile_buffers=draw(st.integers(1, 4)),
         staged=on_disk and draw(st.booleans()),
@@ -72,6 +77,8 @@ def layouts(draw: st.DrawFn) -> StepLayout:
 def shared_layouts(draw: st.DrawFn) -> list[StepLayout]:
     """Layouts of two to four nodes that share a step: each has memory and tiles of its own, all else is the same."""
     base = draw(layouts())
+    on_disk = base.tiles_on_disk and any(base.tiles)
+    base = replace(base, ring=False, unit_clip=False, tiles=base.tiles if on_disk else (0,) * base.num_units)
     num_nodes = draw(st.integers(2, 4))
     found = []
     for _ in range(num_nodes):
@@ -137,6 +144,8 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
     return replace(
         base,
         rest=num_streamed if has_rest else None,
+        ring=False,
+        tiles_on_disk=True,
         num_microbatches=num_microbatches,
         trainable=trainable,
         weight_bytes=weights,

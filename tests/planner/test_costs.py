@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
@@ -12,6 +13,7 @@ from outsize.planner.program import parse_op
 from outsize.planner.schedule import build_step
 from outsize.planner.simulate import simulate
 from outsize.planner.stages import Stages
+from outsize.planner.transport import load_bytes
 from planner.layouts import make_layout
 
 UNITS = tuple(pack_unit(i, f"u{i}", "block", [("w", (1 << 20,), True, True)]) for i in range(4))
@@ -27,6 +29,7 @@ LAYOUT = make_layout(
 )
 TIMES = UnitTimes(forward_s=(0.1,) * 4, backward_s=(0.3,) * 4)
 MACHINE = parse_gpus("4090")
+LOSSLESS = Transport(weights="lossless4")
 
 
 def price(text, machine=MACHINE, **changes):
@@ -42,6 +45,28 @@ def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_m
     assert price("SAVE 2.0@w0") == Cost(seconds=latency, amount=7, through=("down:w0", "host memory"))
     assert price("STEP 2") == Cost(amount=28 * SIZE, through=("optimizer", "host memory"))
     assert price("FREE 2@w0.1") == Cost()
+
+
+def test_decoding_adds_its_last_piece_and_what_it_takes_longer_than_the_link():
+    """Of a unit of four pieces; the encoding of a gradient, or of raw weights, has nothing to decode."""
+    unit = pack_unit(0, "u", "block", [("w", (4 * SIZE,), True, True)])
+    model = ModelSpec(units=(unit,) * 4, dtype="bf16")
+    link, latency = MACHINE.links[0].up_bytes_per_s.value, MACHINE.links[0].latency_s.value
+    sent = load_bytes(LOSSLESS, unit, "bf16")
+
+    def seconds(decode_bytes_per_s, text="LOAD 2@w0.1", transport=LOSSLESS):
+        rates = CodecRates(encode_bytes_per_s=1e9, decode_bytes_per_s=decode_bytes_per_s)
+        costs = cost_model(
+            MACHINE, model, LAYOUT, TIMES, (0, 7, 7, 7), transport=transport, codec_rates=rates
+        )
+        return costs.cost_of(parse_op(text)).seconds - latency
+
+    assert seconds(1e12) == pytest.approx(8 * SIZE / 1e12 / 4)
+    slow_s = 8 * SIZE / 1e9
+    assert seconds(1e9) == pytest.approx((slow_s - sent / link) * 3 / 4 + slow_s / 4)
+    assert seconds(1e9, "GRAD 2@w0") == pytest.approx(0.0)
+    assert seconds(1e9, transport=Transport()) == pytest.approx(0.0)
+    assert seconds(1e9, "STEP 2") + latency == pytest.approx(8 * SIZE / 1e9)
 
 
 def test_a_copy_behind_a_switch_shares_its_uplink():

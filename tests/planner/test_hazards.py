@@ -78,6 +78,9 @@ def waits(text, rest=None, num_streamed=4):
         ("WRITE 3#2<t1", "COMMIT"),
         ("COMMIT", "WRITE 1#0<t0"),
         ("COMMIT", "STEP 1#0@t0"),
+        ("GRAD 1#0@w0>t0", "STEP 1#0@t0"),
+        ("STEP 1#0@t0", "GRAD 1#1@w0>t0"),
+        ("STEP 1#0@t0", "LOAD 1@w0.0"),
     ],
 )
 def test_the_later_op_waits_for_the_earlier_one(earlier, later):
@@ -185,6 +188,10 @@ class Oracle:
             case Kind.NORM:
                 reads.add(("acc", self.acc_of[u]))
                 writes.add(("norm", u))
+            case Kind.GRAD if op.tile is not None:
+                writes |= {("acc", self.acc_of[u]), ("ring", op.buffer)}
+                if op.tile + 1 == self.layout.tiles[u]:
+                    del self.acc_of[u]
             case Kind.GRAD:
                 writes |= {
                     ("acc", self.acc_of.pop(u)),
@@ -203,6 +210,7 @@ class Oracle:
                 reads.add(("coef",))
                 reads |= {("grad", u)} if op.tile is None else set()
                 writes |= homes if op.tile is None else {("ring", op.buffer)}
+                writes |= set() if self.layout.tiles_on_disk or op.tile is None else {("home", u, op.tile)}
             case Kind.WRITE if op.tile is None:
                 reads.add(("host", op.buffer))
                 writes.add(("grad", u))

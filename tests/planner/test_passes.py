@@ -185,9 +185,10 @@ def test_weights_come_up_at_most_twice_and_gradients_go_down_once(layout):
     step = build_step(layout)
     for unit in range(layout.num_units):
         loads = sum(op.kind is Kind.LOAD and op.unit == unit for op in step)
-        grads = sum(op.kind is Kind.GRAD and op.unit == unit for op in step)
+        grads = [op.tile for op in step if op.kind is Kind.GRAD and op.unit == unit]
+        whole = [None] * layout.trainable[unit]
         assert loads <= 2
-        assert grads == layout.trainable[unit]
+        assert grads == (list(range(layout.tiles[unit])) if layout.ring else whole)
 
 
 @given(layouts())
@@ -198,3 +199,28 @@ def test_the_step_does_not_depend_on_microbatches_in_what_crosses_the_link(layou
         return [op for op in step if op.kind in kinds]
 
     assert transfers(1) == transfers(4)
+
+
+def test_gradients_that_pass_through_a_ring_step_behind_their_backward():
+    """Each tile fills the buffer that the one before last has left; the accumulator is free behind the last."""
+    layout = make_layout(
+        1, ring=True, unit_clip=True, tiles=(3,), tiles_on_disk=False, num_tile_buffers=2, slot_bytes=(1,)
+    )
+    assert render(build_step(layout)).splitlines() == [
+        "LOAD 0@w0.0", "ACC 0@w0.0", "FB 0.0@w0", "NORM 0@w0",
+        "GRAD 0#0@w0>t0", "GRAD 0#1@w0>t1",
+        "STEP 0#0@t0", "GRAD 0#2@w0>t0",
+        "STEP 0#1@t1",
+        "STEP 0#2@t0",
+        "FREE 0@w0.0",
+    ]  # fmt: skip
+
+
+def test_on_disk_the_rest_of_a_tile_is_read_ahead_of_its_gradient():
+    layout = make_layout(1, ring=True, tiles=(2,), num_tile_buffers=1, slot_bytes=(1,))
+    assert render(build_step(layout)).splitlines() == [
+        "LOAD 0@w0.0", "ACC 0@w0.0", "FB 0.0@w0",
+        "READ 0#0>t0", "GRAD 0#0@w0>t0", "STEP 0#0@t0", "WRITE 0#0<t0",
+        "READ 0#1>t0", "GRAD 0#1@w0>t0", "STEP 0#1@t0", "WRITE 0#1<t0",
+        "FREE 0@w0.0",
+    ]  # fmt: skip

@@ -18,6 +18,7 @@ TIED = make_layout(2, weight_bytes=(0, 1), trainable=(False, True))
 OFFLOADED = make_layout(3, offload=frozenset({1}))
 TILED = make_layout(1, tiles=(2,), num_tile_buffers=2)
 CLIPPED_TILES = make_layout(1, clip=True, tiles=(2,), num_tile_buffers=2)
+RING = make_layout(1, ring=True, tiles=(2,), tiles_on_disk=False, num_tile_buffers=1)
 STAGED = make_layout(1, staged=True, num_host_buffers=2)
 
 # The whole backward of a single unit.
@@ -101,6 +102,9 @@ def broken(layout: StepLayout, text: str) -> str:
         (make_layout(1, num_microbatches=2), DONE + "GRAD 0@w0", "unit 0 has not run all its backwards"),
         (RESTED, "LOAD 2@w0.2; ACC 2@w0.1; " + TURNED + "GRAD 2@w0", "unit 0 has not run all its backwards"),
         (ONE, DONE + "NORM 0@w0", "norms are taken only where gradients are clipped"),
+        (RING, DONE + "GRAD 0@w0", "gradients leave tile by tile, through the ring"),
+        (TILED, DONE + "GRAD 0#0@w0>t0", "gradients leave whole"),
+        (RING, DONE + "GRAD 0#0@w0>t0; STEP 0#0@t0; GRAD 0#0@w0>t0", "it has left already"),
         # 5: steps
         (ONE, DONE + "STEP 0", "the gradient of unit 0 is not home"),
         (ONE, DONE + "GRAD 0@w0; STEP 0; STEP 0", "unit 0 has stepped already"),
@@ -128,6 +132,8 @@ def broken(layout: StepLayout, text: str) -> str:
             "unit 0 has stepped already",
         ),
         (TILED, DONE + "GRAD 0@w0; READ 0#0>t0; READ 0#1>t0", "tile buffer 0 is still in use"),
+        (RING, DONE + "GRAD 0#0@w0>t0; GRAD 0#1@w0>t0", "tile buffer 0 is not ready for it"),
+        (RING, DONE + "STEP 0#0@t0", "tile buffer 0 does not hold it, ready to step"),
     ],
 )
 def test_a_rule_is_broken(layout, text, reason):

@@ -72,6 +72,19 @@ def test_the_memory_that_brings_the_home_to_the_host_is_among_what_helps():
     assert found.prediction.home == "host"
     assert found.gain > 0
     assert "disk=x2" in changes
+    assert "state=int8" in changes
+
+
+def test_moments_of_fewer_bits_bring_the_home_to_the_host():
+    question = ask(budgets=TIGHT)
+    found = outcome(question, fastest(question), "state=int8")
+    assert found.prediction.home == "host"
+    assert found.gain > 0
+    assert "gradients" not in found.prediction.memory["host"]
+    with pytest.raises(ConfigError, match="fp32, bf16 or int8"):
+        parse_change("state=int4")
+    with pytest.raises(ConfigError, match="one GPU only"):
+        outcome(ask("2x4090"), None, "state=int8")
 
 
 def test_what_fits_no_more_says_why():

@@ -10,6 +10,7 @@ from outsize.codecs.open import open_codec
 from outsize.codecs.transport import Transport, staging_bytes
 from outsize.model.spec import pack_unit
 from outsize.runtime.carriers import GradientCarrier
+from outsize.runtime.context import StepContext
 
 UNIT = pack_unit(3, "block", "block", [("weight", (64, 128), True, True)])
 DEVICE: Any = SimpleNamespace(link=lambda _: nullcontext())
@@ -23,8 +24,17 @@ def carrier(gradients: str, residuals: dict[int, Tensor] | None = None) -> Gradi
 
 def sent(through: GradientCarrier, source: Tensor, number: int) -> Tensor:
     into = torch.empty_like(source)
-    through.bring_home(UNIT, frozenset({0}), source.clone(), into, number)
+    through.bring_home(UNIT, source.clone(), into, step(number))
     return into
+
+
+def step(number: int, **changes: Any) -> StepContext:
+    touched = {UNIT.index: frozenset({0})}
+    return StepContext(number=number, learning_rate=0.1, microbatches=(), touched=touched, **changes)
+
+
+def feeding_back() -> GradientCarrier:
+    return carrier("int4-ef", {UNIT.index: torch.zeros(UNIT.numel, dtype=torch.bfloat16)})
 
 
 @pytest.mark.parametrize("gradients", ["int8-stochastic", "int4-stochastic"])
@@ -42,9 +52,25 @@ def test_what_was_lost_is_added_at_the_loss_scale_of_the_step_that_adds_it():
     source = torch.randn(UNIT.numel, generator=torch.Generator().manual_seed(0))
     found = []
     for scales in ((1.0, 1.0), (1024.0, 512.0)):
-        through = carrier("int4-ef", {UNIT.index: torch.zeros(UNIT.numel, dtype=torch.bfloat16)})
+        through = feeding_back()
         into = torch.empty_like(source)
         for number, scale in enumerate(scales):
-            through.bring_home(UNIT, frozenset({0}), source * scale, into, number, scale)
+            through.bring_home(UNIT, source * scale, into, step(number, loss_scale=scale))
         found.append(into / scales[-1])
     assert torch.equal(*found)
+
+
+def test_a_step_that_changed_no_weight_leaves_nothing_to_make_up_for():
+    """The same gradients arrive after it as if it had not been, whatever it lost."""
+    first, second = (
+        torch.randn(UNIT.numel, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
+    arrived = []
+    for before, skipped in (((first,), {0}), ((), set()), ((first,), set())):
+        through, into = feeding_back(), torch.empty_like(second)
+        for source in before:
+            through.bring_home(UNIT, source.clone(), into, step(0))
+        through.bring_home(UNIT, second.clone(), into, step(1, skipped_before=skipped))
+        arrived.append(into)
+    assert torch.equal(arrived[0], arrived[1])
+    assert not torch.equal(arrived[0], arrived[2])  # as after a step that did

@@ -53,7 +53,9 @@ def read(home, model: ModelSpec, arena: Arena) -> dict[str, torch.Tensor]:
 
 def context(skipped: bool = False, **changes):
     values = {"learning_rate": 0.01, "coefficient": torch.tensor(0.5), "touched": {0: frozenset({0, 2})}}
-    return SimpleNamespace(skipped=skipped, **{**values, **changes})
+    found = SimpleNamespace(skipped=skipped, **{**values, **changes})
+    found.coefficient_of = lambda unit: found.coefficient
+    return found
 
 
 def tiled_steps(home, model: ModelSpec, arena: Arena, num_buffers: int, contexts) -> OptimizerOps:
@@ -110,11 +112,11 @@ def test_a_skipped_step_moves_and_counts_nothing(tmp_path):
     assert all(same_bits(after[plane], before[plane]) for plane in before)
 
 
-def test_a_tile_buffer_holds_all_planes_side_by_side():
+def test_a_tile_buffer_holds_all_planes_side_by_side(tmp_path):
     model = spec("bf16")
-    with Arena() as arena:
+    with Arena() as arena, IOPool(1) as pool:
         buffer = arena.take(TILE * bytes_per_parameter("bf16"), "tile")
-        with HostHome(model, planes_for("bf16"), arena) as home:
+        with DiskHome(model, planes_for("bf16"), tmp_path / "home", pool) as home:
             (planes,) = OptimizerOps(model, home, AdamW(), [buffer], TILE)._buffers
         ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in planes.values())
         assert sum(p.nbytes for p in planes.values()) == buffer.nbytes

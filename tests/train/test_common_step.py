@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zoo
-from outsize.errors import StorageError
+from outsize.errors import LostRankError, StorageError
 from outsize.optim.spec import planes_for
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_records
@@ -69,7 +69,7 @@ def test_all_go_on_from_the_last_step_that_all_have_committed(model_dir, tmp_pat
     assert [record.state["step"] for record in records] == [2, 2]
     # What it goes on from is what it was then, and what came after is forgotten.
     assert commit(prepared[0], paths[0], [], records[0]) == 2.0
-    found, _ = find_records(paths[0], prepared[0].split.spec, prepared[0].own)
+    found, _ = find_records(paths[0], prepared[0].split.spec, None, prepared[0].own)
     assert [record.state["step"] for record in found] == [2]
 
 
@@ -85,5 +85,6 @@ def test_homes_of_another_number_of_ranks_are_not_begun_anew(model_dir, tmp_path
         )
 
     errors = in_ranks(4, work, world=world)
-    assert all(isinstance(error, StorageError) for error in errors)
-    assert "start as many ranks as before" in str(errors[0])
+    # Whoever raises leaves, and who still listens to others then hears that.
+    assert all(isinstance(error, StorageError | LostRankError) for error in errors)
+    assert any("start as many ranks as before" in str(error) for error in errors)

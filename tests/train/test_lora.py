@@ -1,6 +1,7 @@
 """``train.method=lora``: adapters beside a frozen model, against PEFT's own loop."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outsize.config import Config
-from outsize.errors import CheckpointError, ConfigError
+from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import base_name
 from outsize.train.checkpoint_dir import latest
 from outsize.train.export import export
@@ -194,6 +195,40 @@ def test_merged_unit_by_unit_is_merged_by_peft(name: str, dtype: str, tmp_path: 
     base = base_of(run, half).state_dict()
     assert any(not torch.equal(state[key], value) for key, value in base.items())
     assert (out / "tokenizer.json").is_file()
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_merged_where_that_code_may_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run = lora_run(tmp_path, model={"trust_remote_code": True}, train={"steps": 1, "loss": "model"})
+    directory = Path(run.model.path)
+    (directory / "own.py").write_text(OWN_CODE)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    train(run)
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged").exists()
+    out = export(tmp_path / "run", tmp_path / "merged", merge=True, trust_remote_code=True)
+    assert list(out.glob("*.safetensors"))
 
 
 def test_there_is_nothing_to_merge_in_a_run_of_the_whole_model(tmp_path: Path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outsize.config.schema import MemoryConfig
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, StorageError
 from outsize.train import machine as module
 from outsize.train.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine
 
@@ -117,3 +117,10 @@ def test_a_gpu_s_budget_is_a_share_of_its_free_memory(tmp_path: Path, monkeypatc
     found = describe_machine(MemoryConfig(device="cuda:2"), GIB, tmp_path)
     assert found.device_bytes == int(10 * GIB * module.DEVICE_SHARE)
     assert asked == [2]
+
+
+def test_a_home_is_no_zram_device():
+    """On this machine there is no such device; others are in tests/storage/test_zram.py."""
+    for place in (Path("/dev/zram98765"), Path("/dev/zram98765/home.bin")):
+        with pytest.raises(StorageError, match="there is no zram98765 on this machine"):
+            describe_machine(MemoryConfig(device="cpu", home="disk"), GIB, place)

@@ -1,48 +1,20 @@
 """A run goes on with other memory, from another place, over the end of the data: to the same bits."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
-from outsize.train.checkpoint_dir import STATE, latest
+from outsize.train.checkpoint_dir import latest
 from outsize.train.records import StepRecord
 from outsize.train.run import train
-from support import make_run
-
-
-def in_dir(config: Config, run_dir: Path, **changes: Any) -> Config:
-    train_config = config.train.model_copy(update={"run_dir": str(run_dir), **changes})
-    return config.model_copy(update={"train": train_config})
+from support import assert_same_end, end_of, in_dir, make_run
 
 
 def with_memory(config: Config, **changes: Any) -> Config:
     return config.model_copy(update={"memory": config.memory.model_copy(update=changes)})
-
-
-def end_of(run_dir: Path) -> dict[str, Any]:
-    """Everything that a run has saved last, but which run it was."""
-    directory = latest(run_dir)
-    assert directory is not None
-    state = json.loads((directory / STATE).read_text())
-    found: dict[str, Any] = {key: value for key, value in state.items() if key not in ("run", "crc32")}
-    for path in sorted(directory.rglob("*.safetensors")):
-        tensors = load_file(path)
-        found.update({f"{path.relative_to(directory)}:{name}": t for name, t in tensors.items()})
-    return found
-
-
-def assert_same_end(one: Path, other: Path) -> None:
-    ours, theirs = end_of(one), end_of(other)
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        same = torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
-        assert same, key
 
 
 OTHER_MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -70,7 +70,16 @@ def test_gradients_of_several_backwards_add_up_as_in_a_loop(home: str, count: in
             assert_equal(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("settings", [{}, {"slots": 1}, {"offload": True}, {"device": "emulated:1"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activations": "recompute"},
+        {"activations": "recompute", "slots": 1},
+        {"activations": "recompute", "offload": True},
+        {"slots": 1, "offload": True},
+        {"device": "emulated:1"},
+    ],
+)
 def test_dropout_masks_of_the_recompute_are_those_of_the_forward(settings: dict[str, object]):
     """Whatever the schedule; with other masks the gradient would not be that of the loss."""
 
@@ -131,7 +140,7 @@ def test_an_exception_in_a_layer_is_catchable_and_the_next_call_works(call: int,
     """In either microbatch, in the forward and in the recompute; everything under way is freed."""
     want = make(Breaking)
     resident_backward(want, batch(rows=4), 2, causal=False)
-    with wrapped(make(Breaking), microbatches=2, home=home) as model:
+    with wrapped(make(Breaking), microbatches=2, home=home, activations="recompute") as model:
         streamed_backward(model, batch(rows=4))
         model.zero_grad()
         model.calls, model.break_at = 0, call

@@ -36,7 +36,7 @@ def compare(name: str, count: int, **settings: object) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_and_gradients_have_the_bits_of_the_plain_model(name: str, count: int):
-    compare(name, count, slots=1 + (count + len(name)) % 3)
+    compare(name, count, slots=1 + (count + len(name)) % 3, activations=("recompute", "auto")[count % 2])
 
 
 @pytest.mark.slow
@@ -45,7 +45,14 @@ def test_other_architectures_too(name: str):
     compare(name, 1 + OTHERS.index(name) % 3)
 
 
-@pytest.mark.parametrize("settings", [{"offload": True, "slots": 2}, {"device": "emulated:1", "slots": 1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload": True, "slots": 2},
+        {"offload": True, "slots": 2, "activations": "recompute"},
+        {"device": "emulated:1", "slots": 1},
+    ],
+)
 @pytest.mark.parametrize("count", [1, 3])
 def test_neither_offloading_nor_the_device_change_a_bit(count: int, settings: dict[str, object]):
     compare("llama", count, **settings)

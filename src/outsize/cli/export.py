@@ -17,6 +17,12 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the adapters of a LoRA run into its model, unit by unit.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="With --merge: let Python code that comes with the model run."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
@@ -24,6 +30,7 @@ def export(
 
     output = Output(as_json=as_json)
     with output.guarded():
-        written = exporter.export(run_dir, out_dir or run_dir / "export", merge=merge)
+        target = out_dir or run_dir / "export"
+        written = exporter.export(run_dir, target, merge=merge, trust_remote_code=trust_remote_code)
         output.emit({"run_dir": str(run_dir), "model_dir": str(written)})
         output.print_result(f"wrote {written}")

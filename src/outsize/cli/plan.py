@@ -34,6 +34,48 @@ class Home(StrEnum):
     DISK = "disk"
 
 
+class NetGradients(StrEnum):
+    """How gradients are written between nodes."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT8_EF = "int8-ef"
+    INT8_STOCHASTIC = "int8-stochastic"
+    INT4_EF = "int4-ef"
+
+
+class NetWeights(StrEnum):
+    """How weights that have stepped are written between nodes."""
+
+    RAW = "raw"
+    DELTA = "delta"
+
+
+class Clip(StrEnum):
+    """Which norm is clipped."""
+
+    GLOBAL = "global"
+    UNIT = "unit"
+    OFF = "off"
+
+
+class State(StrEnum):
+    """What moments are kept in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+class MastersOption(StrEnum):
+    """How masters lie beside weights."""
+
+    AUTO = "auto"
+    SEPARATE = "separate"
+    SPLIT = "split"
+
+
 def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json, or hub id.")
@@ -59,7 +101,9 @@ def plan(
     ] = None,
     tokens_per_step: Annotated[
         int | None,
-        typer.Option(help="Tokens per optimizer step, a multiple of --seq-len; default: 64 sequences."),
+        typer.Option(
+            help="Tokens per optimizer step, a multiple of --seq-len; default: 64 sequences, or as many as fit."
+        ),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
@@ -75,10 +119,27 @@ def plan(
         float,
         typer.Option(help="Global norm that gradients are clipped to; 0 is off, and steps overlap more."),
     ] = 1.0,
+    clip: Annotated[
+        Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
+    ] = Clip.GLOBAL,
+    optimizer_state: Annotated[
+        State,
+        typer.Option(help="What AdamW's moments are kept in; bf16 and int8 take less memory and round."),
+    ] = State.FP32,
+    masters: Annotated[
+        MastersOption,
+        typer.Option(help="How fp32 masters lie beside bf16 weights: split takes 4.13 bytes, not 6."),
+    ] = MastersOption.AUTO,
     nodes: Annotated[int, typer.Option(help="Machines like this one that share each step.")] = 1,
     net: Annotated[
         str | None, typer.Option(metavar="RATE", help="Network of each node, e.g. 25Gb (bits) or 3GB.")
     ] = None,
+    net_gradients: Annotated[
+        NetGradients, typer.Option(help="How gradients are written between nodes.")
+    ] = NetGradients.FP32,
+    net_weights: Annotated[
+        NetWeights, typer.Option(help="How weights that have stepped are written between nodes.")
+    ] = NetWeights.RAW,
     largest: Annotated[
         bool, typer.Option("--largest", help="Also find the largest models of this family that fit.")
     ] = False,
@@ -89,7 +150,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="CHANGE",
-            help="vram=+8GB, ram=+64GB, link=x2, compute=x2, bandwidth=x2, disk=x2, net=x2, gpus=+1, nodes=+1.",
+            help="vram=+8GB, ram=+64GB, state=int8, link=x2, compute=x2, bandwidth=x2, disk=x2, net=x2, gpus=+1, "
+            "nodes=+1.",
         ),
     ] = None,
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True,
@@ -110,7 +172,7 @@ def plan(
 
     output = Output(as_json=as_json)
     with output.guarded():
-        asked = plan_question.ask(
+        asked = plan_question.ask_what_fits(
             model,
             gpus=gpus,
             machine=machine,
@@ -119,6 +181,7 @@ def plan(
             lora_modules=lora_modules,
             nodes=nodes,
             net=net,
+            wire=(net_gradients.value, net_weights.value),
             dtype=dtype.value,
             seq_len=seq_len,
             tokens_per_step=tokens_per_step,
@@ -127,6 +190,9 @@ def plan(
             device_memory=device_memory,
             host_memory=host_memory,
             max_grad_norm=max_grad_norm,
+            clip=clip.value,
+            optimizer_state=optimizer_state.value,
+            masters=masters.value,
             tokens=tokens,
             data=data,
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from outsize.cli.model_config import read_config
 from outsize.cli.plan_largest import Scaled, largest
+from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.from_probe import read_machine
@@ -18,14 +19,15 @@ from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_m
 from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
+from outsize.optim.spec import StateLayout, masters_for
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
 from outsize.units import parse_count
 
-# Sequences of a step, and tokens of a sequence, where the user names none.
-DEFAULT_SEQUENCES = 64
+# Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
+DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
 # Rank and modules.
@@ -60,6 +62,29 @@ class Asked:
         return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
 
 
+def ask_what_fits(model: str, *, seq_len: int | None, tokens_per_step: int | None, **options: Any) -> Asked:
+    """Return the question of `ask`; tokens per step that the user does not name are halved while nothing fits.
+
+    Raises:
+        ConfigError: an option is wrong, or two do not go together.
+        ModelError: no model there, or of a family whose sizes its config does not tell.
+    """
+    asked = ask(model, seq_len=seq_len, tokens_per_step=tokens_per_step, **options)
+    nodes = asked.question.nodes
+    sequences = asked.question.sequences * nodes
+    while tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
+        sequences //= 2
+        tokens = sequences * asked.question.seq_len
+        asked = ask(model, seq_len=seq_len, tokens_per_step=tokens, **options)
+    return asked
+
+
+def _fits(asked: Asked) -> bool:
+    """Whether any plan fits, of microbatches of one sequence where the user names none."""
+    question = asked.question
+    return fits_at_all(replace(question, microbatches=question.microbatches or question.sequences))
+
+
 def ask(
     model: str,
     *,
@@ -70,6 +95,7 @@ def ask(
     lora_modules: str | None,
     nodes: int,
     net: str | None,
+    wire: tuple[str, str],
     dtype: str,
     seq_len: int | None,
     tokens_per_step: int | None,
@@ -78,6 +104,9 @@ def ask(
     device_memory: str | None,
     host_memory: str | None,
     max_grad_norm: float,
+    clip: str,
+    optimizer_state: str,
+    masters: str,
     tokens: str | None,
     data: str,
 ) -> Asked:
@@ -87,6 +116,8 @@ def ask(
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
+    if nodes > 1 and clip == "unit":
+        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or off")
     box = _machine(gpus, machine)
     path, hf_config = read_config(model)
     adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None
@@ -107,10 +138,15 @@ def ask(
             else tokens_per_step,
             "train.microbatches": microbatches,
             "optimizer.max_grad_norm": max_grad_norm,
+            "optimizer.clip": clip,
+            "optimizer.state": optimizer_state,
+            "optimizer.masters": masters,
             "memory.device": "cuda",
             "memory.device_memory": device_memory,
             "memory.host_memory": host_memory,
             "memory.home": home,
+            "parallel.gradients": wire[0],
+            "parallel.weights": wire[1],
             **({"train.method": "lora", "lora.r": lora_r} if adapters else {}),
             **({"lora.target_modules": _named(lora_modules)} if adapters and lora_modules else {}),
         },
@@ -124,10 +160,13 @@ def ask(
         sequences=_share_of(config.sequences_per_step, nodes),
         seq_len=seq_len,
         microbatches=microbatches,
-        clip=max_grad_norm > 0 or dtype == "fp16",
+        clip=dtype == "fp16" or (max_grad_norm > 0 and clip == "global"),
+        unit_clip=max_grad_norm > 0 and clip == "unit",
+        state=_state(config, spec),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
         nodes=nodes,
         net_bytes_per_s=_net(nodes, net),
+        wire=_wire(nodes, wire, dtype),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
         fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in box.gpus) else 0,
     )
@@ -208,12 +247,38 @@ def _named(modules: str) -> str | tuple[str, ...]:
     return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
 
 
+def _state(config: Config, spec: ModelSpec) -> StateLayout:
+    """Return how a trained unit lies at home, its gradient aside."""
+    optimizer = config.optimizer
+    if optimizer.masters == "split" and spec.dtype != "bf16":
+        raise ConfigError(
+            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here"
+        )
+    if optimizer.clip == "unit" and spec.compute_dtype == "fp16":
+        raise ConfigError(
+            "--clip: fp16 may have to skip a step, for which all its gradients are to be known; use bf16"
+        )
+    masters = masters_for(optimizer.masters, spec.dtype, optimizer.state)
+    return StateLayout(dtype=spec.dtype, masters=masters, moments=optimizer.state)
+
+
 def _share_of(sequences: int, nodes: int) -> int:
     if nodes < 1:
         raise ConfigError(f"--nodes: {nodes} machines train nothing")
     if sequences % nodes:
         raise ConfigError(f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes")
     return sequences // nodes
+
+
+def _wire(nodes: int, wire: tuple[str, str], dtype: str) -> Wire:
+    found = Wire(gradients=wire[0], weights=wire[1])
+    if nodes == 1 and found != EXACT:
+        raise ConfigError(
+            "--net-gradients and --net-weights have no effect with one node; say how many with --nodes"
+        )
+    if found.weights == "delta" and dtype == "fp32":
+        raise ConfigError("--net-weights: delta is of 16-bit weights; leave it raw, or choose --dtype bf16")
+    return found
 
 
 def _net(nodes: int, text: str | None) -> Figure | None:

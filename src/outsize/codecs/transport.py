@@ -35,6 +35,19 @@ GRADIENTS: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodecRates:
+    """What a codec of weights reaches where a run takes place, in bytes of weights.
+
+    Attributes:
+        encode_bytes_per_s: at home.
+        decode_bytes_per_s: on the device.
+    """
+
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """Codecs by crossing; `RAW` is none.
 

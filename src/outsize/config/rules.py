@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    return [line for rule in (_portions, _warmup, _prefetch, _lora) for line in rule(config)]
+    return [line for rule in (_portions, _warmup, _prefetch, _lora, _clip) for line in rule(config)]
 
 
 def _portions(config: "Config") -> list[str]:
@@ -59,9 +59,27 @@ def _lora(config: "Config") -> list[str]:
     return []
 
 
+def _clip(config: "Config") -> list[str]:
+    if (
+        config.optimizer.clip == "unit"
+        and config.train.on_nonfinite == "skip"
+        and config.optimizer.max_grad_norm
+    ):
+        return [
+            "optimizer.clip: unit steps a unit before the gradients of all are known, and train.on_nonfinite=skip "
+            "needs them; use optimizer.clip=global, or train.on_nonfinite=raise"
+        ]
+    if config.optimizer.masters == "split" and config.model.dtype in ("fp32", "fp16"):
+        return [
+            f"optimizer.masters: only those of bf16 weights can be split, not {config.model.dtype}; leave it auto"
+        ]
+    return []
+
+
 def settings_without_effect(config: "Config") -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
     data, train, memory, telemetry = config.data, config.train, config.memory, config.telemetry
+    optimizer = config.optimizer
     parallel = config.parallel
     untracked = not {"wandb", "trackio"} & set(telemetry.writers)
     unread_text_field = data.format not in ("auto", "text", "jsonl", "parquet")
@@ -91,6 +109,14 @@ def settings_without_effect(config: "Config") -> list[str]:
             (parallel, f"parallel.{key}", parallel.mode == "ddp", "parallel.mode is ddp")
             for key in ("gradients", "weights")
         ),
+        (optimizer, "optimizer.clip", not optimizer.max_grad_norm, "optimizer.max_grad_norm is 0"),
+        (
+            optimizer,
+            "optimizer.gradients",
+            optimizer.clip != "global" or not optimizer.max_grad_norm,
+            "gradients do not wait for a global norm",
+        ),
+        (optimizer, "optimizer.max_grad_norm", optimizer.clip == "off", "optimizer.clip is off"),
         (
             parallel,
             "parallel.ddp_powersgd_rank",
@@ -113,7 +139,12 @@ def settings_without_effect(config: "Config") -> list[str]:
         (memory, "memory.disk_memory", memory.home == "host", "memory.home is host"),
         (memory, "memory.commits", memory.home == "host", "memory.home is host"),
         (memory, "memory.store_dir", memory.home == "host", "memory.home is host"),
-        (memory, "memory.tile_elements", memory.home == "host", "memory.home is host"),
+        (
+            memory,
+            "memory.tile_elements",
+            memory.home == "host" and optimizer.clip == "global" and bool(optimizer.max_grad_norm),
+            "memory.home is host",
+        ),
     ]
     return [
         f"{key} has no effect: {why}" for section, key, idles, why in idle if idles and _is_set(section, key)

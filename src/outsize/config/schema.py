@@ -273,7 +273,7 @@ class LoraConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How a parameter steps: AdamW with fp32 master weights and moments."""
+    """How a parameter steps: AdamW, its arithmetic in fp32 in any case, and what of it is kept at home."""
 
     lr: float = Field(default=2e-5, ge=0, description="Learning rate after warm-up.")
     betas: tuple[Fraction, Fraction] = Field(
@@ -285,6 +285,28 @@ class OptimizerConfig(Section):
     )
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
+    )
+    clip: Literal["global", "unit", "off"] = Field(
+        default="global",
+        description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
+        "it; unit: that of each unit (embedding, block, head) by itself; off: none. Without the global norm a unit "
+        "steps as soon as its backward has run, and gradients take no memory at home.",
+    )
+    gradients: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="In what gradients wait for the global norm. bf16 rounds them once they are summed: 2 bytes per "
+        "parameter instead of 4, not bit-exact.",
+    )
+    state: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32",
+        description="In what the two moments are kept: 8, 4 or 2.03 bytes per parameter. bf16 is rounded by chance, "
+        "int8 in blocks of 64; neither is bit-exact.",
+    )
+    masters: Literal["auto", "separate", "split"] = Field(
+        default="auto",
+        description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
+        "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; auto: split where "
+        "state is not fp32.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="cosine",
@@ -372,10 +394,11 @@ class TransportConfig(Section):
     lossless4 and lossless3 keep every bit; all others lose, within a bound that docs/codecs.md states.
     """
 
-    weights: Literal["raw", "lossless4", "lossless3"] = Field(
+    weights: Literal["raw", "auto", "lossless4", "lossless3"] = Field(
         default="raw",
         description="Weights on their way up, encoded once at home (those that train, after each of their steps) and "
-        "decoded on the device.",
+        "decoded on the device. auto: encoded if that is predicted to shorten a step, which it does where the link is "
+        "what a step waits for.",
     )
     activations: Literal[
         "raw",

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from outsize.errors import CheckpointError, ModelError
+from outsize.model.quantised import quantisation_of, require_readable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,7 +46,8 @@ def load_hf_config(
 
     Raises:
         CheckpointError: the directory has no ``config.json``, or it is not JSON.
-        ModelError: there is no such model, or transformers does not know its architecture.
+        ModelError: there is no such model, transformers does not know its architecture, or code of its own is not
+            trusted.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -64,6 +66,11 @@ def load_hf_config(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name} comes with Python code of its own, which runs only where you say so: model.trust_remote_code "
+                "in the configuration of a run, --trust-remote-code of a command, trust_remote_code=True of a call"
+            ) from error
         first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"cannot read the config of {name}: {first_line}; check the name, and that this version of "
@@ -98,6 +105,7 @@ def build_skeleton(
     attention: str = "auto",
     trust_remote_code: bool = False,
     head: bool = True,
+    frozen: bool = False,
 ) -> nn.Module:
     """Return the model of ``hf_config`` in training mode: parameters on the meta device, buffers real.
 
@@ -113,16 +121,12 @@ def build_skeleton(
             knows.
         trust_remote_code: whether code that comes with the model may run.
         head: False leaves the head out: the model that ends in hidden states.
+        frozen: whether its own weights do not train, so that a quantised checkpoint will do (`model.quantised`).
 
     Raises:
         ModelError: not a language model outsize can train, or it cannot be built as asked.
     """
-    config = copy.deepcopy(hf_config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            "the model is quantised, and quantised weights cannot be trained; use the full-precision "
-            "checkpoint, or dequantise it with transformers and save it"
-        )
+    config = unquantised(hf_config, trains=not frozen)
     for part in (config, config.get_text_config()):
         part.use_cache = False
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
@@ -140,6 +144,20 @@ def build_skeleton(
     _finish(model, DTYPES[dtype])
     logger.info("%s: attention %s", type(model).__name__, cast(Any, model).config._attn_implementation)
     return model.train()
+
+
+def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "PretrainedConfig":
+    """Return a copy of a config that says nothing of quantisation, for weights that are decoded as they are read.
+
+    Raises:
+        ModelError: the format is not read, or the weights are to train.
+    """
+    config = copy.deepcopy(hf_config)
+    quantisation = quantisation_of(config)
+    if quantisation is not None:
+        require_readable(quantisation, trains=trains)
+        del config.quantization_config
+    return config
 
 
 def _require_json(path: Path) -> None:

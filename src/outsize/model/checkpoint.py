@@ -20,6 +20,7 @@ from outsize.errors import CheckpointError
 from outsize.model.checkpoint_files import find_tensors
 from outsize.model.checkpoint_format import read_elements, read_tensor
 from outsize.model.checkpoint_map import Conversion, map_tensors
+from outsize.model.quantised import decoded
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class CheckpointReader:
             CheckpointError: a file is missing or truncated, or tensors are missing or of another shape.
         """
         self.directory = Path(directory)
-        self._map = map_tensors(model_skeleton, find_tensors(self.directory))
+        self._map = map_tensors(model_skeleton, decoded(find_tensors(self.directory), self.directory))
         self._buffers = persistent_buffers(model_skeleton)
         self._shapes = {n: tuple(p.shape) for n, p in model_skeleton.named_parameters(remove_duplicate=False)}
         self._converted: tuple[tuple[str, int | None], dict[str, Tensor]] | None = None

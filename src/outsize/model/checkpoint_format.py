@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Self, cast
@@ -63,6 +63,8 @@ class StoredTensor:
         dtype: dtype of its elements there.
         shape: its shape there.
         offset: first byte in the file.
+        decode: fills ``into`` with elements ``[start, stop)`` where they are not stored as they are, see
+            `outsize.model.quantised`; dtype and shape are then what it makes.
     """
 
     name: str
@@ -70,6 +72,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    decode: Callable[[int, int, Tensor], None] | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:
@@ -126,6 +129,9 @@ def read_elements(stored: StoredTensor, start: int, stop: int, into: Tensor) -> 
         raise ValueError(
             f"elements [{start}, {stop}) of {stored.numel} do not fit {flat.numel()}: {stored.name}"
         )
+    if stored.decode is not None:
+        stored.decode(start, stop, flat)
+        return
     itemsize = stored.dtype.itemsize
     try:
         fd = files.system().open(stored.path, os.O_RDONLY)

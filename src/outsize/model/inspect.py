@@ -28,7 +28,7 @@ def inspect(
         ModelError: no such model, or one that cannot be built or split.
     """
     config = load_hf_config(path, trust_remote_code)
-    model = build_skeleton(config, dtype, trust_remote_code=trust_remote_code)
+    model = build_skeleton(config, dtype, trust_remote_code=trust_remote_code, frozen=True)
     spec = split(model, dtype).spec
     return {
         "architecture": type(model).__name__,

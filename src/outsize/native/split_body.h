@@ -38,10 +38,9 @@ static inline void NATIVE(join)(
 {
     uint32_t odd_ones = 0;
     for (size_t i = 0; i < count; i++) {
-        uint32_t h = hi[i];
-        int32_t l = lo[i];
-        bits[i] = (h << 16) + (uint32_t)l;
-        odd_ones |= (uint32_t)((l == INT16_MIN) & ~h & 1) | (uint32_t)((h & 0x7FFF) == 0x7FC0);
+        uint32_t h = hi[i], l = (uint32_t)(int32_t)lo[i];
+        bits[i] = (h << 16) + l;
+        odd_ones |= (uint32_t)(l == 0xFFFF8000) | (uint32_t)((h & 0x7FFF) == 0x7FC0);
     }
     if (odd_ones && ties)
         NATIVE(join_exceptions)(hi, lo, ties, first, count, bits);

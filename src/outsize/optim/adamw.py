@@ -11,12 +11,15 @@ of all threads.
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
 from outsize.model.spec import PLANE_ELEMENTS, UnitSpec
+from outsize.optim.adamw_kernel import step_native
+from outsize.optim.planes import StatePlanes
+from outsize.optim.update import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +40,49 @@ class AdamW:
     weight_decay: float = 0.01
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers of [0, 1), not {self.betas}")
-        for name, value in (("eps", self.eps), ("weight_decay", self.weight_decay)):
-            if not (isfinite(value) and value >= 0.0):
-                raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+        check_betas(self.betas)
+        check_numbers(eps=self.eps, weight_decay=self.weight_decay)
+
+    @property
+    def num_moments(self) -> int:
+        """Two."""
+        return 2
+
+    def update(
+        self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
+    ) -> None:
+        """Update in torch ops, see `outsize.optim.update.Rule`; where not ``exact``, with a division less."""
+        exp_avg, exp_avg_sq = moments
+        weight_decay = self.weight_decay if update.decay else 0.0
+        if exact:
+            _fused(
+                self, [master], [gradient], [exp_avg], [exp_avg_sq], [update.count], update.lr, weight_decay
+            )
+            return
+        beta1, beta2 = self.betas
+        exp_avg.add_((gradient - exp_avg).mul_(1.0 - beta1))
+        exp_avg_sq.mul_(beta2).add_((gradient * (1.0 - beta2)).mul_(gradient))
+        inverse = torch.tensor(sqrt(1.0 - beta2**update.count), dtype=torch.float32).reciprocal_()
+        # torch's own sqrt of fp32 may be a library's, which is not always the nearest.
+        root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32).mul_(inverse).add_(self.eps)
+        step = -(update.lr / (1.0 - beta1**update.count))
+        master.mul_(1.0 - update.lr * weight_decay).add_((exp_avg * step).div_(root))
+
+    def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
+        """Step with the C kernel, see `outsize.optim.update.Rule`."""
+        return step_native(self, update, planes, gradient)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Neighbouring parameters that step alike, in elements from the start of the range."""
+class Piece:
+    """Neighbouring parameters that step alike, in elements from the start of the range.
+
+    Attributes:
+        start: first element.
+        stop: end.
+        decay: whether weight decay applies.
+        count: how often they have been stepped, this step included.
+    """
 
     start: int
     stop: int
@@ -99,7 +135,7 @@ def step_planes(
         ValueError: a range or a tensor that does not fit the unit, or a bad learning rate.
     """
     _check(unit, start, stop, lr, (master, exp_avg, exp_avg_sq, gradient, weights))
-    pieces = _pieces(unit, start, stop, step, skip)
+    pieces = pieces_of(unit, start, stop, step, skip)
     if not pieces:
         return
     if clip_coefficient is not None and not _is_one(clip_coefficient):
@@ -107,31 +143,53 @@ def step_planes(
     for decay in (True, False):
         group = [piece for piece in pieces if piece.decay is decay]
         if group:
-            torch._fused_adamw_(
+            _fused(
+                settings,
                 _views(master, group),
                 _views(gradient, group),
                 _views(exp_avg, group),
                 _views(exp_avg_sq, group),
-                [],
-                [torch.tensor(float(piece.count), device=master.device) for piece in group],
-                amsgrad=False,
-                lr=lr,
-                beta1=settings.betas[0],
-                beta2=settings.betas[1],
-                weight_decay=settings.weight_decay if decay else 0.0,
-                eps=settings.eps,
-                maximize=False,
+                [piece.count for piece in group],
+                lr,
+                settings.weight_decay if decay else 0.0,
             )
     if weights is not None:
         for target, source in zip(_views(weights, pieces), _views(master, pieces), strict=True):
             target.copy_(source)
 
 
-def _pieces(
+def _fused(
+    settings: AdamW,
+    master: list[Tensor],
+    gradient: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    counts: list[int],
+    lr: float,
+    weight_decay: float,
+) -> None:
+    torch._fused_adamw_(
+        master,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        [],
+        [torch.tensor(float(count), device=master[0].device) for count in counts],
+        amsgrad=False,
+        lr=lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        weight_decay=weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+
+
+def pieces_of(
     unit: UnitSpec, start: int, stop: int, step: int | Mapping[str, int], skip: AbstractSet[str]
-) -> list[_Piece]:
-    """Cut the parameters that step to the range, and join those that touch and step alike."""
-    pieces: list[_Piece] = []
+) -> list[Piece]:
+    """Cut the parameters that step to the range ``start`` to ``stop``, and join those that touch and step alike."""
+    pieces: list[Piece] = []
     for tensor in unit.tensors:
         first = max(tensor.offset, start) - start
         last = min(tensor.offset + tensor.numel, stop) - start
@@ -141,11 +199,11 @@ def _pieces(
         former = pieces[-1] if pieces else None
         if former and (former.stop, former.decay, former.count) == (first, tensor.decay, count):
             first = pieces.pop().start
-        pieces.append(_Piece(first, last, tensor.decay, count))
+        pieces.append(Piece(first, last, tensor.decay, count))
     return pieces
 
 
-def _views(plane: Tensor, pieces: Sequence[_Piece]) -> list[Tensor]:
+def _views(plane: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     return [plane[piece.start : piece.stop] for piece in pieces]
 
 
@@ -161,13 +219,7 @@ def _check(
     lr: float,
     planes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
 ) -> None:
-    if start % PLANE_ELEMENTS or stop % PLANE_ELEMENTS or not 0 <= start <= stop <= unit.numel:
-        raise ValueError(
-            f"elements {start}..{stop} of {unit.name}: need multiples of {PLANE_ELEMENTS}"
-            f" within 0..{unit.numel}"
-        )
-    if not (isfinite(lr) and lr >= 0.0):
-        raise ValueError(f"learning rate must be a finite number of at least 0, not {lr}")
+    check_range(unit, start, stop, lr)
     *state, weights = planes
     for plane in state:
         assert plane is not None
@@ -177,3 +229,27 @@ def _check(
             )
     if weights is not None and weights.shape != (stop - start,):
         raise ValueError(f"need {stop - start} weights, not {tuple(weights.shape)}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError where ``betas`` are not two decay rates."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must be two numbers of [0, 1), not {betas}")
+
+
+def check_numbers(**numbers: float) -> None:
+    """Raise ValueError where one of ``numbers`` is not finite or below 0, with its name."""
+    for name, value in numbers.items():
+        if not (isfinite(value) and value >= 0.0):
+            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+
+
+def check_range(unit: UnitSpec, start: int, stop: int, lr: float) -> None:
+    """Raise ValueError where elements ``start`` to ``stop`` are no tiles of ``unit``, or ``lr`` is no learning rate."""
+    if start % PLANE_ELEMENTS or stop % PLANE_ELEMENTS or not 0 <= start <= stop <= unit.numel:
+        raise ValueError(
+            f"elements {start}..{stop} of {unit.name}: need multiples of {PLANE_ELEMENTS}"
+            f" within 0..{unit.numel}"
+        )
+    if not (isfinite(lr) and lr >= 0.0):
+        raise ValueError(f"learning rate must be a finite number of at least 0, not {lr}")

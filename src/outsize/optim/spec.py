@@ -1,63 +1,229 @@
 """What an optimizer keeps per parameter, in planes and bytes. No torch.
 
-A plane holds one number per element of a unit, padding included. Masters, moments and gradients are fp32
-whatever the compute dtype, so the optimizer's arithmetic is that of a plain fp32 run; with fp32 compute the
-weights are their own masters.
+A plane holds a number for every element of a unit, padding included, or one for every group of elements: a byte of
+eight bits, an exponent of a block of `BLOCK_ELEMENTS`. All optimizer arithmetic is fp32 whatever is kept, and with fp32
+compute the weights are their own masters. Beside 16-bit weights there are two ways to keep a master:
+
+* separate: a plane of fp32 beside the weights, 6 bytes for both;
+* split (bf16): the weight is the upper half of the master, rounded to nearest, and ``master_low`` what is left of its
+  bits, 4 bytes for both. Where a master lies in the middle between two weights, what is left fits 16 bits for the
+  upper of them only; ``master_ties`` says with a bit where it was the lower one.
+
+==========  =====================================================  ===============
+moments     planes                                                 bytes
+==========  =====================================================  ===============
+fp32        exp_avg 4, exp_avg_sq 4                                8
+bf16        exp_avg 2, exp_avg_sq 2, rounded by chance             4
+int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
+==========  =====================================================  ===============
+
+Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
 
 A home that commits every step keeps what a step changes twice, so that the state of the step before is whole until the
-next one is; gradients are made anew in every step and lie there once.
+next one is; gradients are made anew in every step and lie there once, or not at all where a ring takes them.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from outsize.model.spec import PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
 from outsize.units import align_up
 
 WEIGHTS = "weights"
 MASTER = "master"
+MASTER_LOW = "master_low"
+MASTER_TIES = "master_ties"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
+EXP_AVG_SCALES = "exp_avg_scales"
+EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
 GRADIENT = "gradient"
 
-_STATE = {EXP_AVG: 4, EXP_AVG_SQ: 4, GRADIENT: 4}
-_PLANES = {
-    "fp32": {WEIGHTS: 4, **_STATE},
-    "bf16": {WEIGHTS: 2, MASTER: 4, **_STATE},
-    "fp16": {WEIGHTS: 2, MASTER: 4, **_STATE},
-}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "uint8": 1}
+# Elements of 8-bit moments that share the exponent which their codes count from: that of the largest of them.
+BLOCK_ELEMENTS = 64
+
+Masters = Literal["separate", "split"]
+Moments = Literal["fp32", "bf16", "int8"]
+Gradients = Literal["fp32", "bf16", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """What a plane is made of.
+
+    Attributes:
+        item: dtype of its items, a key of `ITEM_BYTES`.
+        group: elements of the unit that one item stands for.
+    """
+
+    item: str
+    group: int = 1
+
+    @property
+    def sector_items(self) -> int:
+        """Items of a disk sector."""
+        return SECTOR_BYTES // ITEM_BYTES[self.item]
+
+    def items(self, numel: int) -> int:
+        """Return the items of ``numel`` elements, whole sectors of them."""
+        return align_up(-(-numel // self.group), self.sector_items)
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of ``numel`` elements, whole sectors."""
+        return self.items(numel) * ITEM_BYTES[self.item]
+
+    def granule_items(self, granule_elements: int) -> int:
+        """Return the items that a checksum covers: those of ``granule_elements`` elements, whole sectors."""
+        return max(granule_elements // self.group, self.sector_items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """How weights, masters, moments and gradients of a trained unit are kept at home.
+
+    Attributes:
+        dtype: of compute, and so of the weights.
+        masters: how fp32 masters lie beside 16-bit weights.
+        moments: how the two moments are kept.
+        gradients: how a gradient waits at home for the optimizer; ``none``: it does not, it passes through a ring.
+
+    Raises:
+        ValueError: an unknown dtype, or split masters of other weights than bf16.
+    """
+
+    dtype: str
+    masters: Masters = "separate"
+    moments: Moments = "fp32"
+    gradients: Gradients = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"no state layout for dtype {self.dtype!r}; there is fp32, bf16, fp16")
+        if self.masters == "split" and self.dtype != "bf16":
+            raise ValueError(f"masters are split beside bf16 weights, not {self.dtype}")
+
+    @property
+    def planes(self) -> dict[str, Plane]:
+        """The planes of a trained unit, in the order in which they lie; others have ``weights`` only."""
+        found = {WEIGHTS: Plane(self.dtype)}
+        if self.masters == "split":
+            found[MASTER_LOW] = Plane("int16")
+            if self.exact:
+                found[MASTER_TIES] = Plane("uint8", 8)
+        elif self.dtype != "fp32":
+            found[MASTER] = Plane("fp32")
+        moment = "uint8" if self.moments == "int8" else self.moments
+        found |= {EXP_AVG: Plane(moment), EXP_AVG_SQ: Plane(moment)}
+        if self.moments == "int8":
+            found |= dict.fromkeys((EXP_AVG_SCALES, EXP_AVG_SQ_SCALES), Plane("uint8", BLOCK_ELEMENTS))
+        if self.gradients != "none":
+            found[GRADIENT] = Plane(self.gradients)
+        return found
+
+    @property
+    def exact(self) -> bool:
+        """Whether moments and masters keep every bit of a plain fp32 run."""
+        return self.moments == "fp32"
+
+    @property
+    def plain(self) -> bool:
+        """Whether every plane holds plain numbers that a step can take as they lie."""
+        return self.masters == "separate" and self.moments == "fp32"
+
+    @property
+    def durable(self) -> "StateLayout":
+        """The same without its gradients: what lasts from step to step."""
+        return replace(self, gradients="fp32")
+
+    @property
+    def read_planes(self) -> tuple[str, ...]:
+        """The planes that a step reads."""
+        return tuple(plane for plane in self.planes if plane != WEIGHTS or MASTER not in self.planes)
+
+    @property
+    def write_planes(self) -> tuple[str, ...]:
+        """The planes that a step changes and that must be kept."""
+        return tuple(plane for plane in self.planes if plane != GRADIENT)
+
+    @property
+    def tile_planes(self) -> dict[str, Plane]:
+        """The planes of a tile on its way through a step: those at home, and the gradient in any case."""
+        return {**self.planes, GRADIENT: self.planes.get(GRADIENT, Plane("fp32"))}
+
+    @property
+    def quantum(self) -> int:
+        """Elements of which a tile is a multiple, so that it is whole sectors in every plane; a power of two."""
+        sectors = (plane.group * plane.sector_items for plane in self.planes.values())
+        return max(PLANE_ELEMENTS, *sectors)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of all planes for an element."""
+        return sum(ITEM_BYTES[plane.item] / plane.group for plane in self.planes.values())
+
+    def bytes_of(self, numel: int, names: tuple[str, ...] | None = None) -> int:
+        """Return the bytes of ``numel`` elements in the planes of those names, or in all."""
+        planes = self.planes
+        return sum(planes[name].num_bytes(numel) for name in (planes if names is None else names))
+
+    def tile_bytes(self, tile_elements: int, *, whole: bool = True) -> int:
+        """Return the bytes of a tile buffer; where it is not ``whole`` it holds a gradient, and no state."""
+        planes = self.tile_planes if whole else {GRADIENT: self.tile_planes[GRADIENT]}
+        return sum(plane.num_bytes(tile_elements) for plane in planes.values())
+
+
+def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments) -> Masters:
+    """Return how masters lie: as ``wanted``, and else split beside bf16 weights where exact moments are not."""
+    if wanted != "auto":
+        return wanted
+    return "split" if dtype == "bf16" and moments != "fp32" else "separate"
+
+
+State = StateLayout | str
+"""A layout, or a compute dtype, which stands for its plain one."""
+
+
+def layout_of(state: State) -> StateLayout:
+    """Return the layout that ``state`` names.
+
+    Raises:
+        ValueError: unknown dtype.
+    """
+    return StateLayout(dtype=state) if isinstance(state, str) else state
 
 
 def planes_for(dtype: str) -> dict[str, int]:
-    """Return the planes of a trained unit and their bytes per element, for compute dtype ``dtype``.
+    """Return the planes of a plain layout and their bytes per element, for compute dtype ``dtype``.
 
     Units that are not trained have ``weights`` only.
 
     Raises:
         ValueError: unknown dtype.
     """
-    if dtype not in _PLANES:
-        raise ValueError(f"no state layout for dtype {dtype!r}; there is {', '.join(_PLANES)}")
-    return dict(_PLANES[dtype])
+    return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}
 
 
 def master_plane(dtype: str) -> str:
-    """Return the plane that the optimizer steps: ``master`` where there is one, else ``weights``."""
+    """Return the plane that the optimizer steps in a plain layout: ``master`` where there is one, else ``weights``."""
     return MASTER if MASTER in planes_for(dtype) else WEIGHTS
 
 
 def bytes_per_parameter(dtype: str) -> int:
-    """Return the bytes of all planes per trained element: 16 for fp32, 18 for bf16 and fp16."""
+    """Return the bytes of all planes of a plain layout per trained element: 16 for fp32, 18 for bf16 and fp16."""
     return sum(planes_for(dtype).values())
 
 
 def step_read_planes(dtype: str) -> tuple[str, ...]:
-    """Return the planes that a step reads."""
-    return (master_plane(dtype), EXP_AVG, EXP_AVG_SQ, GRADIENT)
+    """Return the planes that a step reads, in a plain layout."""
+    return StateLayout(dtype=dtype).read_planes
 
 
 def step_write_planes(dtype: str) -> tuple[str, ...]:
-    """Return the planes that a step changes and that must be kept."""
-    return tuple(plane for plane in planes_for(dtype) if plane != GRADIENT)
+    """Return the planes that a step changes and that must be kept, in a plain layout."""
+    return StateLayout(dtype=dtype).write_planes
 
 
 # A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
@@ -65,25 +231,51 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
 
 
-def committed_bytes(unit: UnitSpec, dtype: str, own_elements: int | None = None) -> int:
-    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once.
+def home_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
 
-    All weights, and of everything else ``own_elements``, or all where that is None.
+    Of several ranks each has all weights, and of everything else ``own_elements``; None is all.
     """
+    layout = layout_of(state)
     if not unit.trainable:
-        return unit.link_bytes(dtype)
-    planes = planes_for(dtype)
-    apart = sum(part.home_bytes for part in unit.frozen)
-    twice = sum(planes[plane] for plane in step_write_planes(dtype))
-    own, weights = unit.numel if own_elements is None else own_elements, planes[WEIGHTS]
-    return unit.numel * 2 * weights + own * (sum(planes.values()) + twice - 2 * weights) + apart
+        return unit.link_bytes(layout.dtype)
+    return _kept_bytes(unit, layout, tuple(layout.planes), own_elements) + sum(
+        part.home_bytes for part in unit.frozen
+    )
 
 
-def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS) -> int:
-    """Return the most bytes that a commit record of ``model`` takes, whole sectors, with granules of that size."""
-    num_planes = len(step_write_planes(model.dtype))
+def committed_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
+    layout = layout_of(state)
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements) + twice
+
+
+def _kept_bytes(unit: UnitSpec, layout: StateLayout, names: tuple[str, ...], own_elements: int | None) -> int:
+    """Return the bytes of planes of a unit: its weights whole, and ``own_elements`` of the others, or all of them."""
+    if own_elements is None:
+        return layout.bytes_of(unit.numel, names)
+    others = tuple(name for name in names if name != WEIGHTS)
+    return layout.bytes_of(unit.numel, (WEIGHTS,)) + layout.bytes_of(own_elements, others)
+
+
+def commit_record_bytes(
+    model: ModelSpec, granule_elements: int = PLANE_ELEMENTS, planes: Mapping[str, Plane] | None = None
+) -> int:
+    """Return the most bytes that a commit record of ``model`` takes, whole sectors, with granules of that size.
+
+    Args:
+        model: the units.
+        granule_elements: elements that a checksum covers.
+        planes: of the home; None for those of a plain layout.
+    """
+    made = layout_of(model.dtype).planes if planes is None else planes
+    kept = [plane for name, plane in made.items() if name != GRADIENT]
     granules = sum(
-        -(-unit.numel // granule_elements) * (num_planes if unit.trainable else 1) for unit in model.units
+        sum(-(-plane.items(unit.numel) // plane.granule_items(granule_elements)) for plane in kept)
+        if unit.trainable
+        else -(-unit.numel // granule_elements)
+        for unit in model.units
     )
     parts = [part for unit in model.units for part in unit.frozen]
     granules += sum(-(-part.home_elements // granule_elements) for part in parts)
@@ -92,3 +284,9 @@ def commit_record_bytes(model: ModelSpec, granule_elements: int = PLANE_ELEMENTS
     )
     size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
     return align_up(size, SECTOR_BYTES)
+
+
+def description_of(layout: StateLayout) -> Mapping[str, str]:
+    """Return what a home or a checkpoint says of its layout, nothing of a plain one; gradients do not last."""
+    named = {"masters": layout.masters, "moments": layout.moments}
+    return {} if layout.plain else named

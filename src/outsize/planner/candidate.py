@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outsize.model.spec import ModelSpec, Workload
+from outsize.optim.spec import StateLayout
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
 from outsize.planner.program import Program
@@ -20,6 +21,7 @@ class Candidate:
         microbatches: of the step.
         work: what each of them takes.
         model: as it is planned.
+        state: how a trained unit lies at home.
         home: where weights and optimizer state rest.
         memory: bytes by tier and class; the device's are those of each GPU.
         layout: of the last of ``programs``.
@@ -31,6 +33,7 @@ class Candidate:
     microbatches: int
     work: Workload
     model: ModelSpec
+    state: StateLayout
     home: Tier
     memory: Table
     layout: StepLayout

@@ -6,21 +6,23 @@ read`` and ``disk write``, and ``network`` (what a node sends, and receives at t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from outsize.codecs.transport import Transport
+from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
+from outsize.optim.spec import ITEM_BYTES, StateLayout, layout_of
 from outsize.planner.discrete import Cost
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import NO_CODECS, Tier
 from outsize.planner.ops import Kind, Op
 from outsize.planner.simulate import CostModel
-from outsize.planner.transport import activation_bytes, gradient_bytes, load_bytes
+from outsize.planner.transport import activation_bytes, encoded_planes, gradient_bytes, load_bytes
 
-# AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32.
+# AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32. A state of fewer
+# bytes is taken to step no faster: what is saved in memory is spent on writing it in fewer bits.
 ADAMW_BYTES = 28
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
@@ -58,12 +60,15 @@ def cost_model(
     below: Tier = "host",
     tile_elements: int = 0,
     transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
     net_bytes_per_s: float = 0.0,
+    codec_rates: CodecRates | None = None,
     wire: Wire = EXACT,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
-    Of several nodes that share the step, each is such a machine.
+    Of several nodes that share the step, each is such a machine. Where nobody has measured ``codec_rates``, weights are
+    taken to be encoded as their codec assumes, and decoded in no time.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -82,7 +87,18 @@ def cost_model(
     if layout.num_nodes > 1:
         capacity["network"] = net_bytes_per_s
     pricing = _Pricing(
-        machine, model, layout, times, boundary_bytes, home, below, tile_elements, transport, wire
+        machine,
+        model,
+        layout,
+        times,
+        boundary_bytes,
+        home,
+        below,
+        tile_elements,
+        transport,
+        layout_of(model.dtype if state is None else state),
+        codec_rates,
+        wire,
     )
     return CostModel(cost_of=pricing.cost_of, capacity=capacity)
 
@@ -103,6 +119,8 @@ class _Pricing:
     below: Tier
     tile_elements: int
     transport: Transport
+    state: StateLayout
+    codec_rates: CodecRates | None
     wire: Wire
 
     def cost_of(self, op: Op) -> Cost:
@@ -124,10 +142,13 @@ class _Pricing:
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
             size = self._sent_bytes(op)
-            return self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            return replace(copy, seconds=copy.seconds + self._decode_s(op, size))
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
-            size = activation_bytes(self.transport, self.boundary_bytes[unit], self.model.dtype)
+            size = self.boundary_bytes[unit]
+            if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
+                size = activation_bytes(self.transport, size, self.model.dtype)
             return self._copy(op, size, way, True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
@@ -146,14 +167,29 @@ class _Pricing:
         if op.kind is Kind.LOAD:
             return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
         size = self.layout.gradient_bytes[unit]
-        return gradient_bytes(self.transport, size) if op.kind is Kind.GRAD else size
+        if op.kind is not Kind.GRAD:
+            return size
+        if op.tile is not None:
+            return 4 * self._elements(op)
+        return gradient_bytes(self.transport, size) * ITEM_BYTES.get(self.state.gradients, 4) // 4
 
     def _encode_s(self, op: Op) -> float:
         """Return what encoding the weights of a unit takes after its STEP, on one core."""
         if self.transport.is_raw("weights"):
             return 0.0
         size = self.model.units[op.unit or 0].weight_bytes(self.model.dtype)
-        return size / self.transport.spec("weights").encode_bytes_per_s
+        return size / (self.codec_rates or self.transport.spec("weights")).encode_bytes_per_s
+
+    def _decode_s(self, op: Op, sent_bytes: int) -> float:
+        """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
+        if op.kind is not Kind.LOAD or self.codec_rates is None or self.transport.is_raw("weights"):
+            return 0.0
+        planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype))
+        pieces = max(1, sum(-(-numel // PIECE_ELEMENTS) for _, numel, _ in planes))
+        num_bytes = sum(numel * ITEMSIZE[dtype] for _, numel, dtype in planes)
+        decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
+        link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
+        return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
 
     def _exchange(self, op: Op) -> Cost:
         """Return the cost of what a node sends to all others, and receives from them at the same time.
@@ -182,10 +218,11 @@ class _Pricing:
     def _disk(self, op: Op) -> Cost:
         unit, read = op.unit or 0, op.kind is Kind.READ
         if op.tile is None:
-            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit]
+            narrow = ITEM_BYTES.get(self.state.gradients, 4)
+            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
         else:
-            weights = 0 if self.model.dtype == "fp32" else ITEMSIZE[self.model.dtype]
-            size = self._elements(op) * (16 if read else 12 + weights)
+            planes = self.state.read_planes if read else self.state.write_planes
+            size = self.state.bytes_of(self._elements(op), planes)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
 
     def _link_bytes(self, unit: int) -> int:

@@ -5,6 +5,9 @@ behind its last F: what the forward leaves in slots, the backward that follows a
 that comes later, after other passes or a step, loads everything itself (*cold*). A forward that no backward follows
 has a program of its own, which keeps nothing.
 
+What the layout keeps of a forward has room once. So there is a forward that keeps inputs only, for a second one before
+the backward of the first; any backward goes with either, since a B recomputes what was not kept.
+
 Gradients go on from those that are at home already where `summing` says so: a SUM takes the place of the ACC.
 """
 
@@ -14,7 +17,7 @@ from dataclasses import dataclass, replace
 from outsize.planner.disk import insert_disk
 from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
-from outsize.planner.passes import insert_gradients, insert_loads, insert_saves, v_cycle
+from outsize.planner.passes import FORWARDS, insert_gradients, insert_loads, insert_saves, v_cycle
 from outsize.planner.program import Program
 
 
@@ -23,13 +26,15 @@ class Passes:
     """The parts of a step that is cut.
 
     Attributes:
-        forward: all units forward; inputs are kept, slots stay as they are at its end.
+        forward: all units forward; what the layout keeps is kept, slots stay as they are at its end.
+        lean_forward: the same, and nothing is kept but inputs.
         backward: all units backward, right behind ``forward``.
         cold_backward: the same, whatever lies in the slots.
         inference: all units forward; nothing is kept.
     """
 
     forward: Program
+    lean_forward: Program
     backward: Program
     cold_backward: Program
     inference: Program
@@ -44,12 +49,13 @@ def cut_step(layout: StepLayout) -> Passes:
     if not layout.cut:
         raise ValueError("only the step of a layout with cut=True can be cut")
     compute = v_cycle(layout).ops
-    forwards = tuple(op for op in compute if op.kind is Kind.FORWARD)
+    forwards = tuple(op for op in _lean(compute) if op.kind is Kind.FORWARD)
     backwards = tuple(op for op in compute if op.kind is Kind.BACKWARD)
     whole = _complete(Program(compute), layout)
-    end = 1 + max(index for index, op in enumerate(whole) if op.kind is Kind.FORWARD)
+    end = 1 + max(index for index, op in enumerate(whole) if op.kind in FORWARDS)
     return Passes(
         forward=Program(whole.ops[:end]),
+        lean_forward=Program(_lean(whole.ops[:end])),
         backward=Program(whole.ops[end:]),
         cold_backward=_complete(Program(backwards), layout),
         inference=insert_disk(insert_loads(Program(forwards), layout), layout),
@@ -69,6 +75,11 @@ def summing(program: Program, units: Collection[int]) -> Program:
             replace(op, kind=Kind.SUM) if op.kind is Kind.ACC and op.unit in units else op for op in program
         )
     )
+
+
+def _lean(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Return ``ops`` with every FK an F."""
+    return tuple(replace(op, kind=Kind.FORWARD) if op.kind is Kind.FORWARD_KEEP else op for op in ops)
 
 
 def _complete(program: Program, layout: StepLayout) -> Program:

@@ -1,9 +1,10 @@
-"""Passes for a home on disk: optimizer tiles through a ring, whole units through host buffers.
+"""Passes for what lies below the device: optimizer tiles through a ring, whole units through host buffers.
 
 They come last. What they insert lies between the disk and host memory; the device's side of the program stays
-as it is.
+as it is, except that gradients which pass through the ring leave in tiles.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from outsize.planner.layout import StepLayout
@@ -23,9 +24,9 @@ def _stage(program: Program, layout: StepLayout) -> Program:
     """Put a READ before every LOAD and a WRITE after every GRAD, with a host buffer between them.
 
     With two buffers or more, weights and gradients have buffers of their own, so that a READ ahead of its
-    time does not wait for a gradient.
+    time does not wait for a gradient. Gradients that pass through a ring need none.
     """
-    num_gradients = layout.num_host_buffers // 2
+    num_gradients = 0 if layout.ring else layout.num_host_buffers // 2
     num_weights = layout.num_host_buffers - num_gradients
     gradients = range(num_weights, layout.num_host_buffers) or range(1)
     loads = grads = 0
@@ -35,7 +36,7 @@ def _stage(program: Program, layout: StepLayout) -> Program:
             buffer = loads % num_weights
             loads += 1
             ops += (Op(kind=Kind.READ, unit=op.unit, buffer=buffer), replace(op, buffer=buffer))
-        elif op.kind is Kind.GRAD:
+        elif op.kind is Kind.GRAD and not layout.ring:
             buffer = gradients[grads % len(gradients)]
             grads += 1
             ops += (replace(op, buffer=buffer), Op(kind=Kind.WRITE, unit=op.unit, buffer=buffer))
@@ -45,32 +46,54 @@ def _stage(program: Program, layout: StepLayout) -> Program:
 
 
 def _tile(program: Program, layout: StepLayout) -> Program:
-    """Replace each run of STEPs of tiled units by their tiles, READs as far ahead as there are buffers."""
+    """Replace each run of STEPs of tiled units by their tiles, READs as far ahead as there are buffers.
+
+    Where gradients pass through the ring, the GRAD before a STEP goes with its tiles.
+    """
     ops: list[Op] = []
     pending: list[tuple[int, int]] = []
+    workers: dict[int, int | None] = {}
     done = 0
     for op in program:
+        if op.kind is Kind.GRAD and op.unit is not None and layout.ring:
+            workers[op.unit] = op.worker
+            continue
         if op.kind is Kind.STEP and op.unit is not None and layout.tiles[op.unit]:
             pending += [(op.unit, tile) for tile in range(layout.tiles[op.unit])]
             continue
-        ops += _pipeline(pending, done, layout.num_tile_buffers)
+        ops += _pipeline(pending, done, layout, workers)
         done += len(pending)
         pending = []
         ops.append(op)
-    ops += _pipeline(pending, done, layout.num_tile_buffers)
+    ops += _pipeline(pending, done, layout, workers)
     return Program(tuple(ops))
 
 
-def _pipeline(tiles: list[tuple[int, int]], done: int, num_buffers: int) -> list[Op]:
-    """Return READ, STEP and WRITE of ``tiles``, each READ right after the WRITE that frees its buffer."""
+def _pipeline(
+    tiles: list[tuple[int, int]], done: int, layout: StepLayout, workers: Mapping[int, int | None]
+) -> list[Op]:
+    """Return READ, GRAD, STEP and WRITE of ``tiles``, each READ right after the WRITE that frees its buffer.
+
+    READs and WRITEs are those of a home on disk, GRADs those of gradients that pass through the ring; each GRAD then
+    comes right behind what fills or frees its buffer, so that it runs ahead of the STEPs.
+    """
+    num_buffers = layout.num_tile_buffers
 
     def on_tile(kind: Kind, index: int) -> Op:
         unit, tile = tiles[index]
         return Op(kind=kind, unit=unit, tile=tile, buffer=(done + index) % num_buffers)
 
-    ops = [on_tile(Kind.READ, index) for index in range(min(num_buffers, len(tiles)))]
+    def fill(index: int) -> list[Op]:
+        read = [on_tile(Kind.READ, index)] if layout.tiles_on_disk else []
+        if not layout.ring:
+            return read
+        return [*read, replace(on_tile(Kind.GRAD, index), worker=workers[tiles[index][0]])]
+
+    ops = [op for index in range(min(num_buffers, len(tiles))) for op in fill(index)]
     for index in range(len(tiles)):
-        ops += (on_tile(Kind.STEP, index), on_tile(Kind.WRITE, index))
+        ops.append(on_tile(Kind.STEP, index))
+        if layout.tiles_on_disk:
+            ops.append(on_tile(Kind.WRITE, index))
         if index + num_buffers < len(tiles):
-            ops.append(on_tile(Kind.READ, index + num_buffers))
+            ops += fill(index + num_buffers)
     return ops

@@ -7,6 +7,7 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 import itertools
 from dataclasses import dataclass, replace
 
+from outsize.codecs.transport import CodecRates
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
 from outsize.planner.costs import UnitTimes, cost_model
@@ -45,12 +46,14 @@ class PlannedStep:
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
         net_bytes_per_s: what this node sends, and receives, where several share the step.
+        codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
     """
 
     plan: Plan
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
     net_bytes_per_s: float = 0.0
+    codec_rates: CodecRates | None = None
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
         """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
@@ -67,6 +70,8 @@ class PlannedStep:
             transport=self.plan.transport,
             net_bytes_per_s=self.net_bytes_per_s,
             wire=self.plan.wire,
+            state=self.plan.state,
+            codec_rates=self.codec_rates,
         )
 
     def expect(self, costs: CostModel) -> ExpectedStep:

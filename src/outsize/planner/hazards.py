@@ -6,8 +6,8 @@ writes.
 ==============  ===============================================  =============================================
 resource        read by                                          written by
 ==============  ===============================================  =============================================
-home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP, GATHER u: all tiles; WRITE u#p: tile p
-                COMMIT: all tiles of all units
+home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP, GATHER u: all tiles; WRITE u#p: tile p;
+                COMMIT: all tiles of all units                   STEP u#p that no READ u#p came before: tile p
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h, REDUCE u<h
 act(u, m)       -                                                F, FB, R, B, SAVE, FETCH u.m; F (u-1).m
@@ -16,7 +16,7 @@ acc(w, a)       NORM u                                           ACC, SUM, GRAD,
 norm(u)         CLIP, AGREE                                      NORM u, REDUCE u
 coef            STEP                                             CLIP, AGREE
 gradhome(u)     STEP u, READ u#p, ACC u, SUM u, GATHER u         GRAD u, WRITE u<h, REDUCE u
-tile buffer t   WRITE u#p<t                                      READ u#p>t, STEP u#p@t
+tile buffer t   WRITE u#p<t                                      READ u#p>t, GRAD u#p>t, STEP u#p@t
 commit          STEP, AGREE                                      COMMIT
 ==============  ===============================================  =============================================
 
@@ -75,6 +75,7 @@ class Hazards:
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
         self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW))
         self._stores: dict[int | None, int] = {}
+        self._read_tiles: set[tuple[int | None, int]] = set()  # and not yet stepped
         self._last_compute: dict[int | None, int] = {}
         self._rules: dict[Kind, Callable[[Op, int, Deps], None]] = {
             Kind.LOAD: self._load,
@@ -200,10 +201,16 @@ class Hazards:
         self._norms[op.unit].write(seq, deps)
 
     def _grad(self, op: Op, seq: int, deps: Deps) -> None:
-        accumulator = self._accumulator_of.pop((op.worker, op.unit), None)
+        key = (op.worker, op.unit)
+        # The accumulator of a unit that leaves in tiles is the next unit's from that one's ACC on.
+        accumulator = (
+            self._accumulator_of.get(key) if op.tile is not None else self._accumulator_of.pop(key, None)
+        )
         if accumulator is not None:
             accumulator.write(seq, deps)
-        if op.buffer is None:
+        if op.tile is not None:
+            self._cell("tile", 0, op.buffer).write(seq, deps)
+        elif op.buffer is None:
             self._gradient_homes[op.unit].write(seq, deps)
         else:
             self._cell("host", 0, op.buffer).write(seq, deps)
@@ -233,6 +240,7 @@ class Hazards:
             home.read_all(seq, deps)
             self._cell("host", 0, op.buffer).write(seq, deps)
         else:
+            self._read_tiles.add((op.unit, op.tile))
             home.read_tile(op.tile, seq, deps)
             self._gradient_homes[op.unit].read(seq, deps)
             self._cell("tile", 0, op.buffer).write(seq, deps)
@@ -247,6 +255,10 @@ class Hazards:
         else:
             self._cell("tile", 0, op.buffer).write(seq, deps)
             deps.add(self._stores.get(op.unit, -1))
+            if (op.unit, op.tile) in self._read_tiles:
+                self._read_tiles.remove((op.unit, op.tile))
+            else:
+                self._homes[op.unit].write_tile(op.tile, seq, deps)
 
     def _write(self, op: Op, seq: int, deps: Deps) -> None:
         if op.tile is None:

@@ -28,7 +28,12 @@ class StepLayout:
         kept: for each streamed unit, of how many microbatches (the first ones) what its backward needs stays on the
             device from its forward, so that it is not recomputed; empty for none.
         clip: whether gradients are clipped by their global norm.
+        unit_clip: whether the gradient of each unit is clipped by its own norm.
+        ring: whether gradients do not wait at home, but pass tile by tile through the buffers of the ring to the
+            optimizer, which steps a unit as soon as its backward has run.
         tiles: optimizer tiles of a unit; 0 where it steps whole, in place in host memory.
+        tiles_on_disk: whether tiles are read from a home on disk and written back; otherwise the home is stepped where
+            it lies, and a tile buffer holds a gradient.
         num_host_buffers: host buffers for whole units on their way between disk and device.
         num_tile_buffers: buffers in the ring of the optimizer's tiles.
         staged: whether units pass through host buffers, the home being two tiers below the device.
@@ -54,7 +59,10 @@ class StepLayout:
     offload: frozenset[int] = frozenset()
     kept: tuple[int, ...] = ()
     clip: bool = False
+    unit_clip: bool = False
+    ring: bool = False
     tiles: tuple[int, ...]
+    tiles_on_disk: bool = True
     num_host_buffers: int = 0
     num_tile_buffers: int = 0
     staged: bool = False
@@ -89,6 +97,16 @@ class StepLayout:
         if any(self.tiles) and self.num_tile_buffers < 1:
             raise ValueError("tiles need a tile buffer")
         self._check_nodes()
+        if self.ring and (self.clip or self.cut or self.stages is not None):
+            raise ValueError(
+                "a ring of gradients goes with no global norm, no step that is cut and no stages"
+            )
+        if self.ring and any(t and not n for t, n in zip(self.trainable, self.tiles, strict=True)):
+            raise ValueError("gradients that pass through a ring pass in tiles")
+        if self.clip and self.unit_clip:
+            raise ValueError("gradients are clipped by one norm: the global one, or that of their unit")
+        if not self.tiles_on_disk and any(self.tiles) and not self.ring:
+            raise ValueError("a home that is stepped in place has tiles of gradients only, for a ring")
         self._check_stages()
 
     def _check_nodes(self) -> None:
@@ -98,6 +116,8 @@ class StepLayout:
             )
         if self.num_nodes > 1 and self.cut:
             raise ValueError("a step that is cut is not shared by several nodes")
+        if self.num_nodes > 1 and (self.ring or self.unit_clip):
+            raise ValueError("nodes share whole gradients, clipped by one norm")
         if self.reduces_buffers and any(self.trainable) and not self.num_host_buffers:
             raise ValueError("gradients that are reduced need a host buffer")
 
@@ -106,8 +126,6 @@ class StepLayout:
             return
         if len(self.kept) != self.num_streamed:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
-        if self.cut:
-            raise ValueError("a step that is cut keeps nothing of what backwards need")
         if any(count and unit not in self.keepable for unit, count in enumerate(self.kept)):
             raise ValueError(f"kept may name units {self.keepable}, not {self.kept}")
         if not 0 <= min(self.kept) <= max(self.kept) <= self.num_microbatches:
@@ -188,11 +206,11 @@ class StepLayout:
     def keepable(self) -> tuple[int, ...]:
         """Units whose backward would recompute what their forward had on the same worker.
 
-        These are the units with a backward, but not the last, whose backward follows at once. Of stages only the one
-        that turns around runs both.
+        These are the units with a backward, but not the last, whose backward follows at once unless the step is cut.
+        Of stages only the one that turns around runs both.
         """
         lowest = self.first_backward if self.stages is None else self.stages.backward[0][0]
-        return tuple(range(lowest, self.last))
+        return tuple(range(lowest, self.last + self.cut))
 
     def is_kept(self, unit: int, microbatch: int) -> bool:
         """Whether the forward of ``unit`` keeps what its backward for ``microbatch`` needs."""

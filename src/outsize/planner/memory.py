@@ -1,17 +1,21 @@
 """What a step holds in each tier, class by class, and what crosses the links in one step; all exact sums.
 
-Bytes per parameter at home, the gradient plane included:
+Bytes per parameter at home:
 
-========  ===================================================================  =====
-compute   planes                                                               bytes
-========  ===================================================================  =====
-fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                          16
-bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4                18
-fp16      the same                                                                18
-frozen    weights only                                                        4 or 2
-========  ===================================================================  =====
+========  =====================================================================  ==============
+compute   planes                                                                 bytes
+========  =====================================================================  ==============
+fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                         16
+bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4               18
+fp16      the same                                                               18
+split     bf16 weights 2, master_low 2, master_ties 1/8 instead of 6             16.13
+moments   bf16 or int8 instead of 8, and no ties                                 4 or 2.03
+gradient  bf16, or none at home: clipped by unit or not at all                   2 or 0
+frozen    weights only                                                           4 or 2
+========  =====================================================================  ==============
 
-A home that commits holds all of them but the gradient twice, 28 and 32 bytes, and two commit records before them.
+So split masters take 12.13 without gradients at home, and 6.03 with 8-bit moments. A home that commits holds all but
+the gradient twice, and two commit records before them.
 """
 
 from collections import Counter
@@ -21,15 +25,21 @@ from typing import Literal
 
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
-from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.model.spec import ModelSpec
 from outsize.optim.shares import home_granule
 from outsize.optim.spec import (
-    bytes_per_parameter,
+    GRADIENT,
+    ITEM_BYTES,
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    WEIGHTS,
+    State,
+    StateLayout,
     commit_record_bytes,
     committed_bytes,
-    planes_for,
-    step_read_planes,
-    step_write_planes,
+    home_bytes,
+    layout_of,
 )
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live
@@ -51,6 +61,13 @@ Tier = Literal["host", "disk"]
 NO_CODECS = Transport()
 # A record as it is written, the tables of both sides that it is made from, and a copy while it is.
 COMMIT_COPIES = 4
+_CLASS_OF = {
+    WEIGHTS: "weights",
+    MASTER: "master weights",
+    MASTER_LOW: "master weights",
+    MASTER_TIES: "master weights",
+    GRADIENT: "gradients",
+}
 # Extents of `storage.scratch` are whole sectors.
 _EXTENT_BYTES = 4096
 # Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
@@ -65,8 +82,8 @@ class Demand:
         boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over microbatches.
         forward_workspace_bytes: by unit kind, the most that its forward allocates.
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
-        saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; 0
-            for the last, whose backward follows at once. Empty: unknown, and so never kept.
+        saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; of
+            the last in a step that is cut only. Empty: unknown, and so never kept.
         recompute_s: by streamed unit, how long its recompute takes beside the others', in any unit.
         shared_bytes: ids, labels, masks and the like, for all microbatches.
         fixed_bytes: whatever else lies on the device throughout.
@@ -105,16 +122,32 @@ class Traffic:
     disk_written: int = 0
 
 
-def home_bytes(unit: UnitSpec, dtype: str, own_elements: int | None = None) -> int:
-    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
+__all__ = [
+    "Demand",
+    "Tier",
+    "Traffic",
+    "by_class",
+    "count_traffic",
+    "home_bytes",
+    "memory_table",
+    "store_buffer_bytes",
+]
 
-    Of several nodes each has all weights, and the others of ``own_elements`` only.
+
+def by_class(model: ModelSpec, state: State, own: Sequence[int] = ()) -> dict[str, int]:
+    """Return the bytes of all planes at home, once, by what they are for people.
+
+    Of several nodes each has all weights, and the others of ``own`` elements of each unit.
     """
-    if not unit.trainable:
-        return unit.link_bytes(dtype)
-    own = unit.numel if own_elements is None else own_elements
-    state = own * (bytes_per_parameter(dtype) - ITEMSIZE[dtype])
-    return unit.numel * ITEMSIZE[dtype] + state + sum(part.home_bytes for part in unit.frozen)
+    layout, parts = layout_of(state), Counter[str]()
+    for unit in model.units:
+        planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
+        for name, plane in planes.items():
+            numel = own[unit.index] if own and name != WEIGHTS else unit.numel
+            parts[_CLASS_OF.get(name, "optimizer state")] += plane.num_bytes(numel)
+        for part in unit.frozen:
+            parts["frozen weights"] += part.home_bytes
+    return dict(parts)
 
 
 def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
@@ -157,6 +190,7 @@ def memory_table(
     tile_elements: int,
     host_buffer_bytes: int,
     transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
     wire: Wire = EXACT,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
@@ -164,14 +198,17 @@ def memory_table(
     Buffers for tiles, whole units, other nodes and checkpoints lie in host memory, which is the device's own where the
     disk is below it.
     """
+    kept = layout_of(model.dtype if state is None else state)
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
-    ring = layout.num_tile_buffers * tile_elements * bytes_per_parameter(model.dtype)
+    tile_bytes = kept.tile_bytes(tile_elements, whole=layout.tiles_on_disk)
     buffers = table["device" if below == "disk" else "host"]
-    buffers["optimizer tiles"] = ring
+    tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
+    buffers[tiles] = layout.num_tile_buffers * tile_bytes
     buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
     if layout.commits:
-        record = commit_record_bytes(model, home_granule(model, tile_elements, layout.num_nodes))
+        granule = home_granule(model, tile_elements, layout.num_nodes)
+        record = commit_record_bytes(model, granule, kept.planes)
         buffers["commits"] = COMMIT_COPIES * record
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
@@ -179,12 +216,12 @@ def memory_table(
     buffers |= net_bytes(model, layout, wire, home)
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     own = layout.own_elements or tuple(unit.numel for unit in model.units)
-    table[home]["home"] = sum(home_bytes(unit, model.dtype, own[unit.index]) for unit in model.units)
+    table[home]["home"] = sum(home_bytes(unit, kept, own[unit.index]) for unit in model.units)
     if home == "host":
         table["host"]["home"] -= packed_bytes(transport, model)
     if layout.commits:
-        kept = sum(committed_bytes(unit, model.dtype, own[unit.index]) for unit in model.units)
-        table[home]["home"] = kept + 2 * commit_record_bytes(model)
+        twice = sum(committed_bytes(unit, kept, own[unit.index]) for unit in model.units)
+        table[home]["home"] = twice + 2 * commit_record_bytes(model, planes=kept.planes)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 
@@ -198,17 +235,22 @@ def count_traffic(
     below: Tier,
     tile_elements: int,
     transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
 ) -> Traffic:
     """Return the bytes that ``program`` moves, counted op by op."""
     moved: Counter[str] = Counter()
-    planes = planes_for(model.dtype)
-    read_bytes = sum(planes[plane] for plane in step_read_planes(model.dtype))
-    written_bytes = sum(planes[plane] for plane in step_write_planes(model.dtype))
+    kept = layout_of(model.dtype if state is None else state)
+    narrow = 4 // ITEM_BYTES.get(kept.gradients, 4)  # gradients that are rounded leave in fewer bytes
 
     def elements(op: Op) -> int:
         unit = op.unit or 0
         numel = layout.own_elements[unit] if layout.own_elements else model.units[unit].numel
         return min(tile_elements, numel - (op.tile or 0) * tile_elements)
+
+    def handed_over(op: Op) -> int:
+        size = boundary_bytes[op.unit or 0]
+        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
+        return activation_bytes(transport, size, model.dtype) if encoded else size
 
     for op in program:
         unit = op.unit or 0
@@ -219,21 +261,23 @@ def count_traffic(
             moved["disk_read"] += loaded * on_disk
         elif op.kind is Kind.SUM:
             moved["up"] += layout.gradient_bytes[unit]
+        elif op.kind is Kind.GRAD and op.tile is not None:
+            moved["down"] += elements(op) * 4
         elif op.kind is Kind.GRAD:
-            moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit])
-            moved["disk_written"] += layout.gradient_bytes[unit] * on_disk
+            moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit]) // narrow
+            moved["disk_written"] += layout.gradient_bytes[unit] // narrow * on_disk
         elif op.kind in (Kind.SAVE, Kind.SEND):
-            moved["down"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
+            moved["down"] += handed_over(op)
             moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind in (Kind.FETCH, Kind.RECV):
-            moved["up"] += activation_bytes(transport, boundary_bytes[unit], model.dtype)
+            moved["up"] += handed_over(op)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += loaded
         elif op.kind is Kind.READ:
-            moved["disk_read"] += elements(op) * read_bytes
+            moved["disk_read"] += kept.bytes_of(elements(op), kept.read_planes)
         elif op.kind is Kind.WRITE and op.tile is None:
-            moved["disk_written"] += layout.gradient_bytes[unit]
+            moved["disk_written"] += layout.gradient_bytes[unit] // narrow
         elif op.kind is Kind.WRITE:
-            moved["disk_written"] += elements(op) * written_bytes
+            moved["disk_written"] += kept.bytes_of(elements(op), kept.write_planes)
     return Traffic(**moved)

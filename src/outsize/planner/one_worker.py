@@ -34,12 +34,14 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         home=home,
         tile_elements=tile_elements,
         transport=options.transport,
+        state=plan.state,
         **exchange_of(question),
     )
     return Candidate(
         microbatches=microbatches,
         work=work,
         model=model,
+        state=plan.state,
         home=home,
         memory=plan.memory,
         layout=layout,
@@ -62,10 +64,13 @@ def _demand(question: Question, microbatches: int) -> Demand:
 
 def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
     transport = question.transport if home == "host" else NO_CODECS
+    # Nodes reduce whole gradients, so these wait at home there.
     return PlanOptions(
         home=home,
         below="host",
         clip=question.clip,
+        unit_clip=question.unit_clip,
+        state=question.state_layout(whole_gradients=question.nodes > 1 or not transport.is_raw("gradients")),
         microbatches=microbatches,
         transport=transport,
         nodes=question.nodes,

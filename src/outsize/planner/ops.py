@@ -20,11 +20,12 @@ text                          meaning
 ``NORM 3@w0``                 norms of the gradients of unit 3, where they lie
 ``GRAD 3@w0``                 the gradient of unit 3 leaves the device for its home; its accumulator is free
 ``GRAD 3@w0>h1``              the same, into host buffer 1, from where a WRITE takes it to disk
+``GRAD 3#0@w0>t2``            tile 0 of the gradient of unit 3, into tile buffer 2, from where a STEP takes it
 ``CLIP``                      all norms become one clipping coefficient; refuses what is not finite
 ``READ 3>h0``                 weights of unit 3, disk to host buffer 0
 ``WRITE 3<h1``                gradient of unit 3, host buffer 1 to disk
 ``READ 3#0>t2``               tile 0 of unit 3 (master weights, moments, gradient), disk to tile buffer 2
-``STEP 3#0@t2``               optimizer step on that tile
+``STEP 3#0@t2``               optimizer step on that tile, or by the gradient in it in place in host memory
 ``WRITE 3#0<t2``              what the step changed, back to disk
 ``STEP 3``                    optimizer step of the whole unit, in place in host memory
 ``STORE 3``                   weights and optimizer state of unit 3, from their home to a checkpoint
@@ -79,7 +80,7 @@ class Op:
         microbatch: for F, FK, FB, R, B, SAVE, FETCH, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.
-        tile: tile of the unit's optimizer state; None for whole-unit ops.
+        tile: tile of the unit's optimizer state or gradient; None for whole-unit ops.
         buffer: host buffer ``h`` (whole unit) or tile buffer ``t`` that the op fills or drains.
     """
 

@@ -117,7 +117,7 @@ def _accumulate(unit: int | None, accumulator: int) -> Op:
 
 
 def _gradient(unit: int | None, layout: StepLayout) -> list[Op]:
-    norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if layout.clip else []
+    norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if layout.clip or layout.unit_clip else []
     return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=WORKER)]
 
 

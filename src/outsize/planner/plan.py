@@ -5,16 +5,17 @@ memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far 
 keeping what backwards need (`planner.keeping`).
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import bytes_per_parameter
+from outsize.optim.spec import StateLayout
 from outsize.planner.keeping import kept_microbatches, most_kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
@@ -23,6 +24,7 @@ from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import UPGRADES, Knobs, PlanOptions, Sizing
+from outsize.planner.smaller import smaller_states
 from outsize.units import format_bytes
 
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
@@ -64,6 +66,7 @@ class Plan:
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
         wire: codecs between nodes.
+        state: how a trained unit lies at home.
     """
 
     home: Tier
@@ -77,6 +80,7 @@ class Plan:
     memory: Table
     budgets: Budgets
     traffic: Traffic
+    state: StateLayout
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
     wire: Wire = EXACT
@@ -125,7 +129,8 @@ class Plan:
             "microbatches": layout.num_microbatches,
             "workers": layout.num_workers,
             "stages": asdict(layout.stages) if layout.stages is not None else None,
-            "clip": layout.clip,
+            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "off",
+            "state": asdict(self.state),
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
             "accumulator_bytes": list(layout.accumulator_bytes),
@@ -177,6 +182,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             host_buffer_bytes=sizing.host_buffer_bytes,
             transport=options.transport,
             wire=options.wire,
+            state=sizing.state,
         )
 
     knobs = sizing.least()
@@ -184,15 +190,19 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
         layout = sizing.layout(knobs)
         whole = kept_microbatches(layout, layout.keepable, len(layout.keepable) * layout.num_microbatches)
         knobs = replace(knobs, kept=whole)
+    knobs = _kept_for_the_host(sizing, knobs, memory_of, budgets)
     short_by = _shortage(memory_of(knobs), budgets)
     if short_by:
-        raise InfeasiblePlanError(_what_to_try(memory_of(knobs), short_by, options), short_by)
+        fitting = partial(fits_at_all, model, demand, budgets)
+        raise InfeasiblePlanError(
+            _what_to_try(memory_of(knobs), short_by, options, sizing.state, fitting), short_by
+        )
     for upgrade in UPGRADES:
         for better in upgrade(sizing, knobs):
             if _shortage(memory_of(better), budgets):
                 break
             knobs = better
-    if options.activations == "auto" and demand.saved_bytes and not options.cut:
+    if options.activations == "auto" and demand.saved_bytes:
         kept = most_kept(
             sizing.layout(knobs),
             demand,
@@ -202,27 +212,49 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     return _make(sizing, demand, budgets, knobs, memory_of(knobs))
 
 
+def _kept_for_the_host(
+    sizing: Sizing, knobs: Knobs, memory_of: Callable[[Knobs], Table], budgets: Budgets
+) -> Knobs:
+    """Return ``knobs`` with as many inputs kept on the device as the tier below it has no room for.
+
+    Where that is too much for the device, or still too little, the knobs are returned as they are.
+    """
+    if sizing.options.below not in _shortage(memory_of(knobs), budgets):
+        return knobs
+    choices = [knobs, *sizing.more_kept(knobs)]
+    place = bisect_left(
+        choices, True, key=lambda other: sizing.options.below not in _shortage(memory_of(other), budgets)
+    )
+    if place == len(choices) or _shortage(memory_of(choices[place]), budgets):
+        return knobs
+    return choices[place]
+
+
 def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
     """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
     sizing = Sizing(model, options)
-    least = sizing.least()
-    layout = sizing.layout(least)
-    table = memory_table(
-        model,
-        demand,
-        layout,
-        peak_activations(insert_saves(v_cycle(layout), layout), layout, demand.boundary_bytes),
-        home=options.home,
-        below=options.below,
-        tile_elements=least.tile_elements,
-        host_buffer_bytes=sizing.host_buffer_bytes,
-        wire=options.wire,
-    )
-    return not _shortage(table, budgets)
+
+    def memory_of(knobs: Knobs) -> Table:
+        layout = sizing.layout(knobs)
+        return memory_table(
+            model,
+            demand,
+            layout,
+            peak_activations(insert_saves(v_cycle(layout), layout), layout, demand.boundary_bytes),
+            home=options.home,
+            below=options.below,
+            tile_elements=knobs.tile_elements,
+            host_buffer_bytes=sizing.host_buffer_bytes,
+            transport=options.transport,
+            state=sizing.state,
+            wire=options.wire,
+        )
+
+    return not _shortage(memory_of(_kept_for_the_host(sizing, sizing.least(), memory_of, budgets)), budgets)
 
 
 def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
-    options, dtype = sizing.options, sizing.model.dtype
+    options, state = sizing.options, sizing.state
     layout = sizing.layout(knobs)
     program = build_step(layout)
     traffic = count_traffic(
@@ -234,6 +266,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         below=options.below,
         tile_elements=knobs.tile_elements,
         transport=options.transport,
+        state=state,
     )
     return Plan(
         home=options.home,
@@ -242,13 +275,14 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         program=program,
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
-        tile_buffer_bytes=knobs.tile_elements * bytes_per_parameter(dtype),
+        tile_buffer_bytes=state.tile_bytes(knobs.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
         memory=memory,
         budgets=budgets,
         traffic=traffic,
         transport=options.transport,
         wire=options.wire,
+        state=state,
     )
 
 
@@ -263,7 +297,13 @@ def _shortage(memory: Table, budgets: Budgets) -> dict[str, int]:
     return short_by
 
 
-def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOptions) -> str:
+def _what_to_try(
+    memory: Table,
+    short_by: Mapping[str, int],
+    options: PlanOptions,
+    state: StateLayout,
+    fits: Callable[[PlanOptions], bool],
+) -> str:
     """Return the message for the first tier that is short: what takes the most there, what to try first."""
     tier = next(iter(short_by))
     needed = sum(memory[tier].values())
@@ -274,7 +314,10 @@ def _what_to_try(memory: Table, short_by: Mapping[str, int], options: PlanOption
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"
     elif tier == "host" and options.home == "host":
-        advice = "the home on disk"
+        smaller = (keys for keys, other in smaller_states(options, state) if fits(other))
+        room = needed - short_by[tier] > memory[tier].get("home", 0)
+        otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"
+        advice = next((f"{keys}, with which it fits" for keys in smaller), otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (
             f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "

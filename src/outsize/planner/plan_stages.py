@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
+from outsize.optim.spec import StateLayout
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
@@ -75,7 +75,7 @@ def plan_stages(
     layout = partial(_layout, model, options, wanted, False)
     for halves in HALVES:
         smallest = _single_units(model, options, wanted, bottom, halves)
-        memory = _memory(model, demand, layout(smallest), options.transport)
+        memory = _memory(model, demand, layout(smallest), options)
         short_by = _shortage(memory, budgets)
         if not short_by:
             break
@@ -86,7 +86,7 @@ def plan_stages(
         layout = partial(_layout, model, options, wanted, keeps)
 
         def holds(stages: Stages, layout: Callable[[Stages], StepLayout] = layout) -> bool:
-            return not _shortage(_memory(model, demand, layout(stages), options.transport), budgets)
+            return not _shortage(_memory(model, demand, layout(stages), options), budgets)
 
         if wanted.stages is not None:
             found = wanted.stages if holds(wanted.stages) else None
@@ -192,6 +192,7 @@ def _layout(
         slot_bytes=slots_for(stages, weights),
         accumulator_bytes=slots_for(stages, gradients, only_backward=True),
         clip=options.clip,
+        unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
         num_workers=wanted.num_workers,
         stages=stages,
@@ -204,8 +205,14 @@ def _make(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout
 ) -> Plan:
     programs = _programs(layout)
+    state = _state(model, options)
     traffic = partial(
-        count_traffic, home=options.home, below=options.below, tile_elements=0, transport=options.transport
+        count_traffic,
+        home=options.home,
+        below=options.below,
+        tile_elements=0,
+        transport=options.transport,
+        state=state,
     )
     return Plan(
         home=options.home,
@@ -216,12 +223,18 @@ def _make(
         tile_elements=0,
         tile_buffer_bytes=0,
         store_buffer_bytes=0,
-        memory=_memory(model, demand, layout, options.transport),
+        memory=_memory(model, demand, layout, options),
         budgets=budgets,
         traffic=traffic(programs[0], model, layout, demand.boundary_bytes),
         later_programs=tuple(programs[1:]),
         transport=options.transport,
+        state=state,
     )
+
+
+def _state(model: ModelSpec, options: PlanOptions) -> StateLayout:
+    """Return how a trained unit lies at home; gradients are summed there from round to round."""
+    return options.state or StateLayout(dtype=model.dtype)
 
 
 def _programs(layout: StepLayout) -> list[Program]:
@@ -237,9 +250,10 @@ def _programs(layout: StepLayout) -> list[Program]:
 
 
 def _memory(
-    model: ModelSpec, demand: Demand, layout: StepLayout, transport: Transport
+    model: ModelSpec, demand: Demand, layout: StepLayout, options: PlanOptions
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each worker."""
+    transport = options.transport
     stages = layout.stages
     assert stages is not None
     spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
@@ -258,7 +272,7 @@ def _memory(
         "host": {
             "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "home": sum(home_bytes(unit, model.dtype) for unit in model.units)
+            "home": sum(home_bytes(unit, _state(model, options)) for unit in model.units)
             - packed_bytes(transport, model),
         },
         "disk": {},

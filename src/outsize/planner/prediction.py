@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outsize.model.spec import ITEMSIZE
-from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, GRADIENT, MASTER, WEIGHTS, planes_for
 from outsize.planner.blame import waits_by_cause
 from outsize.planner.candidate import Candidate, Table
-from outsize.planner.memory import Tier
+from outsize.planner.memory import Tier, by_class
 from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
 from outsize.planner.stages import Stages
@@ -20,13 +18,6 @@ FULL_SHARE = 0.85
 # Waits below this share of a step are not told.
 LEAST_SHARE = 0.001
 COMPUTE = "compute"
-_PLANE_CLASS = {
-    WEIGHTS: "weights",
-    MASTER: "master weights",
-    EXP_AVG: "optimizer state",
-    EXP_AVG_SQ: "optimizer state",
-    GRADIENT: "gradients",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +131,7 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
 
 def _by_plane(candidate: Candidate) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
-    parts: dict[str, int] = defaultdict(int)
-    own = candidate.layout.own_elements
-    for unit in candidate.model.units:
-        planes = (
-            planes_for(candidate.model.dtype)
-            if unit.trainable
-            else {WEIGHTS: ITEMSIZE[candidate.model.dtype]}
-        )
-        for plane, size in planes.items():
-            shared = bool(own) and plane != WEIGHTS
-            parts[_PLANE_CLASS[plane]] += (own[unit.index] if shared else unit.numel) * size
-        for part in unit.frozen:
-            parts["frozen weights"] += part.home_bytes
+    parts = by_class(candidate.model, candidate.state, candidate.layout.own_elements)
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},

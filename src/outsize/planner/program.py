@@ -16,8 +16,8 @@ _UNIT_MICROBATCH = frozenset({"unit", "microbatch", "worker"})
 _UNIT_SLOT = frozenset({"unit", "worker", "slot"})
 _UNIT_TILE = frozenset({"unit", "tile", "buffer"})
 
-# Which fields an op of each kind has; where there are two shapes, the op exists with and without a buffer or
-# tile.
+# Which fields an op of each kind has; where there are several shapes, the op exists with and without a buffer
+# or tile.
 SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.LOAD: (_UNIT_SLOT, _UNIT_SLOT | {"buffer"}),
     Kind.FREE: (_UNIT_SLOT,),
@@ -33,7 +33,11 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.RECV: (_UNIT_MICROBATCH,),
     Kind.SUM: (_UNIT_SLOT,),
     Kind.NORM: (frozenset({"unit", "worker"}),),
-    Kind.GRAD: (frozenset({"unit", "worker"}), frozenset({"unit", "worker", "buffer"})),
+    Kind.GRAD: (
+        frozenset({"unit", "worker"}),
+        frozenset({"unit", "worker", "buffer"}),
+        _UNIT_TILE | {"worker"},
+    ),
     Kind.CLIP: (frozenset(),),
     Kind.REDUCE: (frozenset({"unit"}), frozenset({"unit", "buffer"})),
     Kind.AGREE: (frozenset(),),

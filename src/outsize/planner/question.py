@@ -1,13 +1,14 @@
 """What is asked of a prediction: a model, a machine, a step, and the memory that may be used."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec import ModelSpec, Workload
+from outsize.optim.spec import StateLayout
 from outsize.planner.memory import NO_CODECS, Demand
 from outsize.planner.plan import Budgets
 from outsize.planner.stages import Stages
@@ -42,6 +43,8 @@ class Question:
         microbatches: of a step; None lets the search choose.
         stages: how to cut for several GPUs; None lets the search choose.
         clip: whether gradients are clipped by their global norm.
+        unit_clip: whether the gradient of each unit is clipped by its own norm.
+        state: how a trained unit lies at home, but for its gradient; None for the plain layout of the model's dtype.
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
         transport: codecs on the link of one GPU, where the home is in host memory.
@@ -59,6 +62,8 @@ class Question:
     microbatches: int | None = None
     stages: Stages | None = None
     clip: bool = True
+    unit_clip: bool = False
+    state: StateLayout | None = None
     workload_of: Callable[[int], Workload]
     fixed_bytes: int = 0
     transport: Transport = NO_CODECS
@@ -69,6 +74,11 @@ class Question:
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):
             raise ValueError("there is a node, and a network between several")
+
+    def state_layout(self, *, whole_gradients: bool) -> StateLayout:
+        """Return how a trained unit lies at home; its gradient only where it is clipped globally, or must be whole."""
+        state = self.state or StateLayout(dtype=self.model.dtype)
+        return state if self.clip or whole_gradients else replace(state, gradients="none")
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,7 +7,8 @@
    What a backward needs is kept from the forward, by FK, where the layout says so and nowhere else.
 3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at a time,
    and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
-4. The gradient of a unit leaves once all its backwards have run; where gradients are clipped, after its norm.
+4. The gradient of a unit leaves once all its backwards have run, whole, or each tile once where there is a ring; where
+   gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
 6. A buffer is filled, used and drained in this order, for one unit or tile at a time.
 7. A step is committed, where it is, once, behind everything else.
@@ -259,7 +260,8 @@ class Rules:
     def _grad(self, op: Op, unit: int, _: int) -> None:
         self._check_complete(op, unit)
         self._home.gradient(op, unit, final=self._is_final(unit))
-        self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}
+        if self._home.all_sent(unit):
+            self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}
 
     def _is_final(self, unit: int) -> bool:
         """Whether no later round adds to the gradient of ``unit``."""

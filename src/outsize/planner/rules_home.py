@@ -1,6 +1,6 @@
 """Rules 5 and 6 of `planner.rules`: what happens to weights and gradients below the device."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
@@ -23,7 +23,11 @@ class HomeRules:
         self._exchange = ExchangeRules(layout) if layout.num_nodes > 1 else None
         self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
         self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
-        self._ring: dict[int | None, tuple[Kind, int, int]] = {}  # tile buffer -> READ or STEP, unit, tile
+        # tile buffer -> READ, GRAD or STEP, unit, tile
+        self._ring: dict[int | None, tuple[Kind, int, int]] = {}
+        self._sent: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # unit -> tiles of its gradient that have left
 
     def check(self, op: Op, unit: int) -> None:
         """Follow CLIP, READ, STEP, WRITE, COMMIT, REDUCE, AGREE or GATHER.
@@ -61,7 +65,8 @@ class HomeRules:
 
     def norm(self, unit: int) -> None:
         """Follow a NORM."""
-        require(self._layout.clip, "norms are taken only where gradients are clipped")
+        clips = self._layout.clip or self._layout.unit_clip
+        require(clips, "norms are taken only where gradients are clipped")
         require(self._exchange is None, "the norms of several nodes are those of what was reduced")
         require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
         self._normed.add(unit)
@@ -77,8 +82,13 @@ class HomeRules:
 
     def gradient(self, op: Op, unit: int, final: bool = True) -> None:
         """Follow the part of a GRAD that puts the gradient down."""
-        normed = not self._layout.clip or unit in self._normed or not final or self._exchange is not None
+        clips = self._layout.clip or self._layout.unit_clip
+        normed = not clips or unit in self._normed or not final or self._exchange is not None
         require(normed, f"the norm of unit {unit} has not been taken")
+        require((op.tile is not None) == self._layout.ring, f"gradients leave {_whole_or_not(self._layout)}")
+        if op.tile is not None:
+            self._into_ring(op, unit, op.tile)
+            return
         if self._layout.reduces_buffers:
             require(op.buffer is not None, "a gradient that is to be reduced goes into a host buffer")
         else:
@@ -123,10 +133,26 @@ class HomeRules:
         require(not missing, f"the norms of units {sorted(missing)} have not been taken")
         self._clipped = True
 
-    def _tile(self, op: Op, unit: int, tile: int) -> None:
+    def all_sent(self, unit: int) -> bool:
+        """Whether all tiles of the gradient of ``unit`` have left, where they leave in tiles."""
+        return not self._layout.ring or len(self._sent[unit]) == self._layout.tiles[unit]
+
+    def _into_ring(self, op: Op, unit: int, tile: int) -> None:
+        """Follow a GRAD of a tile: into a buffer that is empty, or has been filled with the rest of the tile."""
+        self._check_tile(op, unit, tile)
+        before = (Kind.READ, unit, tile) if self._layout.tiles_on_disk else None
+        require(self._ring.get(op.buffer) == before, f"tile buffer {op.buffer} is not ready for it")
+        require(tile not in self._sent[unit], "it has left already")
+        self._sent[unit].add(tile)
+        self._ring[op.buffer] = (Kind.GRAD, unit, tile)
+
+    def _check_tile(self, op: Op, unit: int, tile: int) -> None:
         num_buffers = self._layout.num_tile_buffers
         require(op.buffer is not None and op.buffer < num_buffers, f"there are {num_buffers} tile buffers")
         require(tile < self._layout.tiles[unit], f"unit {unit} has {self._layout.tiles[unit]} tiles")
+
+    def _tile(self, op: Op, unit: int, tile: int) -> None:
+        self._check_tile(op, unit, tile)
         held = self._ring.get(op.buffer)
         if op.kind is Kind.READ:
             require(held is None, f"tile buffer {op.buffer} is still in use")
@@ -135,13 +161,16 @@ class HomeRules:
             self._started.add((unit, tile))
             self._ring[op.buffer] = (Kind.READ, unit, tile)
         elif op.kind is Kind.STEP:
-            require(
-                held == (Kind.READ, unit, tile), f"tile buffer {op.buffer} does not hold it, as it was read"
-            )
+            before = Kind.GRAD if self._layout.ring else Kind.READ
+            require(held == (before, unit, tile), f"tile buffer {op.buffer} does not hold it, ready to step")
             self._check_ready(unit)
             self._stepped[unit] += 1
-            self._ring[op.buffer] = (Kind.STEP, unit, tile)
+            if self._layout.tiles_on_disk:
+                self._ring[op.buffer] = (Kind.STEP, unit, tile)
+            else:
+                del self._ring[op.buffer]
         else:
+            require(self._layout.tiles_on_disk, "the home is stepped where it lies")
             require(held == (Kind.STEP, unit, tile), f"tile buffer {op.buffer} does not hold it, stepped")
             del self._ring[op.buffer]
 
@@ -171,7 +200,8 @@ class HomeRules:
         require(not self._layout.clip or self._clipped, "gradients have not been clipped")
 
     def _check_gradient(self, unit: int) -> None:
-        require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+        ready = self._layout.ring or unit in self._gradients
+        require(ready, f"the gradient of unit {unit} is not home")
         if self._exchange is not None:
             self._exchange.check_reduced(unit)
 
@@ -193,3 +223,7 @@ class HomeRules:
             written = all(held[1] != unit for held in self._ring.values())
             require(written and self._stepped[unit] == due, f"unit {unit} has not stepped")
             self._exchange.gather(unit)
+
+
+def _whole_or_not(layout: StepLayout) -> str:
+    return "tile by tile, through the ring" if layout.ring else "whole"

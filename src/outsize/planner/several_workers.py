@@ -66,6 +66,7 @@ def several_workers(question: Question, microbatches: int) -> Candidate:
         microbatches=microbatches,
         work=work,
         model=model,
+        state=question.state_layout(whole_gradients=True),
         home="host",
         memory=memory,
         layout=layout,
@@ -170,8 +171,9 @@ def _fit(
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
     # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
     own = largest_share(model, question.nodes) if question.nodes > 1 else None
+    state = question.state_layout(whole_gradients=True)
     home = sum(
-        home_bytes(unit, model.dtype, None if own is None else own[unit.index])
+        home_bytes(unit, state, None if own is None else own[unit.index])
         + (0 if own is None else unit.gradient_bytes - 4 * own[unit.index]) * unit.trainable
         for unit in model.units
     )

@@ -6,15 +6,17 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Literal
 
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import ModelSpec
 from outsize.optim.shares import largest_share, shares
+from outsize.optim.spec import StateLayout
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
+from outsize.units import align_up
 
 # What happens to what backwards need of their forwards.
 Activations = Literal["auto", "recompute", "keep"]
@@ -25,6 +27,8 @@ LEAST_TILE_ELEMENTS = 65_536
 MOST_TILE_ELEMENTS = 1_048_576
 # One tile is read, one stepped, one written.
 NUM_TILE_BUFFERS = 3
+# Units whose gradients a ring takes at most: one that steps, and one that has just arrived.
+RING_UNITS = 2
 # One unit on its way up and one gradient on its way down; with four, disk and link work on different ones.
 LEAST_HOST_BUFFERS = 2
 MOST_HOST_BUFFERS = 4
@@ -38,6 +42,9 @@ class PlanOptions:
         home: where weights and optimizer state rest, ``host`` or ``disk``.
         below: the tier next to the device, ``host`` or ``disk``.
         clip: whether gradients are clipped by their global norm.
+        unit_clip: whether the gradient of each unit is clipped by its own norm.
+        state: how a trained unit lies at home; None for the plain layout of the model's dtype. Where it keeps no
+            gradients, they pass through a ring.
         microbatches: microbatches per step.
         slots: units that the device holds at once.
         prefetch: how many units ahead of their use LOADs start.
@@ -56,6 +63,8 @@ class PlanOptions:
     home: Tier
     below: Tier
     clip: bool = True
+    unit_clip: bool = False
+    state: StateLayout | None = None
     microbatches: int = 1
     slots: int | None = None
     prefetch: int | None = None
@@ -72,6 +81,13 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
             raise ValueError("the disk cannot lie between the device and a home in host memory")
+        if self.ring and self.clip:
+            raise ValueError("gradients that are clipped by their global norm wait at home for it")
+
+    @property
+    def ring(self) -> bool:
+        """Whether gradients pass through a ring."""
+        return self.state is not None and self.state.gradients == "none"
 
     @property
     def staged(self) -> bool:
@@ -90,6 +106,7 @@ class Knobs:
         tile_elements: elements per tile.
         num_host_buffers: host buffers; 0 where units are not staged.
         kept: see `StepLayout.kept`.
+        num_tile_buffers: buffers in the ring of tiles, where there are tiles.
     """
 
     num_slots: int
@@ -98,6 +115,7 @@ class Knobs:
     tile_elements: int
     num_host_buffers: int
     kept: tuple[int, ...] = ()
+    num_tile_buffers: int = NUM_TILE_BUFFERS
 
 
 class Sizing:
@@ -106,6 +124,7 @@ class Sizing:
     def __init__(self, model: ModelSpec, options: PlanOptions) -> None:
         self.model = model
         self.options = options
+        self.state = options.state or StateLayout(dtype=model.dtype)
         self.own_elements: tuple[int, ...] = ()
         if options.nodes > 1:
             self.own_elements = own_elements(model, options.nodes, options.rank)
@@ -124,16 +143,18 @@ class Sizing:
         gradients = max(unit.gradient_bytes * unit.trainable for unit in units)
         if not self.options.staged:
             return gradients if self.options.nodes > 1 else 0
-        return max(gradients, *(unit.weight_bytes(self.model.dtype) for unit in units))
+        weights = max(unit.weight_bytes(self.model.dtype) for unit in units)
+        return weights if self.options.ring else max(weights, gradients)
 
     def least(self) -> Knobs:
         """Return the knobs of the plan that needs the least device memory."""
-        tile_elements = self.options.tile_elements or min(LEAST_TILE_ELEMENTS, self.largest_trainable)
+        least = align_up(min(LEAST_TILE_ELEMENTS, self.largest_trainable), self.state.quantum)
+        tile_elements = self.options.tile_elements or least
         return Knobs(
             num_slots=self._at_most_slots(self.options.slots or 1),
             num_accumulators=min(1, len(self._accumulator_sizes)),
             num_kept=0,
-            tile_elements=tile_elements if self.options.home == "disk" else 0,
+            tile_elements=tile_elements if self._has_tiles else 0,
             num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
         )
 
@@ -157,9 +178,12 @@ class Sizing:
             accumulator_bytes=self._accumulator_sizes[: knobs.num_accumulators],
             prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
             clip=options.clip,
+            unit_clip=options.unit_clip,
+            ring=options.ring and any(tiles),
             tiles=tiles,
+            tiles_on_disk=options.home == "disk",
             num_host_buffers=knobs.num_host_buffers,
-            num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
+            num_tile_buffers=knobs.num_tile_buffers if any(tiles) else 0,
             staged=options.staged,
             commits=options.commits and options.home == "disk",
             kept=knobs.kept,
@@ -191,6 +215,14 @@ class Sizing:
             for size in takewhile(lambda size: size <= enough, sizes):
                 yield replace(knobs, tile_elements=size)
 
+    def more_tile_buffers(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with twice the buffers, while a ring of gradients alone takes no more than `RING_UNITS`."""
+        if self.options.ring and self.options.home == "host" and knobs.tile_elements:
+            enough = RING_UNITS * -(-self.largest_trainable // knobs.tile_elements)
+            counts = (knobs.num_tile_buffers << shift for shift in count(1))
+            for num_tile_buffers in takewhile(lambda number: number < 2 * enough, counts):
+                yield replace(knobs, num_tile_buffers=min(num_tile_buffers, enough))
+
     def more_kept(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with the inputs of more units kept on the device, those needed soonest first."""
         if self.options.offload is None:
@@ -203,6 +235,10 @@ class Sizing:
             for num_host_buffers in range(knobs.num_host_buffers + 1, MOST_HOST_BUFFERS + 1):
                 yield replace(knobs, num_host_buffers=num_host_buffers)
 
+    @property
+    def _has_tiles(self) -> bool:
+        return self.options.home == "disk" or self.options.ring
+
     def _at_most_slots(self, num_slots: int) -> int:
         return min(num_slots, len(self._slot_sizes))
 
@@ -214,6 +250,7 @@ UPGRADES: tuple[Callable[[Sizing, Knobs], Iterator[Knobs]], ...] = (
     lambda sizing, knobs: sizing.more_slots(knobs, upto=3),
     Sizing.more_host_buffers,
     Sizing.larger_tiles,
+    Sizing.more_tile_buffers,
     Sizing.more_kept,
     lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
 )

@@ -170,11 +170,11 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
         ops += _compute(visit, microbatch, layout)
     ops += (Op(kind=Kind.FREE, unit=u, worker=visit.worker, slot=slot) for u, slot in turn.slots.items())
     for unit in sorted(turn.accumulators, reverse=True):
-        if layout.clip and visit.round == layout.num_rounds - 1:
+        if (layout.clip or layout.unit_clip) and visit.round == layout.num_rounds - 1:
             ops.append(Op(kind=Kind.NORM, unit=unit, worker=visit.worker))
         ops.append(Op(kind=Kind.GRAD, unit=unit, worker=visit.worker))
     if turn.rest is not None:
-        if layout.clip and turn.ends_rest:
+        if (layout.clip or layout.unit_clip) and turn.ends_rest:
             ops.append(Op(kind=Kind.NORM, unit=layout.rest, worker=visit.worker))
         ops.append(Op(kind=Kind.GRAD, unit=layout.rest, worker=visit.worker))
     return ops

@@ -33,7 +33,8 @@ def changes_of(
     if op.kind in (Kind.ACC, Kind.SUM):
         return [(device, layout.gradient_bytes[unit])], []
     if op.kind is Kind.GRAD:
-        return [], [(device, -layout.gradient_bytes[unit])]
+        whole = op.tile is None or op.tile + 1 == layout.tiles[unit]
+        return [], [(device, -layout.gradient_bytes[unit])] if whole else []
     if not boundary_bytes or op.microbatch is None:
         return [], []
     of = _of_activations if layout.stages is None else _of_staged

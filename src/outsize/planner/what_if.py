@@ -4,11 +4,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import cast, get_args
 
 from outsize.codecs.spec import LOSSLESS4
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure, Machine
+from outsize.optim.spec import Masters, Moments, StateLayout
 from outsize.planner.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fastest, missing_host_bytes
@@ -104,7 +106,7 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
-    stays = name not in ("vram", "gpus") and (name != "ram" or len(changed.machine.gpus) > 1)
+    stays = name not in ("vram", "gpus", "state") and (name != "ram" or len(changed.machine.gpus) > 1)
     if base is not None and stays:
         changed = replace(changed, microbatches=base.microbatches, stages=base.stages)
     try:
@@ -121,7 +123,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
     Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to the
-    one GPU ends a step, weights that go over it in fewer bytes are asked about, too.
+    one GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
+    bits, whose gradients pass through a ring, where the home is on disk for want of host memory.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
@@ -131,7 +134,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     one_host = base.home == "host" and base.num_gpus == 1
     codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
-    return ("vram=+8GB", ram, "link=x2", *codec, "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
+    state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
+    return ("vram=+8GB", ram, *state, "link=x2", *codec, "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
 
 
 def parse_change(text: str) -> Change:
@@ -151,6 +155,8 @@ def parse_change(text: str) -> Change:
             return _bound(apply, parse_bytes(_after("+", amount)))
         if how == "codec":
             return _with_codec(amount)
+        if how == "state":
+            return _with_state(amount)
         if how == "count":
             return _bound(apply, int(_after("+", amount)))
         return _bound(apply, float(_after("x", amount)))
@@ -166,6 +172,22 @@ def _with_codec(name: str) -> Change:
         if len(question.machine.gpus) > 1:
             raise ConfigError("what-if weights: priced for one GPU only")
         return replace(question, transport=transport)
+
+    return change
+
+
+def _with_state(name: str) -> Change:
+    """Moments are kept in ``name``, masters of bf16 weights are split, and gradients pass through a ring."""
+    if name not in get_args(Moments):
+        raise ValueError(name)
+
+    def change(question: Question) -> Question:
+        if len(question.machine.gpus) > 1:
+            raise ConfigError("what-if state: priced for one GPU only")
+        former = question.state or StateLayout(dtype=question.model.dtype)
+        masters: Masters = "split" if former.dtype == "bf16" else former.masters
+        state = replace(former, moments=cast(Moments, name), masters=masters)
+        return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)
 
     return change
 
@@ -276,6 +298,7 @@ EXAMPLES = {
     "count": "write how many more, for example +1",
     "times": "write how many times as fast, for example x2",
     "codec": "write a codec that keeps every bit: lossless4 or lossless3",
+    "state": "write what moments are kept in: fp32, bf16 or int8",
 }
 # What can change: how its amount is written, and what it does.
 CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
@@ -287,6 +310,7 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "bandwidth": ("times", _bandwidth),
     "disk": ("times", _disk),
     "weights": ("codec", lambda question, _: question),
+    "state": ("state", lambda question, _: question),
     "net": ("times", _net),
     "nodes": ("count", _nodes),
 }

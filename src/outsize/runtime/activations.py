@@ -1,26 +1,16 @@
 """SAVE and FETCH: the input of a unit leaves the device between forward and backward."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import DTYPE_NAME, Codec
+from outsize.codecs.codec import Codec
 from outsize.planner.ops import Op
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.microbatch import MicrobatchRun
 from outsize.runtime.moved import Moved
+from outsize.runtime.parcels import Parcel, pack, room_for, unpack
 from outsize.storage.scratch import Scratch
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A storage that is away: its size, what was sent for it, and if that is an encoding, of which dtype."""
-
-    num_bytes: int
-    sent_bytes: int
-    dtype: torch.dtype | None
 
 
 class ActivationOps:
@@ -43,7 +33,7 @@ class ActivationOps:
         self._device = device
         self._scratch = scratch
         self._codec = codec
-        self._sizes: dict[tuple[int, int, int], list[_Saved]] = {}
+        self._sizes: dict[tuple[int, int, int], list[Parcel]] = {}
         self.up = self.down = Moved()
 
     @property
@@ -63,11 +53,11 @@ class ActivationOps:
         self._sizes[key] = []
         for index, (storage, dtype) in enumerate(zip(storages, dtypes, strict=True)):
             content = _bytes_of(storage, self._device.torch_device)
-            sent, is_encoded = self._encode(content, dtype)
+            sent, parcel = pack(self._codec, content, dtype)
             assert self._scratch is not None
             with self._device.link(sent.nbytes):
                 self._scratch.put((*key, index), sent)
-            self._sizes[key].append(_Saved(content.nbytes, sent.nbytes, dtype if is_encoded else None))
+            self._sizes[key].append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
             self._device.hold(content, f"down:w{op.worker}")
             del content
@@ -76,29 +66,16 @@ class ActivationOps:
     def fetch(self, op: Op, context: StepContext) -> None:
         """FETCH: scratch → device, into the storages that were emptied."""
         key, _, storages = self._storages(op, context)
-        for index, (storage, saved) in enumerate(zip(storages, self._sizes.pop(key), strict=True)):
-            storage.resize_(saved.num_bytes)
+        for index, (storage, parcel) in enumerate(zip(storages, self._sizes.pop(key), strict=True)):
+            storage.resize_(parcel.num_bytes)
             content = _bytes_of(storage, self._device.torch_device)
-            arrived = content if saved.dtype is None else content.new_empty(saved.sent_bytes)
+            arrived = room_for(parcel, content)
             assert self._scratch is not None
-            with self._device.link(saved.sent_bytes):
+            with self._device.link(parcel.sent_bytes):
                 self._scratch.take((*key, index), arrived)
-            if saved.dtype is not None:
-                assert self._codec is not None
-                self._codec.decode(arrived, content.view(saved.dtype))
-            self.up = self.up.and_then(saved.sent_bytes, saved.num_bytes)
+            unpack(self._codec, parcel, arrived, content)
+            self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
             self._device.hold(content, f"compute:w{op.worker}")
-
-    def _encode(self, content: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Return what is sent for the bytes of a storage, and whether that is an encoding."""
-        name = DTYPE_NAME.get(dtype)
-        if self._codec is None or name not in self._codec.spec.dtypes or content.nbytes % dtype.itemsize:
-            return content, False
-        elements = content.view(dtype)
-        most = self._codec.spec.max_bytes(elements.numel(), name)
-        encoded = content.new_empty(most)
-        size = self._codec.encode(elements, encoded)
-        return (encoded[:size], True) if size < content.nbytes else (content, False)
 
     def forget(self, number: int) -> None:
         """Free what was saved for the step of that number and will not be fetched."""

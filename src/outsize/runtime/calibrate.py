@@ -7,6 +7,7 @@ Three short lengths are run, and `extrapolate` goes on from there.
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from outsize.runtime.extrapolate import Trace, extrapolate
 from outsize.runtime.glue_use import GlueUses, units_that_share
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.live_bytes import LiveBytes
-from outsize.runtime.microbatch import loss_of
+from outsize.runtime.microbatch import Ambient, loss_of
 from outsize.runtime.shortcut import Needed, Trial
 from outsize.runtime.trial_weights import bind_trial_weights
 
@@ -39,7 +40,7 @@ class Measured:
         forward_bytes: per unit, the most alive during its forward, beyond its input.
         backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
         saved_bytes: per unit, what its forward leaves alive for its backward besides its input and its output; 0 for
-            the last.
+            the last where the loss is taken in chunks.
         output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
@@ -88,6 +89,7 @@ def calibrate(
     num_sequences: int,
     seq_len: int,
     chunk_tokens: int | None,
+    ambient: Ambient = nullcontext,
 ) -> Measured:
     """Measure what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
 
@@ -98,6 +100,7 @@ def calibrate(
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        ambient: makes what the model's forward runs in, on a CPU: an autocast, say.
 
     Raises:
         ModelError: the model does not call its units once each, in order, or raised something.
@@ -105,7 +108,7 @@ def calibrate(
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
         return thread.submit(
-            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens
+            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens, ambient
         ).result()
 
 
@@ -116,6 +119,7 @@ def _calibrate(
     num_sequences: int,
     seq_len: int,
     chunk_tokens: int | None,
+    ambient: Ambient,
 ) -> Measured:
     lengths = _lengths(seq_len, num_sequences)
     binder = Binder(split, Discard())
@@ -123,7 +127,9 @@ def _calibrate(
         memory = bind_trial_weights(binder, split.spec)
         state = torch.get_rng_state()
         rows = [
-            _Pass(split, forwards, make_inputs(1, length), chunk_tokens).run(memory.untyped_storage())
+            _Pass(split, forwards, make_inputs(1, length), chunk_tokens, ambient).run(
+                memory.untyped_storage()
+            )
             for length in lengths
         ]
         torch.set_rng_state(state)
@@ -173,9 +179,11 @@ class _Pass:
         forwards: tuple[Callable[..., Any], ...],
         inputs: Mapping[str, Any],
         chunk_tokens: int | None,
+        ambient: Ambient,
     ) -> None:
         self._split = split
-        self._forwards = forwards
+        self._forwards = tuple(_within(ambient, forward) for forward in forwards)
+        self._ambient = ambient
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
         self._known: dict[Any, tuple[Trace, Trace, _Kept, Any]] = {}
@@ -221,7 +229,7 @@ class _Pass:
         """Go on to ``unit``, and note what the model's own code uses on the way."""
         self._uses.unit = unit
         state = torch.get_rng_state()
-        with self._uses:
+        with self._ambient(), self._uses:
             call = walk.advance(outputs)
         self._note_random(state)
         return call
@@ -310,6 +318,8 @@ class _Pass:
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
         self._row.forward.append(())
+        self._row.saved.append(0)
+        self._row.needed.append(None)
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
@@ -320,7 +330,8 @@ class _Pass:
         live.restart()
         loss = 0
         if isinstance(ending, Finished):
-            self._backward(unit, call, live)
+            _, kept = self._backward(unit, call, live)
+            self._row.saved[-1], self._row.needed[-1] = kept
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
             loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
@@ -363,6 +374,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
     )
+
+
+def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ambient():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -412,7 +431,7 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
-        saved_bytes=(*(at((row.saved[unit],) for row in rows) for unit in range(len(boundary) - 1)), 0),
+        saved_bytes=tuple(at((row.saved[unit],) for row in rows) for unit in range(len(boundary))),
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,

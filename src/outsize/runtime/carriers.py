@@ -25,6 +25,7 @@ from outsize.codecs.transport import (
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.transport import encoded_planes
+from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
@@ -155,33 +156,30 @@ class GradientCarrier:
         self._device = device
         self._staging = staging
         self._residuals = residuals
+        self._lost_in: dict[int, int] = {}
 
-    def bring_home(
-        self,
-        unit: UnitSpec,
-        touched: frozenset[int],
-        plane: Tensor,
-        into: Tensor,
-        number: int,
-        loss_scale: float = 1.0,
-    ) -> int:
+    def bring_home(self, unit: UnitSpec, plane: Tensor, into: Tensor, context: StepContext) -> int:
         """Encode ``plane``, decode it into ``into``, and return the bytes that went over the link.
 
         What lies between tensors, and tensors that got no gradient, hold anything: they are zeroed first, since groups
-        of elements share a scale. With error feedback ``plane`` is used up. Chances are those of step ``number``, so
-        that what rounding makes of an element differs from step to step, and repeats when the run does. What is lost is
-        remembered without ``loss_scale``, which may be another one the next time.
+        of elements share a scale. With error feedback ``plane`` is used up. Chances are those of the step, so that what
+        rounding makes of an element differs from step to step, and repeats when the run does. What is lost is
+        remembered without the step's loss scale, which may be another one the next time; and not after a step that
+        changed no weight, for then nothing has arrived that is to be made up for.
         """
-        for start, stop in gaps(unit, touched):
+        for start, stop in gaps(unit, context.touched[unit.index]):
             plane[start:stop].zero_()
         residual = self._residuals.get(unit.index)
         if residual is not None:
-            plane.add_(residual, alpha=loss_scale)
+            if self._lost_in.get(unit.index) in context.skipped_before:
+                residual.zero_()
+            self._lost_in[unit.index] = context.number
+            plane.add_(residual, alpha=context.loss_scale)
         wire_bytes = 0
         for index, start in enumerate(range(0, plane.numel(), PIECE_ELEMENTS)):
             piece, target = plane[start : start + PIECE_ELEMENTS], into[start : start + PIECE_ELEMENTS]
             room = self._staging[index % 2]
-            seed = number * _SEEDS_OF_A_STEP + unit.index * _SEEDS_OF_A_UNIT + index
+            seed = context.number * _SEEDS_OF_A_STEP + unit.index * _SEEDS_OF_A_UNIT + index
             size = self._codec.seeded(seed).encode(piece, room)
             with self._device.link(size):
                 arrived = room[:size].to(into.device)
@@ -191,8 +189,10 @@ class GradientCarrier:
                 lost = torch.empty_like(piece)
                 self._codec.decode(room[:size], lost)
                 torch.sub(piece, lost, out=lost)
-                # A step that is not finite is given up; what it lost must not spoil the next one.
-                residual[start : start + PIECE_ELEMENTS] = lost.div_(loss_scale).nan_to_num_(0.0, 0.0, 0.0)
+                # Of what is not finite, nothing is known to be lost.
+                residual[start : start + PIECE_ELEMENTS] = lost.div_(context.loss_scale).nan_to_num_(
+                    0.0, 0.0, 0.0
+                )
         return wire_bytes
 
 

@@ -74,7 +74,8 @@ class ComputeOps:
         graph_in_forward: bool = False,
         needed: Mapping[int, Needed] = MappingProxyType({}),
     ) -> None:
-        self._shortcuts = Shortcuts(needed, device.look) if needed else None
+        self._device = device
+        self.shorten(needed)
         self._graph_in_forward = graph_in_forward
         self._slots_used = tuple(slots_used(program) for program in programs)
         self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
@@ -84,7 +85,6 @@ class ComputeOps:
         self._split = split
         self._forwards = forwards
         self._binder = binder
-        self._device = device
         self._loss = loss
         self._seed = seed
         units = split.spec.units
@@ -98,9 +98,7 @@ class ComputeOps:
         unit, run = self._find(op, context)
         with self._naming(op), self._device.computing():
             run.forward(unit, self._forwards[unit], graph=self._graph_in_forward and context.keeps)
-            if self._cut and unit == len(self._forwards) - 1:
-                context.outputs[op.microbatch or 0] = run.finish(unit)
-                self._runs.discard(run)  # from here on it is the context's
+            self._finish_if_cut(op, context, run)
         if unit < self._first_backward or not context.keeps:
             run.drop(unit)
 
@@ -111,6 +109,13 @@ class ComputeOps:
         keeping = Keeping(planes, self._planes, self._device.look)
         with self._naming(op), self._device.computing():
             run.forward_keep(unit, self._forwards[unit], keeping.hooks)
+            self._finish_if_cut(op, context, run)
+
+    def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:
+        """In a step that is cut the model ends behind its last unit, and the caller gets what it returns."""
+        if self._cut and op.unit == len(self._forwards) - 1:
+            context.outputs[op.microbatch or 0] = run.finish(op.unit)
+            self._runs.discard(run)  # from here on it is the context's
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """FB: the last unit, the loss, and the backward of both."""
@@ -138,6 +143,10 @@ class ComputeOps:
             run.backward(unit, self._forwards[unit])
         if unit == self._first_backward:
             self._end(op.microbatch, context)
+
+    def shorten(self, needed: Mapping[int, Needed]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
+        self._shortcuts: Shortcuts | None = Shortcuts(needed, self._device.look) if needed else None
 
     def close(self) -> None:
         """Unwind every forward that is under way; called by the compute lane's thread when it ends."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.parcels import Parcel
 
 COMPUTE_KINDS = frozenset(
     {Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.RECOMPUTE, Kind.BACKWARD}
@@ -52,11 +54,13 @@ class StepContext:
         coefficient: what gradients are multiplied by before the update; None for nothing.
         agreed_loss: of all ranks together, as soon as they have agreed; None before, and of a single rank.
         first_microbatch: number of this rank's first microbatch among those of all ranks; seeds randomness.
+        unit_coefficients: the same by unit, where each is clipped by its own norm.
         skipped: whether CLIP decided that this step changes no weight.
+        skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
-        below: sizes of what lies below the workers, by unit, microbatch and kind.
+        below: what lies below the workers, by unit, microbatch and kind.
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         slots: see `slots_used`, where the program is not the plan's own.
@@ -78,16 +82,22 @@ class StepContext:
     coefficient: Tensor | None = None
     agreed_loss: float | None = None
     first_microbatch: int = 0
+    unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
+    skipped_before: AbstractSet[int] = frozenset()
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
-    below: dict[tuple[int | None, int | None, str], list[int]] = field(default_factory=dict)
+    below: dict[tuple[int | None, int | None, str], list[Parcel]] = field(default_factory=dict)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     keeps: bool = True
     slots: Mapping[Op, Mapping[int, int]] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+
+    def coefficient_of(self, unit: int) -> Tensor | None:
+        """What the gradient of ``unit`` is multiplied by before its update; None for nothing."""
+        return self.unit_coefficients.get(unit, self.coefficient)
 
     def loss(self) -> float:
         """Loss of the step: the sum over microbatches, each weighted by its targets; of all ranks once agreed."""

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,7 @@ class _Memory:
         host_buffers: list[Tensor],
         settings: "EngineSettings",
         encoded: EncodedWeights | None,
+        gradient_tiles: Sequence[Tensor] = (),
     ) -> None:
         layout, spec = plan.layout, split.spec
         sizes = (*layout.slot_bytes, *plan.resident_slot_bytes)
@@ -96,6 +97,10 @@ class _Memory:
                 op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
             ),
             carrier=gradient_carrier(plan.transport, spec, device),
+            unit_clips=layout.unit_clip,
+            dtype="fp32" if layout.ring else plan.state.gradients,
+            tiles=gradient_tiles,
+            tile_elements=plan.tile_elements,
         )
 
 
@@ -109,9 +114,10 @@ def make_single(
     scratch: Scratch | None,
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
+    gradient_tiles: Sequence[Tensor] = (),
 ) -> Crew:
     """Return the one worker of a plan without stages; it runs the units of the model itself."""
-    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded)
+    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded, gradient_tiles)
     binder = Binder(split, memory.sums)
     compute = ComputeOps(
         split,
@@ -141,6 +147,7 @@ def make_crew(
     scratch: Scratch | None,
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
+    gradient_tiles: Sequence[Tensor] = (),
 ) -> Crew:
     """Return the workers of a plan with stages; each runs a replica of the units.
 
@@ -154,6 +161,7 @@ def make_crew(
         scratch: in host memory, for what is handed over.
         settings: of the engine.
         encoded: the weights as they go over links; None where they go as they are.
+        gradient_tiles: none.
 
     Raises:
         ModelError: the units cannot be replicated.
@@ -195,7 +203,7 @@ def make_crew(
             turns.get(each.torch_device),
             settings.needed,
         )
-        handover = HandoverOps(each, scratch, fetches)
+        handover = HandoverOps(each, scratch, fetches, activation_codec(plan.transport))
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )

@@ -147,12 +147,6 @@ class Engine:
         )
         spec = split.spec
         encoded = encode_weights(plan.transport, split.spec, home, host)
-        crew = make_crew if layout.stages is not None else make_single
-        self._crew = crew(split, boundaries, plan, device, home, host_buffers, scratch, settings, encoded)
-        self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
-        slots = [plane for worker in self._crew.workers for plane in worker.slots]
-        # Between steps, all of this memory is free for others: whole units are read and written through it.
-        self.buffers = (*slots, *self.accumulators, *host_buffers)
         self.exchange = None
         if shared is not None:
             self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
@@ -165,7 +159,26 @@ class Engine:
             encoded if shared is None else None,  # weights are whole, and encoded, once they are gathered
             own=None if self.exchange is None else self.exchange.own,
             keeps_changes=shared is not None and shared.wire.weights == "delta",
+            state=plan.state,
+            seed=settings.seed,
         )
+        crew = make_crew if layout.stages is not None else make_single
+        self._crew = crew(
+            split,
+            boundaries,
+            plan,
+            device,
+            home,
+            host_buffers,
+            scratch,
+            settings,
+            encoded,
+            self.optimizer.gradient_tiles if layout.ring else (),
+        )
+        self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
+        slots = [plane for worker in self._crew.workers for plane in worker.slots]
+        # Between steps, all of this memory is free for others: whole units are read and written through it.
+        self.buffers = (*slots, *self.accumulators, *host_buffers)
         collector, beside = None, None
         if shared is not None:
             collector, beside = _collector(spec, shared, home, host)
@@ -173,6 +186,7 @@ class Engine:
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
+        self._skipped: set[int] = set()
         hazards = Hazards(layout.num_streamed, layout.rest)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         computes = [worker.compute for worker in self._crew.workers]
@@ -184,8 +198,11 @@ class Engine:
         )
 
     def begin(self, context: StepContext) -> StepHandle:
-        """Submit one step; returns at once."""
+        """Submit one step, after the decision of the one before; returns at once."""
         programs = self.plan.programs
+        if self._last is not None and self._last.context.skipped:
+            self._skipped.add(self._last.context.number)
+        context.skipped_before = self._skipped
         context.program = self._num_begun % len(programs)
         self._num_begun += 1
         tasks = self._executor.submit(programs[context.program].ops, context)
@@ -214,6 +231,10 @@ class Engine:
         """Free what was saved of activations for the step of that number, and will not be fetched."""
         if isinstance(self.activations, ActivationOps):
             self.activations.forget(number)
+
+    def shorten(self, needed: Mapping[int, Needed]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
+        self._crew.workers[0].compute.shorten(needed)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""
@@ -359,6 +380,7 @@ class Engine:
             (Kind.FETCH, False): worker.activations.fetch,
             (Kind.NORM, False): worker.gradients.norm,
             (Kind.GRAD, False): worker.gradients.bring_home,
+            (Kind.GRAD, True): worker.gradients.to_ring,
             (Kind.WRITE, False): worker.gradients.write,
             (Kind.CLIP, False): worker.gradients.clip,
             (Kind.STEP, False): self.optimizer.step,

@@ -1,7 +1,7 @@
 """ACC, SUM, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -11,7 +11,7 @@ from outsize.errors import NonFiniteError
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.planner.ops import Op
-from outsize.runtime.binding import GradientSums, tensor_views
+from outsize.runtime.binding import TORCH_DTYPE, GradientSums, tensor_views
 from outsize.runtime.carriers import GradientCarrier
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
@@ -20,6 +20,8 @@ from outsize.runtime.weights import typed_plane
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 
+# Gradients are rounded in pieces of 1 MiB, of which a copy is made.
+PIECE_ELEMENTS = 2**18
 GradientObserver = Callable[[int, frozenset[int], Tensor], None]
 
 
@@ -40,7 +42,11 @@ class GradientOps:
         skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
         times_home: how often the gradient of a unit comes home in a step, where that is more than once.
-        carrier: brings gradients home encoded, of units that come home once; None where they go as they are.
+        carrier: brings gradients home encoded, once they are whole; None where they go as they are.
+        unit_clips: whether each unit is clipped by its own norm, which its NORM takes.
+        dtype: in which gradients wait at home.
+        tiles: where gradients that pass through a ring go, by tile buffer; fp32 [tile_elements] each.
+        tile_elements: elements per tile.
 
     Attributes:
         down: what has moved home so far.
@@ -63,8 +69,16 @@ class GradientOps:
         observe: GradientObserver | None = None,
         times_home: Mapping[int, int] = MappingProxyType({}),
         carrier: GradientCarrier | None = None,
+        unit_clips: bool = False,
+        dtype: str = "fp32",
+        tiles: Sequence[Tensor] = (),
+        tile_elements: int = 0,
     ) -> None:
         self._carrier = carrier
+        self._unit_clips = unit_clips
+        self._dtype = dtype
+        self._tiles = tiles
+        self._tile_elements = tile_elements
         self._times_home = times_home
         self._spec = spec
         self._device = device
@@ -122,6 +136,41 @@ class GradientOps:
         assert op.unit is not None
         context.touched[op.unit] = self._sums.touched(op.unit)
         context.norms[op.unit] = gradient_norms(self._spec.units[op.unit], self._plane_of[op.unit])
+        if self._unit_clips:
+            self._clip_unit(op.unit, context)
+
+    def _clip_unit(self, unit: int, context: StepContext) -> None:
+        """Clip the gradient of one unit by its own norm, as ``clip_grad_norm_`` of its parameters would.
+
+        Raises:
+            NonFiniteError: the norm is NaN or infinite.
+        """
+        total, coefficient = clip_coefficient(self._ordered([unit], context), self._max_grad_norm)
+        if not torch.isfinite(total):
+            self._refuse(self._spec.units[unit], context)
+        context.unit_coefficients[unit] = coefficient.cpu()
+
+    def to_ring(self, op: Op, context: StepContext) -> None:
+        """GRAD of a tile: accumulator → tile buffer. The accumulator is free behind the last."""
+        assert op.unit is not None
+        assert op.tile is not None
+        assert op.buffer is not None
+        unit = self._spec.units[op.unit]
+        plane = self._plane_of[op.unit]
+        if op.tile == 0:
+            context.touched[op.unit] = self._sums.close(op.unit)
+            context.brought[op.unit] += 1
+            if not context.skipped:
+                self._check(context)
+                self._check_gradient(unit, context.touched[op.unit], plane, context)
+            if self._observe is not None:
+                self._observe(op.unit, context.touched[op.unit], plane)
+        start = op.tile * self._tile_elements
+        part = plane[start : start + self._tile_elements]
+        self.down = self.down.and_then(part.nbytes, part.nbytes)
+        self._device.copy(self._tiles[op.buffer][: part.numel()], part)
+        if start + part.numel() == unit.numel:
+            del self._plane_of[op.unit]
 
     def bring_home(self, op: Op, context: StepContext) -> None:
         """GRAD: accumulator → home or host buffer."""
@@ -137,19 +186,16 @@ class GradientOps:
         if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
         target = self._target(op.unit, op.buffer)
-        if self._carrier is not None and target is not None and self._times_home.get(op.unit, 1) == 1:
-            unit = self._spec.units[op.unit]
-            touched = context.touched[op.unit]
-            wire_bytes = self._carrier.bring_home(
-                unit, touched, plane, target, context.number, context.loss_scale
-            )
+        if self._carrier is not None and target is not None and whole:
+            wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)
             self.down = self.down.and_then(wire_bytes, plane.nbytes)
             return
-        self.down = self.down.and_then(plane.nbytes, plane.nbytes)
+        wire = plane if self._dtype == "fp32" else _narrowed(plane, TORCH_DTYPE[self._dtype])
+        self.down = self.down.and_then(wire.nbytes, plane.nbytes)
         if target is not None:
-            self._device.copy(target, plane)
+            self._device.copy(target, wire)
         else:
-            self._home.write(op.unit, "gradient", 0, plane)
+            self._home.write(op.unit, "gradient", 0, wire)
 
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a whole unit: host buffer → disk."""
@@ -163,20 +209,24 @@ class GradientOps:
         Raises:
             NonFiniteError: the loss or the norm is NaN or infinite, and steps are not to be skipped.
         """
-        norms = [
-            (self._order[tensor.name], norm)
-            for unit, values in context.norms.items()
-            for position, (tensor, norm) in enumerate(
-                zip(self._spec.units[unit].tensors, values.unbind(), strict=True)
-            )
-            if position in context.touched[unit]
-        ]
-        ordered = [norm / context.loss_scale for _, norm in sorted(norms, key=lambda pair: pair[0])]
+        ordered = [norm / context.loss_scale for norm in self._ordered(context.norms, context)]
         ordered = [norm.to(ordered[0].device) for norm in ordered]
         total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
         context.gradient_norm = total.item()
         context.coefficient = (coefficient / context.loss_scale).cpu()
         self._check(context)
+
+    def _ordered(self, units: Iterable[int], context: StepContext) -> list[Tensor]:
+        """The norms of what received a gradient in ``units``, in the order of ``model.parameters()``."""
+        norms = [
+            (self._order[tensor.name], norm)
+            for unit in units
+            for position, (tensor, norm) in enumerate(
+                zip(self._spec.units[unit].tensors, context.norms[unit].unbind(), strict=True)
+            )
+            if position in context.touched[unit]
+        ]
+        return [norm for _, norm in sorted(norms, key=lambda pair: pair[0])]
 
     def _check(self, context: StepContext) -> None:
         norm = context.gradient_norm
@@ -200,6 +250,9 @@ class GradientOps:
         extremes = [extreme for position in touched for extreme in torch.aminmax(views[position])]
         if not extremes or torch.stack(extremes).isfinite().all():
             return
+        self._refuse(unit, context)
+
+    def _refuse(self, unit: UnitSpec, context: StepContext) -> None:
         context.skipped = True
         raise NonFiniteError(
             f"step {context.number + 1}: loss {context.loss():g}, gradient of {unit.name} not finite; nothing of this "
@@ -213,4 +266,13 @@ class GradientOps:
         return self._home.view(unit, "gradient") if isinstance(self._home, HostHome) else None
 
     def _staged(self, unit: int, buffer: int) -> Tensor:
-        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], "fp32")
+        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._dtype)
+
+
+def _narrowed(plane: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round ``plane`` to a narrower ``dtype`` in the memory that it lies in, piece by piece from its start."""
+    narrow = plane.view(dtype)[: plane.numel()]
+    for start in range(0, plane.numel(), PIECE_ELEMENTS):
+        piece = plane[start : start + PIECE_ELEMENTS].to(dtype)
+        narrow[start : start + PIECE_ELEMENTS] = piece
+    return narrow

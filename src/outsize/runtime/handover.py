@@ -1,20 +1,24 @@
 """SAVE, FETCH, SEND and RECV between workers: inputs and their gradients, by way of host memory.
 
 A copy of an input stays there until its last FETCH of the step, which may be the one for its backward. What arrives
-lies in fresh memory of the worker; what has left is empty, whoever still refers to it.
+lies in fresh memory of the worker; what has left is empty, whoever still refers to it. Inputs may go encoded; a stage's
+forward and backward then see the same decoded copy. Their gradients go as they are.
 """
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import repeat
 from typing import cast
 
 import torch
 
+from outsize.codecs.codec import Codec
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
 from outsize.runtime.moved import Moved
+from outsize.runtime.parcels import pack, room_for, unpack
 from outsize.runtime.staged_run import StagedRun, bytes_of
 from outsize.storage.scratch import HostScratch
 
@@ -29,30 +33,37 @@ class HandoverOps:
         device: of the worker.
         scratch: host memory for what is under way; shared by all workers.
         fetches: how often each input (unit, microbatch) is fetched in a step.
+        codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
+
+    Attributes:
+        up: what has come up so far.
+        down: what has gone down.
     """
 
-    def __init__(self, device: Device, scratch: HostScratch, fetches: FetchCounts) -> None:
+    def __init__(
+        self, device: Device, scratch: HostScratch, fetches: FetchCounts, codec: Codec | None = None
+    ) -> None:
         self._device = device
         self._scratch = scratch
         self._fetches = fetches
-        self.bytes_up = 0
-        self.bytes_down = 0
+        self._codec = codec
+        self.up = self.down = Moved()
 
     @property
-    def up(self) -> Moved:
-        """What has come up so far; it goes as it is."""
-        return Moved(self.bytes_up, self.bytes_up)
+    def bytes_up(self) -> int:
+        """That came up over the link."""
+        return self.up.wire
 
     @property
-    def down(self) -> Moved:
-        """The same on the way down."""
-        return Moved(self.bytes_down, self.bytes_down)
+    def bytes_down(self) -> int:
+        """That went down over it."""
+        return self.down.wire
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: the input goes below; the device memory is free afterwards."""
         unit, run = _find(op, context)
         storages = run.input_storages(unit)
-        self._put(op, "input", storages, context)
+        self._put(op, "input", storages, context, run.input_dtypes(unit))
         run.below.add(unit)
         for storage in storages:
             storage.resize_(0)
@@ -77,23 +88,36 @@ class HandoverOps:
         unit, run = _find(op, context)
         run.put_gradient(unit, self._take(op, "gradient", context, keep=False))
 
-    def _put(self, op: Op, what: str, storages: list[Storage], context: StepContext) -> None:
-        context.below[op.unit, op.microbatch, what] = [storage.nbytes() for storage in storages]
-        for index, storage in enumerate(storages):
+    def _put(
+        self,
+        op: Op,
+        what: str,
+        storages: list[Storage],
+        context: StepContext,
+        dtypes: Iterable[torch.dtype] | None = None,
+    ) -> None:
+        """Send storages below; those whose ``dtypes`` are given may go encoded."""
+        parcels = context.below[op.unit, op.microbatch, what] = []
+        codec = self._codec if dtypes is not None else None
+        for index, (storage, dtype) in enumerate(zip(storages, dtypes or repeat(torch.uint8), strict=False)):
             content = bytes_of(storage)
-            with self._device.link(content.nbytes):
-                self._scratch.put((op.unit, op.microbatch, what, index), content)
-            self.bytes_down += content.nbytes
+            sent, parcel = pack(codec, content, dtype)
+            with self._device.link(sent.nbytes):
+                self._scratch.put((op.unit, op.microbatch, what, index), sent)
+            parcels.append(parcel)
+            self.down = self.down.and_then(sent.nbytes, content.nbytes)
             self._device.hold(content, f"down:w{op.worker}")
 
     def _take(self, op: Op, what: str, context: StepContext, *, keep: bool) -> list[Storage]:
         found = []
         move = self._scratch.read if keep else self._scratch.take
-        for index, num_bytes in enumerate(context.below[op.unit, op.microbatch, what]):
-            content = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            with self._device.link(num_bytes):
-                move((op.unit, op.microbatch, what, index), content)
-            self.bytes_up += num_bytes
+        for index, parcel in enumerate(context.below[op.unit, op.microbatch, what]):
+            content = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            arrived = room_for(parcel, content)
+            with self._device.link(parcel.sent_bytes):
+                move((op.unit, op.microbatch, what, index), arrived)
+            unpack(self._codec, parcel, arrived, content)
+            self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
             self._device.hold(content, f"compute:w{op.worker}")
             found.append(content.untyped_storage())
         return found

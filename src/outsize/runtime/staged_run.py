@@ -94,6 +94,12 @@ class StagedRun(MicrobatchRun):
         leaves, positions = self._input(unit)
         return _unique(leaves[position] for position in positions)
 
+    def input_dtypes(self, unit: int) -> list[torch.dtype]:
+        """Dtypes of the elements of what `input_storages` returns, one for each."""
+        leaves, positions = self._input(unit)
+        found = {leaves[position].untyped_storage()._cdata: leaves[position].dtype for position in positions}
+        return list(found.values())
+
     def replace_input(self, unit: int, storages: list[Storage]) -> None:
         """Let what ``unit`` receives lie in other storages, in the order of `input_storages`."""
         leaves, positions = self._input(unit)

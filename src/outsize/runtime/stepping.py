@@ -1,9 +1,11 @@
 """STEP, and READ and WRITE of tiles: the optimizer, in place in host memory or through a ring of tile buffers.
 
 Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
+Where gradients do not wait at home, a GRAD of the tile fills its gradient in as well, see `outsize.runtime.gradients`;
+over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -11,19 +13,14 @@ from torch import Tensor
 
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.adamw import AdamW, step_planes
-from outsize.optim.spec import (
-    GRADIENT,
-    WEIGHTS,
-    master_plane,
-    planes_for,
-    step_read_planes,
-    step_write_planes,
-)
+from outsize.optim.planes import StatePlanes
+from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
+from outsize.optim.step import step_state
 from outsize.planner.ops import Op
 from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
 from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.layout import Layout
+from outsize.storage.layout import ITEM_DTYPE
 
 
 class OptimizerOps:
@@ -33,14 +30,17 @@ class OptimizerOps:
         spec: the model.
         home: where weights, state and gradients rest.
         settings: of the optimizer.
-        tile_buffers: byte buffers, each with room for all planes of one tile.
+        tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
         tile_elements: elements per tile.
         encoded: told of units that have stepped in place; None where nobody wants to know.
         own: of several ranks, the elements of each unit that this one steps; None for all.
         keeps_changes: whether a STEP of a whole unit leaves, in the memory of its gradient, the bits in which its
             16-bit weights have changed.
+        state: how a trained unit lies at home; None for the plain layout of the model's dtype.
+        seed: of the chances by which moments of fewer bits are rounded.
 
     Attributes:
+        gradient_tiles: where GRADs of tiles put them, by tile buffer.
         updates: how often each trainable parameter has been stepped; one that got no gradient in a step is left alone
             in that step, as torch's optimizers do.
     """
@@ -53,19 +53,24 @@ class OptimizerOps:
         tile_buffers: list[Tensor],
         tile_elements: int,
         encoded: EncodedWeights | None = None,
+        *,
         own: Sequence[range] | None = None,
         keeps_changes: bool = False,
+        state: StateLayout | None = None,
+        seed: int = 0,
     ) -> None:
         self._encoded = encoded
         self._own = [range(unit.numel) for unit in spec.units] if own is None else own
         self._keeps_changes = keeps_changes
+        self.state = state or StateLayout(dtype=spec.dtype)
+        self._seed = seed
         self._spec = spec
         self._home = home
         self._settings = settings
         self._tile_elements = tile_elements
-        self._layout = Layout(spec, planes_for(spec.dtype))
-        self._master = master_plane(spec.dtype)
+        self._master = MASTER if MASTER in self.state.planes else WEIGHTS
         self._buffers = [self._cut(buffer) for buffer in tile_buffers]
+        self.gradient_tiles = [planes[GRADIENT] for planes in self._buffers]
         self.updates = {t.name: 0 for unit in spec.units for t in unit.tensors if t.trainable}
 
     def read(self, op: Op, context: StepContext) -> None:
@@ -73,11 +78,10 @@ class OptimizerOps:
         if context.skipped:
             return
         unit, start, stop, planes = self._tile(op)
-        self._home.read_planes(
-            unit.index,
-            start,
-            {name: planes[name][: stop - start] for name in step_read_planes(self._spec.dtype)},
-        )
+        parts = {
+            name: _part(planes, self.state.planes, name, stop - start) for name in self.state.read_planes
+        }
+        self._home.read_planes(unit.index, start, parts)
 
     def step(self, op: Op, context: StepContext) -> None:
         """STEP of a tile, or of a whole unit in place."""
@@ -86,12 +90,29 @@ class OptimizerOps:
         if op.tile is None:
             assert op.unit is not None
             self._step_whole(self._spec.units[op.unit], context)
-        else:
-            unit, start, stop, planes = self._tile(op)
-            self._apply(unit, start, stop, planes, None, context)
-            if self._master != WEIGHTS:
-                # All of the tile is written, and its weights were not read: those that do not step are made again.
-                planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
+            return
+        unit, start, stop, planes = self._tile(op)
+        if isinstance(self._home, HostHome):
+            self._step_in_place(unit, start, stop, planes[GRADIENT], context)
+            return
+        self._apply(unit, start, stop, planes, None, context)
+        if self._master != WEIGHTS:
+            # All of the tile is written, and its weights were not read: those that do not step are made again.
+            planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
+
+    def _step_in_place(
+        self, unit: UnitSpec, start: int, stop: int, gradient: Tensor, context: StepContext
+    ) -> None:
+        """Step a range of a unit in its host home by a gradient that has just arrived."""
+        assert isinstance(self._home, HostHome)
+        planes = {GRADIENT: gradient}
+        for name, plane in self.state.planes.items():
+            first = start // plane.group
+            planes[name] = self._home.view(unit.index, name)[first : first + plane.items(stop - start)]
+        weights = planes[WEIGHTS] if self._master != WEIGHTS else None
+        self._apply(unit, start, stop, planes, weights, context)
+        if self._encoded is not None and stop == unit.numel:
+            self._encoded.stepped(unit.index)
 
     def _step_whole(self, unit: UnitSpec, context: StepContext) -> None:
         """Step all that this rank steps of a unit, in place."""
@@ -100,7 +121,7 @@ class OptimizerOps:
             self._count(unit, context)
             return
         assert isinstance(self._home, HostHome)
-        planes = {name: self._home.view(unit.index, name) for name in planes_for(self._spec.dtype)}
+        planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
         weights = planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
         apart = self._master != WEIGHTS
         rounded = weights if apart and not self._keeps_changes else None
@@ -115,11 +136,10 @@ class OptimizerOps:
         if context.skipped:
             return
         unit, start, stop, planes = self._tile(op)
-        self._home.write_planes(
-            unit.index,
-            start,
-            {name: planes[name][: stop - start] for name in step_write_planes(self._spec.dtype)},
-        )
+        parts = {
+            name: _part(planes, self.state.planes, name, stop - start) for name in self.state.write_planes
+        }
+        self._home.write_planes(unit.index, start, parts)
 
     def _apply(
         self,
@@ -133,6 +153,20 @@ class OptimizerOps:
         length = stop - start
         if start == self._own[unit.index].start:
             self._count(unit, context)
+        if not self.state.plain or planes[GRADIENT].dtype is not torch.float32:
+            step_state(
+                self._settings,
+                unit,
+                self._state_planes(planes, length),
+                planes[GRADIENT][:length],
+                start=start,
+                step=self.updates,
+                lr=context.learning_rate,
+                clip_coefficient=context.coefficient_of(unit.index),
+                skip=_untouched(unit, context),
+                seed=self._seed,
+            )
+            return
         step_planes(
             self._settings,
             unit,
@@ -145,9 +179,15 @@ class OptimizerOps:
             weights=weights,
             step=self.updates,
             lr=context.learning_rate,
-            clip_coefficient=context.coefficient,
+            clip_coefficient=context.coefficient_of(unit.index),
             skip=_untouched(unit, context),
         )
+
+    def _state_planes(self, planes: Mapping[str, Tensor], numel: int) -> StatePlanes:
+        """The planes of a range of ``numel`` elements, without what fills up their last sectors."""
+        made = self.state.planes
+        kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        return StatePlanes(**kept)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:
         """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""
@@ -167,12 +207,14 @@ class OptimizerOps:
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
+        made = self.state.tile_planes
+        if isinstance(self._home, HostHome):
+            made = {GRADIENT: made[GRADIENT]}
         planes = {}
         offset = 0
-        for name, itemsize in planes_for(self._spec.dtype).items():
-            num_bytes = self._tile_elements * itemsize
-            dtype = next(e.dtype for (_, plane), e in self._layout.extents.items() if plane == name)
-            planes[name] = buffer[offset : offset + num_bytes].view(dtype)
+        for name, plane in made.items():
+            num_bytes = plane.num_bytes(self._tile_elements)
+            planes[name] = buffer[offset : offset + num_bytes].view(ITEM_DTYPE[plane.item])
             offset += num_bytes
         return planes
 
@@ -184,6 +226,11 @@ def _round_and_keep(master: Tensor, weights: Tensor, gradient: Tensor) -> None:
     bits, before = changed.view(torch.int16), weights.view(torch.int16)
     bits ^= before  # new ^ old
     before ^= bits  # new
+
+
+def _part(planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, numel: int) -> Tensor:
+    """The first ``numel`` elements of a plane of a tile buffer."""
+    return planes[name][: made[name].items(numel)]
 
 
 def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.spec import ModelSpec, UnitSpec
-from outsize.optim.spec import WEIGHTS, planes_for
+from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
+from outsize.optim.split import join_master
 from outsize.planner.ops import Op
 from outsize.runtime.collecting import Collector
 from outsize.storage.home import DiskHome, HostHome
@@ -56,6 +57,10 @@ class Counted(Protocol):
     def updates(self) -> Mapping[str, int]:
         """How often each parameter has been stepped."""
 
+    @property
+    def state(self) -> StateLayout:
+        """How a trained unit lies at home."""
+
 
 class StoreOps:
     """Reads units for checkpoints.
@@ -85,7 +90,7 @@ class StoreOps:
         self._home = home
         self._optimizer = optimizer
         self._buffer = buffer
-        self._layout = Layout(spec, planes_for(spec.dtype))
+        self._layout = Layout(spec, optimizer.state.planes)
 
     def store(self, op: Op, sink: Sink) -> None:
         """STORE: home → whoever the program was submitted for."""
@@ -103,9 +108,12 @@ class StoreOps:
                 self._collector.done()
 
     def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """See `UnitAtRest.chunks`."""
+        """See `UnitAtRest.chunks`; the masters can be asked for where they are split, too."""
         if self._collector is not None and set(planes) != {WEIGHTS}:
             yield from self._collected(self._collector, unit, planes)
+            return
+        if MASTER in planes and MASTER not in self._optimizer.state.planes:
+            yield from self._joined(unit, planes)
             return
         if isinstance(self._home, HostHome):
             if self._home.packed(unit.index, planes[0]) is not None:
@@ -116,7 +124,7 @@ class StoreOps:
         parts, size = self._cut(unit, planes)
         for start in range(0, unit.numel, size):
             length = min(size, unit.numel - start)
-            chunk = {plane: part[:length] for plane, part in parts.items()}
+            chunk = {plane: part[: self._items(unit, plane, length)] for plane, part in parts.items()}
             self._home.read_planes(unit.index, start, chunk)
             yield start, tuple(chunk.values())
 
@@ -133,6 +141,25 @@ class StoreOps:
                 self._home.read(unit.index, WEIGHTS, start, found[WEIGHTS])
             yield start, tuple(found[plane] for plane in planes)
 
+    def _joined(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of planes of which one is the masters, where these are split."""
+        split = (WEIGHTS, MASTER_LOW, MASTER_TIES)
+        kept = [plane for plane in split if plane in self._optimizer.state.planes]
+        master = torch.empty(min(PIECE_ELEMENTS, unit.numel), dtype=torch.float32)
+        for start, (weights, low, *ties) in self.chunks(unit, kept):
+            length = min(len(weights), unit.numel - start)
+            for first in range(0, length, PIECE_ELEMENTS):
+                last = min(first + PIECE_ELEMENTS, length)
+                found = {MASTER: master[: last - first], WEIGHTS: weights[first:last]}
+                bits = ties[0][first // 8 : last // 8] if ties else None
+                join_master(weights[first:last], low[first:last], bits, found[MASTER])
+                yield start + first, tuple(found[plane] for plane in planes)
+
+    def _items(self, unit: UnitSpec, plane: str, numel: int) -> int:
+        """Items of ``numel`` elements of a plane, whole sectors where it has items for groups of them."""
+        made = self._optimizer.state.planes.get(plane)
+        return numel if made is None or not unit.trainable else made.items(numel)
+
     def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""
         for start in range(0, unit.numel, PIECE_ELEMENTS):
@@ -146,14 +173,14 @@ class StoreOps:
     def _cut(self, unit: UnitSpec, planes: Sequence[str]) -> tuple[dict[str, Tensor], int]:
         """Cut the buffer into a part for each plane; returns them, and how many elements each takes."""
         assert self._buffer is not None
-        dtypes = {plane: self._layout.extent(unit.index, plane).dtype for plane in planes}
-        element_bytes = sum(dtype.itemsize for dtype in dtypes.values())
-        size = min(self._buffer.nbytes // element_bytes, unit.numel)
+        assert isinstance(self._home, DiskHome)
+        extents = {plane: self._layout.extent(unit.index, plane) for plane in planes}
+        element_bytes = sum(extent.dtype.itemsize / extent.group for extent in extents.values())
+        size = min(int(self._buffer.nbytes / element_bytes), unit.numel)
         if size < unit.numel:
-            assert isinstance(self._home, DiskHome)
-            size -= size % self._home.granule_elements
+            size -= size % max(self._home.granule_elements, *(e.least * e.group for e in extents.values()))
         parts, end = {}, 0
-        for plane, dtype in dtypes.items():
-            start, end = end, end + size * dtype.itemsize
-            parts[plane] = self._buffer[start:end].view(dtype)
+        for plane, extent in extents.items():
+            start, end = end, end + self._items(unit, plane, size) * extent.dtype.itemsize
+            parts[plane] = self._buffer[start:end].view(extent.dtype)
         return parts, size

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from outsize.errors import StorageError
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
-from outsize.optim.spec import GRADIENT, commit_record_bytes, planes_for, step_write_planes
+from outsize.optim.spec import GRADIENT, Plane, commit_record_bytes, layout_of
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.granules import DamagedError, Granules
 from outsize.storage.home import DiskHome, Home
-from outsize.storage.layout import Layout
+from outsize.storage.layout import Layout, Planes, made_of
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
@@ -33,9 +33,21 @@ from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack, whole
 from outsize.units import align_up
 
 
-def layout_digest(model: ModelSpec, own: Sequence[range] | None = None) -> str:
-    """Return a digest, hexadecimal, of what decides where a home of ``model``, or of a share of it, keeps what."""
-    text = repr((model.dtype, [_digested(u) for u in model.units], *([list(own)] if own is not None else [])))
+def layout_digest(model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None) -> str:
+    """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what.
+
+    Args:
+        model: the units.
+        planes: that it keeps; None for those of a plain layout.
+        own: elements of each unit whose optimizer state it holds; None for all.
+    """
+    plain, made = layout_of(model.dtype).planes, _made(model, planes)
+    other: list[object] = []
+    if made != plain:
+        other += [(name, plane.item, plane.group) for name, plane in made.items()]
+    if own is not None:
+        other.append(list(own))
+    text = repr((model.dtype, [_digested(u) for u in model.units], *other))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -44,24 +56,33 @@ def _digested(unit: UnitSpec) -> tuple[object, ...]:
     return (*found, unit.frozen) if unit.frozen else found
 
 
+def _made(model: ModelSpec, planes: Planes | None) -> dict[str, Plane]:
+    return layout_of(model.dtype).planes if planes is None else made_of(model.dtype, planes)
+
+
 def find_record(
-    path: Path, model: ModelSpec, own: Sequence[range] | None = None
+    path: Path, model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None
 ) -> tuple[Record | None, str]:
     """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
+
+    ``planes`` are those of the home, None for those of a plain layout.
 
     Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
     if not path.is_file():
         return None, ""
-    record, wrong = newest_record(path, commit_record_bytes(model))
-    ours = record is not None and record.layout == layout_digest(model, own)
-    if ours and path.stat().st_size != _layout_of(model, own=own).num_bytes:
+    made = _made(model, planes)
+    record, wrong = newest_record(path, commit_record_bytes(model, planes=made))
+    ours = record is not None and record.layout == layout_digest(model, made, own)
+    if ours and path.stat().st_size != _layout_of(model, made, own).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
 
 
-def find_records(path: Path, model: ModelSpec, own: Sequence[range] | None) -> tuple[list[Record], str]:
+def find_records(
+    path: Path, model: ModelSpec, planes: Planes | None, own: Sequence[range] | None
+) -> tuple[list[Record], str]:
     """Return the whole commit records of the home of a share at ``path``, newest first, and what is wrong otherwise.
 
     The one before the newest holds until the next step writes, which is when all ranks have committed.
@@ -69,11 +90,11 @@ def find_records(path: Path, model: ModelSpec, own: Sequence[range] | None) -> t
     Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
-    newest, wrong = find_record(path, model, own)
+    newest, wrong = find_record(path, model, planes, own)
     if newest is None:
         return [], wrong
-    records, wrong = whole_records(path, commit_record_bytes(model))
-    return [record for record in records if record.layout == layout_digest(model, own)], wrong
+    records, wrong = whole_records(path, commit_record_bytes(model, planes=_made(model, planes)))
+    return [record for record in records if record.layout == layout_digest(model, planes, own)], wrong
 
 
 class CommittedHome(DiskHome):
@@ -81,7 +102,7 @@ class CommittedHome(DiskHome):
 
     Args:
         model: the units.
-        planes: bytes per element of each plane.
+        planes: bytes per element of each plane, or what it is made of; all but the gradient are kept twice.
         path: the file.
         pool: threads that move the bytes; shared, and closed by whoever made it.
         arena: where the buffer of the commit record comes from.
@@ -101,7 +122,7 @@ class CommittedHome(DiskHome):
     def __init__(
         self,
         model: ModelSpec,
-        planes: Mapping[str, int],
+        planes: Planes,
         path: str | Path,
         pool: IOPool,
         *,
@@ -115,11 +136,12 @@ class CommittedHome(DiskHome):
     ) -> None:
         self._model = model
         self._own = own
-        self._slot_bytes = commit_record_bytes(model)
+        self._made = _made(model, planes)
+        self._slot_bytes = commit_record_bytes(model, planes=self._made)
         if record is not None:
             granule_elements = min(record.granule_elements, granule_elements)
         found = record.granule_elements if record is not None else granule_elements
-        self._buffer = arena.take(commit_record_bytes(model, granule_elements), "commit record")
+        self._buffer = arena.take(commit_record_bytes(model, granule_elements, self._made), "commit record")
         super().__init__(
             model,
             planes,
@@ -132,7 +154,7 @@ class CommittedHome(DiskHome):
             own=own,
         )
         self.granule_elements = granule_elements
-        self._granules = {key: Granules(extent, found) for key, extent in self._layout.extents.items()}
+        self._granules = {key: self._cut(key, found) for key in self._layout.extents}
         self._sequence = 0
         self.record = record
         try:
@@ -161,7 +183,7 @@ class CommittedHome(DiskHome):
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
-            layout=layout_digest(self._model, self._own),
+            layout=layout_digest(self._model, self._made, self._own),
             sides=np.concatenate([granules.newest for granules in kept]),
             checksums=np.concatenate([granules.newest_checksums for granules in kept]),
         )
@@ -186,11 +208,11 @@ class CommittedHome(DiskHome):
             if plane != GRADIENT:
                 buffer = borrow(granules.extent.num_bytes)
                 self.read(unit, plane, granules.extent.first, buffer.view(granules.extent.dtype))
-                if granules.granule_elements > self.granule_elements:
-                    finer = granules.refine(self.granule_elements, buffer.numpy().data)
-                    self._granules[unit, plane] = finer
-            elif granules.granule_elements > self.granule_elements:
-                self._granules[unit, plane] = Granules(granules.extent, self.granule_elements)
+                wanted = self._granule_items((unit, plane), self.granule_elements)
+                if granules.granule_elements > wanted:
+                    self._granules[unit, plane] = granules.refine(wanted, buffer.numpy().data)
+            else:
+                self._granules[unit, plane] = self._cut((unit, plane), self.granule_elements)
 
     def copy_to(self, home: Home, piece: Tensor) -> None:
         """Write the committed state into another home of the same model, by way of ``piece``, aligned memory."""
@@ -204,14 +226,15 @@ class CommittedHome(DiskHome):
             size = size or extent.numel
             for start in range(0, extent.numel, size):
                 part = piece.view(extent.dtype)[: min(size, extent.numel - start)]
-                self.read(unit, plane, extent.first + start, part)
-                home.write(unit, plane, extent.first + start, part)
+                at = extent.first + start * extent.group
+                self.read(unit, plane, at, part)
+                home.write(unit, plane, at, part)
 
     def _restore(self, record: Record) -> None:
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
-        if bad or record.layout != layout_digest(self._model, self._own):
+        if bad or record.layout != layout_digest(self._model, self._made, self._own):
             raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
         for granules, sides, checksums in zip(
             kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
@@ -229,17 +252,26 @@ class CommittedHome(DiskHome):
             self.file.run([lambda: self.file.write_request(view, newest.slot * self._slot_bytes)])
             self.file.sync()
 
-    def _lay_out(self, model: ModelSpec, planes: Mapping[str, int], own: Sequence[range] | None) -> Layout:
-        return _layout_of(model, planes, own)
+    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> Layout:
+        return _layout_of(model, made_of(model.dtype, planes), own)
+
+    def _granule_items(self, key: tuple[int, str], granule_elements: int) -> int:
+        """Items of a plane that a checksum covers."""
+        plane = self._made.get(key[1])
+        return granule_elements if plane is None else plane.granule_items(granule_elements)
+
+    def _cut(self, key: tuple[int, str], granule_elements: int) -> Granules:
+        return Granules(self._layout.extents[key], self._granule_items(key, granule_elements))
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         spans: list[Span] = []
         checks: list[Inspect] = []
         for plane, tensor in into.items():
-            begin = start - self._layout.locate(unit, plane, start, tensor).first
+            self._layout.locate(unit, plane, start, tensor)
             granules = self._granules[unit, plane]
-            for side, first, last in granules.to_read(begin, tensor.numel()):
-                spans.append(_span(granules, tensor, begin, side, first, last))
+            at = granules.extent.item_of(start)
+            for side, first, last in granules.to_read(at, tensor.numel()):
+                spans.append(_span(granules, tensor, at, side, first, last))
                 checks.append(self._checked(unit, plane, granules, granules.check(side, first)))
         self.file.read_spans(spans, checks)
 
@@ -248,10 +280,11 @@ class CommittedHome(DiskHome):
         notes: list[Inspect] = []
         written: list[tuple[Granules, int, int, int]] = []
         for plane, tensor in sources.items():
-            begin = start - self._layout.locate(unit, plane, start, tensor).first
+            self._layout.locate(unit, plane, start, tensor)
             granules = self._granules[unit, plane]
-            for side, first, last in granules.to_write(begin, tensor.numel()):
-                spans.append(_span(granules, tensor, begin, side, first, last))
+            at = granules.extent.item_of(start)
+            for side, first, last in granules.to_write(at, tensor.numel()):
+                spans.append(_span(granules, tensor, at, side, first, last))
                 notes.append(granules.note(side, first))
                 written.append((granules, side, first, last))
         self.file.write_spans(spans, notes)
@@ -270,11 +303,11 @@ class CommittedHome(DiskHome):
         return inspect
 
     def _describe(self, unit: int, plane: str, granules: Granules, damage: DamagedError) -> str:
-        extent = granules.extent
-        first = extent.first + damage.granule * granules.granule_elements
+        extent, size = granules.extent, granules.granule_elements
+        first = damage.granule * size
         where = (
-            f"unit {self._model.units[unit].name}, plane {plane}, elements {first} to "
-            f"{min(first + granules.granule_elements, extent.first + extent.numel)}"
+            f"unit {self._model.units[unit].name}, plane {plane}, elements {extent.first + first * extent.group} to "
+            f"{extent.first + min(first + size, extent.numel) * extent.group}"
         )
         said = f"{self.file.path} is damaged: {where} are not what was written; look at the disk"
         if self.record is None:
@@ -288,20 +321,18 @@ class CommittedHome(DiskHome):
         return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
 
 
-def _layout_of(
-    model: ModelSpec, planes: Mapping[str, int] | None = None, own: Sequence[range] | None = None
-) -> Layout:
+def _layout_of(model: ModelSpec, made: Mapping[str, Plane], own: Sequence[range] | None = None) -> Layout:
     return Layout(
         model,
-        planes_for(model.dtype) if planes is None else planes,
-        base=NUM_SLOTS * commit_record_bytes(model),
-        twice=step_write_planes(model.dtype),
+        made,
+        base=NUM_SLOTS * commit_record_bytes(model, planes=made),
+        twice=[name for name in made if name != GRADIENT],
         own=own,
     )
 
 
 def _span(granules: Granules, tensor: Tensor, start: int, side: int, first: int, last: int) -> Span:
-    """The part of ``tensor``, elements from ``start`` on, that is a run of granules, and where it lies."""
+    """The part of ``tensor``, items from ``start`` on, that is a run of granules, and where it lies."""
     size = granules.granule_elements
     piece = tensor.detach()[first * size - start : min(last * size - start, tensor.numel())]
     return piece.view(torch.uint8), granules.offset(side, first)

@@ -1,12 +1,12 @@
 """Where weights and optimizer state live between uses, addressed by unit, plane and element.
 
 A home holds the planes of a model's units: ``weights`` for every unit, and for units that are trained the
-planes of the optimizer (see `outsize.optim.spec.planes_for`). `HostHome` holds them in memory, `DiskHome` in
+planes of the optimizer (see `outsize.optim.spec.StateLayout`). `HostHome` holds them in memory, `DiskHome` in
 a file. Both pass the same contract (`outsize.testing`):
 
 - what is read is what was last written, bit for bit; a plane that was never written reads as zeros;
 - ranges start at a multiple of 2048 elements and are multiples of 2048 elements long, and have the plane's
-  dtype;
+  dtype; of planes with items of a byte, or an item for a group of elements, they are whole sectors of 4096 bytes;
 - ranges that do not overlap may be read and written at the same time from any threads.
 """
 
@@ -27,7 +27,7 @@ from outsize.codecs.transport import room_bytes
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile, Span
-from outsize.storage.layout import Layout
+from outsize.storage.layout import Layout, Planes
 from outsize.storage.ledger import Ledger
 from outsize.storage.packed import PackedPlane
 from outsize.storage.pool import IOPool
@@ -84,7 +84,7 @@ class HostHome:
 
     Args:
         model: the units.
-        planes: bytes per element of each plane.
+        planes: bytes per element of each plane, or what it is made of.
         arena: where the memory comes from. It stays the owner: close it after the home.
         packed: lossless codec that writes weights which do not train; such planes are not lent out by `view`. None
             keeps them as they are.
@@ -97,7 +97,7 @@ class HostHome:
     def __init__(
         self,
         model: ModelSpec,
-        planes: Mapping[str, int],
+        planes: Planes,
         arena: Arena,
         packed: Codec | None = None,
         own: Sequence[range] | None = None,
@@ -136,7 +136,7 @@ class HostHome:
         """Return how often a plane was written by `write`; what is done on views is not seen."""
         return self._versions[unit, plane]
 
-    def extend(self, model: ModelSpec, planes: Mapping[str, int], arena: Arena) -> None:
+    def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
         """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
         wanted = Layout(model, planes)
         for key, extent in wanted.extents.items():
@@ -152,7 +152,8 @@ class HostHome:
         if packed is not None:
             packed.read(start, into.detach())
         else:
-            into.detach().copy_(self._planes[unit, plane][start : start + into.numel()])
+            first = start // self._layout.extent(unit, plane).group
+            into.detach().copy_(self._planes[unit, plane][first : first + into.numel()])
         elapsed = time.perf_counter() - started
         with self._lock:
             former = self._statistics
@@ -168,7 +169,8 @@ class HostHome:
         if packed is not None:
             packed.write(start, source.detach())
         else:
-            self._planes[unit, plane][start : start + source.numel()].copy_(source.detach())
+            first = start // self._layout.extent(unit, plane).group
+            self._planes[unit, plane][first : first + source.numel()].copy_(source.detach())
         elapsed = time.perf_counter() - started
         with self._lock:
             self._versions[unit, plane] += 1
@@ -212,7 +214,7 @@ class DiskHome:
 
     Args:
         model: the units.
-        planes: bytes per element of each plane.
+        planes: bytes per element of each plane, or what it is made of.
         path: the file; it is made here and stays after `close`, unless ``temporary``.
         pool: threads that move the bytes; shared, and closed by whoever made it.
         request_bytes: largest single disk request.
@@ -234,7 +236,7 @@ class DiskHome:
     def __init__(
         self,
         model: ModelSpec,
-        planes: Mapping[str, int],
+        planes: Planes,
         path: str | Path,
         pool: IOPool,
         *,
@@ -298,7 +300,7 @@ class DiskHome:
     ) -> None:
         self.close()
 
-    def _lay_out(self, model: ModelSpec, planes: Mapping[str, int], own: Sequence[range] | None) -> Layout:
+    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> Layout:
         return Layout(model, planes, own=own)
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
@@ -309,5 +311,5 @@ class DiskHome:
 
     def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> Span:
         extent = self._layout.locate(unit, plane, start, tensor)
-        offset = extent.offset + (start - extent.first) * extent.dtype.itemsize
+        offset = extent.offset + extent.item_of(start) * extent.dtype.itemsize
         return tensor.detach().view(torch.uint8), offset

@@ -55,7 +55,7 @@ class Aftermath:
         saved = latest(self._run_dir)
         found = [(position_of(saved).step, saved.name)] if saved is not None else []
         home = home_file(self._config.memory, self._run_dir)
-        record, _ = find_record(home, self._spec, self._own)
+        record, _ = find_record(home, self._spec, own=self._own)
         if record is not None:
             found.append((record.state["step"], str(home)))
         if not found:

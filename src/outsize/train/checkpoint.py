@@ -20,7 +20,7 @@ from outsize.model.checkpoint_format import StoredTensor, read_header, read_tens
 from outsize.model.checkpoint_planes import find_plane, pieces, read_plane
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.halves import PIECE_ELEMENTS, join_low
-from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHTS
+from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, WEIGHTS, Plane
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.train import checkpoint_state, standing, trainer_checkpoint
@@ -29,14 +29,17 @@ from outsize.train.checkpoint_state import (
     MASTER_EXCEPTED,
     MASTER_LOW,
     file_of,
+    plane_of,
     read_state,
     state_planes,
 )
 from outsize.train.fill import FILL_ELEMENTS
 from outsize.train.loss_scale import LossScale
+from outsize.train.masters import MasterWriter
 from outsize.train.prepare import Prepared
 from outsize.train.standing import Position
 from outsize.train.stream import schedule_of
+from outsize.units import align_up
 
 Stored = Mapping[str, StoredTensor]
 
@@ -168,14 +171,16 @@ def restore(
         return _restore_foreign(trainer, directory, announce)
     state: dict[str, Any] = read_state(directory)
     for unit in trainer.spec.units:
-        for plane, dtype in state_planes(trainer.spec.dtype, unit).items():
-            stored = find_plane(directory / file_of(unit, plane), unit, dtype)
+        layout = trainer.prepared.plan.state
+        for plane, dtype in state_planes(layout, unit).items():
+            seen = plane_of(layout, unit, plane)
+            stored = find_plane(directory / file_of(unit, plane), seen, dtype)
             with Arena() as arena:
                 if plane == MASTER_LOW:
                     excepted = _read_excepted(directory / file_of(unit, MASTER_EXCEPTED))
                     _restore_masters(trainer, unit, stored, excepted, arena)
                 else:
-                    _restore_plane(trainer, unit, plane, stored, arena)
+                    _restore_plane(trainer, seen, plane, dtype, stored, arena)
     trainer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return checkpoint_state.position_of(directory)
@@ -221,13 +226,20 @@ def _fill_plane(
         trainer.home.write(unit.index, plane, start, chunk)
 
 
-def _restore_plane(trainer: Restorable, unit: UnitSpec, plane: str, stored: Stored, arena: Arena) -> None:
-    size = min(FILL_ELEMENTS, unit.numel)
-    values = arena.take(4 * size, "restore").view(torch.float32)
-    for start, length in _held(trainer, unit, size):
-        chunk = values[:length]
-        read_plane(stored, unit, start, chunk)
-        trainer.home.write(unit.index, plane, start, chunk)
+def _restore_plane(
+    trainer: Restorable, seen: UnitSpec, plane: str, dtype: torch.dtype, stored: Stored, arena: Arena
+) -> None:
+    """Bring a plane back, as far as the home holds it; ``seen`` is the unit as the plane sees it."""
+    made = trainer.prepared.plan.state.planes.get(plane, Plane("fp32"))
+    numel = align_up(seen.numel, made.sector_items)
+    size = min(FILL_ELEMENTS, numel)
+    values = arena.take(dtype.itemsize * size, "restore").view(dtype)
+    own = trainer.prepared.own
+    held = range(numel) if own is None else own[seen.index]
+    for start in range(held.start, held.stop, size):
+        chunk = values[: min(size, held.stop - start)]
+        read_plane(stored, seen, start, chunk)
+        trainer.home.write(seen.index, plane, start * made.group, chunk)
 
 
 def _restore_masters(
@@ -238,6 +250,7 @@ def _restore_masters(
     low = arena.take(2 * size, "lower halves").view(torch.int16)
     weights = arena.take(2 * size, "weights").view(torch.bfloat16)
     master = arena.take(4 * size, "masters").view(torch.float32)
+    writer = MasterWriter(trainer.home, trainer.prepared.plan.state, arena, size, trainer.prepared.own)
     positions, bits = excepted
     for start, length in _held(trainer, unit, size):
         read_plane(stored, unit, start, low[:length])
@@ -245,7 +258,7 @@ def _restore_masters(
         master[:length].copy_(join_low(weights[:length], low[:length]))
         here = (positions >= start) & (positions < start + length)
         master.view(torch.int32)[positions[here] - start] = bits[here]
-        trainer.home.write(unit.index, MASTER, start, master[:length])
+        writer.write(unit.index, start, master[:length])
 
 
 def _held(trainer: Restorable, unit: UnitSpec, size: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ position, see `docs/exactness.md`.
 
 import json
 import zlib
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import FileSum
-from outsize.model.spec import UnitSpec
-from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, planes_for
+from outsize.model.spec import TensorSpec, UnitSpec
+from outsize.optim.spec import EXP_AVG, MASTER, Plane, State, layout_of
+from outsize.storage.layout import ITEM_DTYPE
 from outsize.train import standing
 from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.loss_scale import LossScale
@@ -96,18 +98,33 @@ def check_same_run(directory: Path, config: Config, dtype: str) -> None:
     standing.check_same_run(read_state(directory), directory, config, dtype)
 
 
-def state_planes(dtype: str, unit: UnitSpec) -> dict[str, torch.dtype]:
+def state_planes(state: State, unit: UnitSpec) -> dict[str, torch.dtype]:
     """The planes of a unit that a checkpoint keeps besides its weights, and their dtypes.
 
-    Beside bf16 weights the lower halves of the masters suffice, see `outsize.optim.halves`.
+    Beside bf16 weights the lower halves of the masters suffice, see `outsize.optim.halves`, in whichever way they lie
+    at home: checkpoints of split masters and of others are the same.
     """
     if not unit.trainable:
         return {}
-    planes = {plane: torch.float32 for plane in planes_for(dtype) if plane not in (WEIGHTS, GRADIENT)}
-    if dtype == "bf16":
-        del planes[MASTER]
-        planes[MASTER_LOW] = torch.int16
-    return planes
+    layout = layout_of(state)
+    moments = {
+        name: ITEM_DTYPE[plane.item] for name, plane in layout.planes.items() if name.startswith(EXP_AVG)
+    }
+    if layout.dtype == "bf16":
+        return {**moments, MASTER_LOW: torch.int16}
+    return {MASTER: torch.float32, **moments} if layout.dtype == "fp16" else moments
+
+
+def plane_of(state: State, unit: UnitSpec, name: str) -> UnitSpec:
+    """The unit as a plane sees it: each tensor as its items, where an item stands for a group of elements."""
+    plane = layout_of(state).planes.get(name, Plane("fp32"))
+    if plane.group == 1:
+        return unit
+    tensors = tuple(
+        TensorSpec(name=t.name, shape=(-(-t.numel // plane.group),), offset=t.offset // plane.group)
+        for t in unit.tensors
+    )
+    return replace(unit, tensors=tensors, numel=plane.items(unit.numel))
 
 
 def file_of(unit: UnitSpec, plane: str) -> str:

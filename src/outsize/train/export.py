@@ -10,11 +10,13 @@ from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import OPTIMIZER
 
 
-def export(run_dir: str | Path, out_dir: str | Path, *, merge: bool = False) -> Path:
+def export(
+    run_dir: str | Path, out_dir: str | Path, *, merge: bool = False, trust_remote_code: bool = False
+) -> Path:
     """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
 
     Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
-    its adapters merged in.
+    its adapters merged in; ``trust_remote_code`` lets code that comes with that model run.
 
     Raises:
         CheckpointError: the run has no checkpoint, or there is nothing to merge.
@@ -30,7 +32,7 @@ def export(run_dir: str | Path, out_dir: str | Path, *, merge: bool = False) -> 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(f"{target} exists already; choose another directory or remove it")
     if merge:
-        return merging.merge(source, target)
+        return merging.merge(source, target, trust_remote_code)
     partial = target.with_name(target.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from outsize.model.checkpoint import WeightSource
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
-from outsize.optim.spec import MASTER, WEIGHTS
+from outsize.optim.spec import WEIGHTS, StateLayout
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.train.frozen import fill_encoded
+from outsize.train.masters import MasterWriter
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 
@@ -22,6 +23,7 @@ def fill(
     spec: ModelSpec,
     source: WeightSource,
     progress: Callable[[int, int], None] | None = None,
+    state: StateLayout | None = None,
     own: Sequence[range] | None = None,
 ) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
@@ -33,6 +35,7 @@ def fill(
         spec: its units.
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
+        state: how a trained unit lies in ``home``; None for the plain layout of the model's dtype.
         own: elements of each unit whose masters ``home`` holds; None for all.
 
     Returns:
@@ -42,7 +45,7 @@ def fill(
         CheckpointError: a tensor cannot be read.
         StorageError: the home cannot be written.
     """
-    planes = [plane for unit in spec.units for plane in _planes(unit, spec.dtype, own)]
+    planes = [plane for unit in spec.units for plane in _planes(unit, spec.dtype)]
     encoded = [(unit, part) for unit in spec.units for part in unit.frozen if part.codec is not None]
     total = sum(plane.numel for plane in planes) + sum(part.numel for _, part in encoded)
     done = 0
@@ -51,10 +54,11 @@ def fill(
         size = min(FILL_ELEMENTS, max((plane.numel for plane in planes), default=0))
         values = arena.take(size * 4, "fill").view(torch.float32)
         rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
+        masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size, own)
         for plane in planes:
             for start in range(0, plane.numel, size):
                 stop = min(start + size, plane.numel)
-                _fill_range(home, plane, source, start, values[: stop - start], rounded)
+                _fill_range(home, plane, source, start, values[: stop - start], rounded, masters)
                 done += stop - start
                 if progress is not None:
                     progress(done, total)
@@ -77,7 +81,7 @@ class _Plane:
         dtype: of its weights.
         tensors: what lies in it.
         numel: its elements.
-        masters: elements that have masters beside them, where it is not fp32.
+        trains: whether what a trained unit keeps of its masters goes with it.
     """
 
     unit: int
@@ -85,19 +89,24 @@ class _Plane:
     dtype: str
     tensors: tuple[TensorSpec, ...]
     numel: int
-    masters: range = range(0)
+    trains: bool = False
 
 
-def _planes(unit: UnitSpec, dtype: str, own: Sequence[range] | None) -> Iterator[_Plane]:
-    masters = range(unit.numel * unit.trainable) if own is None else own[unit.index]
-    yield _Plane(unit.index, WEIGHTS, dtype, unit.tensors, unit.numel, masters)
+def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
+    yield _Plane(unit.index, WEIGHTS, dtype, unit.tensors, unit.numel, unit.trainable)
     for part in unit.frozen:
         if part.codec is None:
             yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
 
 
 def _fill_range(
-    home: Home, plane: _Plane, source: WeightSource, start: int, values: Tensor, rounded: Tensor | None
+    home: Home,
+    plane: _Plane,
+    source: WeightSource,
+    start: int,
+    values: Tensor,
+    rounded: Tensor | None,
+    masters: MasterWriter,
 ) -> None:
     """Fill a range of elements of a plane; padding is zero."""
     values.zero_()
@@ -108,6 +117,9 @@ def _fill_range(
             source.read(
                 tensor.name, low - tensor.offset, high - tensor.offset, values[low - start : high - start]
             )
+    if plane.trains:
+        masters.write(plane.unit, start, values)
+        return
     if plane.dtype == "fp32":
         home.write(plane.unit, plane.name, start, values)
         return
@@ -115,6 +127,3 @@ def _fill_range(
     weights = rounded.view(TORCH_DTYPE[plane.dtype])[: values.numel()]
     weights.copy_(values)
     home.write(plane.unit, plane.name, start, weights)
-    first, last = max(start, plane.masters.start), min(stop, plane.masters.stop)
-    if first < last:
-        home.write(plane.unit, MASTER, first, values[first - start : last - start])

@@ -11,7 +11,7 @@ the directory of the run holds two files:
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from outsize.planner.recalibrate import Trace, read_trace
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import trim
 from outsize.runtime.unit_clock import time_units
+from outsize.train.codec_rates import codec_rates
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
@@ -44,32 +45,43 @@ FIRST_MEASURED, NUM_MEASURED = 1, 2
 SAMPLE_BYTES = 8 * 2**20
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a run reaches.
+
+    Attributes:
+        machine: rates of its lanes.
+        times: of its units, for one of its microbatches.
+        net_bytes_per_s: of several ranks, what each sends while all do.
+    """
+
+    machine: Machine
+    times: UnitTimes
+    net_bytes_per_s: float = 0.0
+
+
 class Forecast:
     """What a run's steps are expected to take.
 
     Args:
         prepared: the run.
-        machine: rates of its lanes.
-        times: of its units, for one of its microbatches.
-        net_bytes_per_s: of several ranks, what each sends while all do.
+        rates: that it reaches.
 
     Attributes:
         step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
         comparison: of prediction and measurement, as soon as there is one.
     """
 
-    def __init__(
-        self, prepared: Prepared, machine: Machine, times: UnitTimes, net_bytes_per_s: float = 0.0
-    ) -> None:
-        self._machine, self._times = machine, times
-        boundary_bytes = prepared.measured.boundary_bytes
+    def __init__(self, prepared: Prepared, rates: Rates) -> None:
+        self._machine, self._times = rates.machine, rates.times
         self._planned = PlannedStep(
             plan=prepared.plan,
             model=prepared.split.spec,
-            boundary_bytes=boundary_bytes,
-            net_bytes_per_s=net_bytes_per_s,
+            boundary_bytes=prepared.measured.boundary_bytes,
+            codec_rates=codec_rates(prepared, prepared.plan.transport),
+            net_bytes_per_s=rates.net_bytes_per_s,
         )
-        self.predicted: ExpectedStep = self._planned.expect(self._planned.costs(machine, times))
+        self.predicted: ExpectedStep = self._planned.expect(self._planned.costs(self._machine, self._times))
         self.step_s = self.predicted.step_s
         self.comparison: Comparison | None = None
         self._num_seen = 0
@@ -115,20 +127,33 @@ class Forecast:
         write_whole(run_dir / MACHINE_FILE, self._machine.to_json() + "\n")
 
 
-def forecast(prepared: Prepared, run_dir: Path, announce: Callable[[str], None]) -> Forecast | None:
+def measure_rates(prepared: Prepared, run_dir: Path) -> Rates:
+    """Time the units of a run, and its lanes where a run before it has not left their rates in ``run_dir``.
+
+    Raises:
+        OutsizeError: something could not be measured.
+        RuntimeError: the same, said by torch.
+    """
+    times, flops = _times(prepared)
+    home = home_file(prepared.config.memory, run_dir).parent
+    return Rates(kept_rates(run_dir, prepared) or lane_rates(prepared, home, times, flops), times)
+
+
+def forecast(
+    prepared: Prepared, run_dir: Path, announce: Callable[[str], None], rates: Rates | None = None
+) -> Forecast | None:
     """Return what the steps of a run will take; None, said aloud, where that could not be found out.
 
     Args:
         prepared: the run.
         run_dir: its directory, which may hold rates.
         announce: called with lines for people.
+        rates: that were measured already.
     """
     net = measure_exchange(prepared.group)  # first of all: what fails below may fail on one rank only
     try:
-        times, flops = _times(prepared)
-        home = home_file(prepared.config.memory, run_dir).parent
-        machine = kept_rates(run_dir, prepared) or lane_rates(prepared, home, times, flops)
-        found = Forecast(prepared, machine, times, net)
+        measured = rates or measure_rates(prepared, run_dir)
+        found = Forecast(prepared, replace(measured, net_bytes_per_s=net))
     except (OutsizeError, RuntimeError) as error:
         announce(f"no prediction of step times: {error}")
         return None

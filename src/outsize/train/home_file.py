@@ -6,15 +6,19 @@ service.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
+from outsize.optim.spec import Gradients, Masters
 from outsize.storage.committed import find_record, find_records, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record, has_commit
+from outsize.storage.zram import zram_below
 from outsize.train import checkpoint, standing
 from outsize.train.checkpoint_state import position_of
 from outsize.train.machine import home_file
@@ -45,10 +49,11 @@ def newest_home(
     if config.train.resume != "auto":
         return None
     spec, own, group = prepared.split.spec, prepared.own, prepared.group
+    planes = prepared.plan.state.planes
     if group.size > 1:
         record = _common(path, prepared, resumed, announce)
     else:
-        record, wrong = find_record(path, spec)
+        record, wrong = find_record(path, spec, planes)
         if wrong:
             announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
     if record is None:
@@ -59,10 +64,10 @@ def newest_home(
         raise StorageError(f"{error}; remove the file to go on without it") from error
     standing.check_same_method(state, path, config)
     standing.check_same_run(state, path, config, prepared.dtype)
-    if record.layout != layout_digest(spec, own):
+    if record.layout != layout_digest(spec, planes, own):
         raise StorageError(
-            f"{path} holds a model of other parameters, or with others frozen, or the share of a rank; resume with the "
-            "former settings, or remove the file to go on without it"
+            f"{path} holds {_other(record, prepared)}; resume with the former settings, or remove the file to go on "
+            "without it"
         )
     if resumed is not None and position_of(resumed).step > state["step"]:
         announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
@@ -77,7 +82,7 @@ def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Anno
         StorageError: the homes are those of another number of ranks, and there is no checkpoint.
     """
     group = prepared.group
-    records, wrong = find_records(path, prepared.split.spec, prepared.own)
+    records, wrong = find_records(path, prepared.split.spec, prepared.plan.state.planes, prepared.own)
     foreign = not records and has_commit(path)
     told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign])
     for rank, (_, wrong, _) in enumerate(told):
@@ -96,6 +101,26 @@ def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Anno
             "homes on disk have no committed step that all ranks share: going on from the newest checkpoint"
         )
     return None
+
+
+def _other(record: Record, prepared: Prepared) -> str:
+    """What a home holds that is not laid out as this run has it."""
+    spec, ours = prepared.split.spec, prepared.plan.state
+    masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
+    gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
+    for own, kept in itertools.product(masters, gradients):
+        other = replace(ours, masters=own, gradients=kept)
+        if record.layout == layout_digest(spec, other.planes):
+            changed = [f"optimizer.masters={own}"] * (own != ours.masters)
+            waits = (
+                "does not keep gradients (optimizer.clip=unit or off)"
+                if kept == "none"
+                else f"keeps {kept} gradients"
+            )
+            return " and ".join(
+                [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]
+            )
+    return "a model of other parameters, or with others frozen, or the share of a rank"
 
 
 def start(
@@ -138,6 +163,16 @@ def start(
         trainer.position = checkpoint.restore(trainer, resumed, announce)
     announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
     return trainer
+
+
+def tell_costs(prepared: Prepared, run_dir: Path, announce: Announce) -> None:
+    """Say what a home on zram takes of RAM, now that it is there; nothing of any other."""
+    if prepared.machine.home != "disk":
+        return
+    with contextlib.suppress(StorageError):  # the kernel does not say; the run does without
+        found = zram_below(home_file(prepared.config.memory, run_dir))
+        if found is not None:
+            announce(f"the home lies in RAM, which no budget counts: {found.costs()}")
 
 
 def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:

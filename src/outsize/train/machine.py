@@ -13,6 +13,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory import Tier
 from outsize.runtime.workers import device_names
+from outsize.storage.zram import check_not_a_device
 
 # Where the device's memory is RAM it shares it with the host tier.
 CPU_DEVICE_SHARE = 0.4
@@ -86,6 +87,9 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
         memory: what the user asked for; null and ``auto`` are resolved here.
         state_bytes: weights, masters, moments and gradients at rest.
         store_dir: where the disk home would be, its directory or its file.
+
+    Raises:
+        StorageError: the home would be on disk, and ``store_dir`` is a zram device instead of a directory on one.
     """
     device = choose_device(memory.device)
     available = available_ram_bytes()
@@ -93,6 +97,9 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
     fits = state_bytes <= host or len(device_names(device)) > 1  # several workers need it there
     home: Tier = memory.home if memory.home != "auto" else "host" if fits else "disk"
     below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
+    if home == "disk":
+        check_not_a_device(store_dir)
+        check_not_a_device(store_dir.parent)
     return Machine(
         device=device,
         home=home,

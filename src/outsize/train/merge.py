@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, AdapterSource, put_in
-from outsize.model.build import DTYPES, build_skeleton, load_hf_config
+from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
 from outsize.model.checkpoint import CheckpointReader
 from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.checkpoint_writer import write_checkpoint
@@ -37,7 +37,7 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
     """
     config = _config_of(checkpoint)
     path, dtype = config.base_model_name_or_path, read_state(checkpoint)["dtype"]
-    hf_config = load_hf_config(path, trust_remote_code)
+    hf_config = unquantised(load_hf_config(path, trust_remote_code))
     plain = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
     reader = CheckpointReader(locate_checkpoint(path), plain)
     reader.load_buffers(plain)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.codecs.spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
@@ -28,6 +29,7 @@ from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.shares import shares
+from outsize.optim.spec import StateLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
@@ -39,6 +41,7 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -128,7 +131,13 @@ def prepare(
     dtype = choose_dtype(config.model.dtype, device)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
-    model = build_skeleton(hf_config, dtype, config.model.attention, config.model.trust_remote_code)
+    model = build_skeleton(
+        hf_config,
+        dtype,
+        config.model.attention,
+        config.model.trust_remote_code,
+        frozen=config.train.method == "lora",
+    )
     trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
@@ -142,7 +151,8 @@ def prepare(
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
     own = own_elements(spec, group.size, group.rank)
-    state_bytes = sum(home_bytes(unit, spec.dtype, own[unit.index]) for unit in spec.units)
+    state = layout_for(config, spec, group.size)
+    state_bytes = sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
@@ -265,30 +275,17 @@ def choose_plan(
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    if machine.device != "cpu":
-        return make_plan(config, parts, machine, measured, group=group), True
-    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
-    with contextlib.suppress(InfeasiblePlanError):
-        roomy = int(workspace * (share + HEAP_WORKSPACES))
-        return make_plan(config, parts, machine, measured, roomy, group), True
-    return make_plan(config, parts, machine, measured, int(workspace * share), group), False
+    options = options_of(config, parts, machine, measured, group)
+    return plan_with_heap(parts, machine, measured, options, measured.held_bytes)
 
 
-def make_plan(
-    config: Config,
-    parts: Split,
-    machine: Machine,
-    measured: Measured,
-    unseen_bytes: int = 0,
-    group: Group | None = None,
-) -> Plan:
-    """Plan a step of ``config`` within the machine's budgets, less ``unseen_bytes`` of the device's.
-
-    Of several ranks in ``group``, each makes its own plan.
+def options_of(
+    config: Config, parts: Split, machine: Machine, measured: Measured, group: Group | None = None
+) -> PlanOptions:
+    """What ``config`` and the machine decide about the plan; of several ranks in ``group``, each makes its own.
 
     Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
+        ConfigError: a codec that does not go with the machine, or several devices of one of several ranks.
     """
     memory, num_ranks = config.memory, 1 if group is None else group.size
     if num_ranks > 1 and machine.num_workers > 1:
@@ -296,28 +293,17 @@ def make_plan(
             f"memory.device has {machine.num_workers} workers, and {num_ranks} ranks share each step; start as many "
             "ranks as there are devices, with one device each"
         )
-    demand = Demand(
-        boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
-        saved_bytes=measured.saved_bytes,
-        recompute_s=_forward_times(parts),
-        shared_bytes=measured.held_bytes * config.train.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
-    )
-    options = PlanOptions(
+    clip, state = clip_of(config, parts.spec, num_ranks), layout_for(config, parts.spec, num_ranks)
+    return PlanOptions(
         home=machine.home,
         below=machine.below,
-        # To skip a step is to know all its gradients before the first unit steps: CLIP, to no limit if need be.
-        clip=config.optimizer.max_grad_norm > 0
-        or "fp16" in parts.spec.dtypes
-        or config.train.on_nonfinite == "skip"
-        # Ranks have to agree on what is skipped.
-        or num_ranks > 1,
+        clip=clip == "global",
+        unit_clip=clip == "unit",
+        state=state,
         microbatches=config.train.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
-        tile_elements=memory.tile_elements,
+        tile_elements=_tile_elements(memory.tile_elements, state),
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
@@ -325,6 +311,55 @@ def make_plan(
         nodes=num_ranks,
         rank=group.rank if group is not None else None,
         wire=wire_of(config, parts.spec, machine) if num_ranks > 1 else EXACT,
+    )
+
+
+def plan_with_heap(
+    parts: Split, machine: Machine, measured: Measured, options: PlanOptions, held_bytes: int
+) -> tuple[Plan, bool]:
+    """Plan a step as `choose_plan` does.
+
+    Args:
+        parts: the model.
+        machine: device and budgets.
+        measured: what a microbatch needs.
+        options: what is decided already.
+        held_bytes: what stays on the device for each microbatch from its first unit to its last.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    if machine.device != "cpu":
+        return make_plan(parts, machine, measured, options, held_bytes), True
+    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
+    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
+    with contextlib.suppress(InfeasiblePlanError):
+        roomy = int(workspace * (share + HEAP_WORKSPACES))
+        return make_plan(parts, machine, measured, options, held_bytes, roomy), True
+    return make_plan(parts, machine, measured, options, held_bytes, int(workspace * share)), False
+
+
+def make_plan(
+    parts: Split,
+    machine: Machine,
+    measured: Measured,
+    options: PlanOptions,
+    held_bytes: int,
+    unseen_bytes: int = 0,
+) -> Plan:
+    """Plan a step within the machine's budgets, less ``unseen_bytes`` of the device's; see `plan_with_heap`.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    demand = Demand(
+        boundary_bytes=measured.boundary_bytes,
+        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
+        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
+        saved_bytes=measured.saved_bytes,
+        recompute_s=_forward_times(parts),
+        shared_bytes=held_bytes * options.microbatches,
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:
@@ -352,13 +387,28 @@ def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
     return wire
 
 
+def _tile_elements(wanted: int | None, state: StateLayout) -> int | None:
+    """Return the elements of a tile, where the user gave them.
+
+    Raises:
+        ConfigError: a tile would be no whole sectors in every plane.
+    """
+    if wanted is not None and wanted % state.quantum:
+        raise ConfigError(
+            f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
+            f"are; try {-(-wanted // state.quantum) * state.quantum}"
+        )
+    return wanted
+
+
 def transport_of(config: Config, machine: Machine) -> Transport:
-    """Return the codecs on the link.
+    """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
 
     Raises:
         ConfigError: there is no such link on this machine, or the codec does not run there.
     """
-    transport = Transport(**config.transport.model_dump())
+    named = config.transport.model_dump()
+    transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
     if transport == Transport():
         return transport
     if machine.device == "cpu":
@@ -368,8 +418,6 @@ def transport_of(config: Config, machine: Machine) -> Transport:
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if machine.num_workers > 1 and not transport.is_raw("activations"):
-        raise ConfigError("transport.activations: several workers hand inputs over as they are; leave it raw")
     if machine.device.startswith("cuda"):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.model.spec import TensorSpec, UnitSpec
-from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, master_plane, planes_for
+from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, StateLayout, master_plane, planes_for
 from outsize.runtime.binding import buffers_on
 from outsize.runtime.storing import StoreOps, UnitAtRest
 from outsize.storage.arena import Arena
@@ -31,10 +31,12 @@ class Replica:
         home: planes of all units but gradients.
         parameters: that train, by name, fp32.
         updates: how often each of them was stepped.
+        state: how a trained unit lies in the home.
     """
 
     def __init__(self, prepared: Prepared, device: torch.device, arena: Arena) -> None:
         self.spec = prepared.split.spec
+        self.state = StateLayout(dtype=self.spec.dtype)
         planes = planes_for(self.spec.dtype)
         del planes[GRADIENT]
         self.home = HostHome(self.spec, planes, arena)

@@ -26,6 +26,7 @@ from outsize.runtime.workers import device_names
 from outsize.train.frozen import Decoded
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
+from outsize.train.state import clip_of, layout_for, max_norm_of
 from outsize.train.stream import schedule_of
 
 
@@ -151,16 +152,20 @@ class ResidentTrainer:
         self._add_late()
         names = [name for name in self._parameters if name in self._sums]
         gradients = [self._sums.pop(name).div_(self._scale.value) for name in names]
-        limit = self._config.optimizer.max_grad_norm or float("inf")
-        # As in torch.nn.utils.clip_grad_norm_, which wants the gradients in parameters of their device.
-        norm = nn.utils.get_total_norm(gradients)
-        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        for name, gradient in zip(names, gradients, strict=True):
-            self.masters[name].grad = gradient.mul_(coefficient).to(self.masters[name].device)
-        finite = bool(torch.isfinite(norm))
+        limit = max_norm_of(self._config)
+        finite = True
+        for group in self._clipped_together(names):
+            of_group = [gradients[names.index(name)] for name in group]
+            # As in torch.nn.utils.clip_grad_norm_, which wants the gradients in parameters of their device.
+            norm = nn.utils.get_total_norm(of_group)
+            coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+            for name, gradient in zip(group, of_group, strict=True):
+                kept = self._as_kept(gradient)
+                self.masters[name].grad = kept.mul_(coefficient).to(self.masters[name].device)
+            finite &= bool(torch.isfinite(norm))
         if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+            for settings in self._optimizer.param_groups:
+                settings["lr"] = lr
             self._optimizer.step()
             with torch.no_grad():
                 for name in names:
@@ -168,6 +173,19 @@ class ResidentTrainer:
                         self._parameters[name].copy_(self.masters[name])
         self._optimizer.zero_grad()
         self._scale.update(not finite)
+
+    def _clipped_together(self, names: list[str]) -> list[list[str]]:
+        """The parameters of which one norm is taken: all, or those of each unit."""
+        if clip_of(self._config, self._split.spec) != "unit":
+            return [names]
+        units = [{tensor.name for tensor in unit.tensors} for unit in self._split.spec.units]
+        groups = [[name for name in names if name in unit] for unit in units]
+        return [group for group in groups if group]
+
+    def _as_kept(self, gradient: Tensor) -> Tensor:
+        """A gradient as it waits for the global norm."""
+        rounded = layout_for(self._config, self._split.spec).gradients == "bf16"
+        return gradient.bfloat16().float() if rounded else gradient
 
 
 @contextlib.contextmanager

@@ -28,13 +28,14 @@ from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
+from outsize.train.codec_choice import choose_codec
 from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
 from outsize.train.flops import peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
-from outsize.train.home_file import newest_home, remove_home, start
+from outsize.train.home_file import newest_home, remove_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.preflight import check_same_run
@@ -76,7 +77,8 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
         prepared = prepare(config, run_dir, lambda _: None)
-        return prepared.plan, forecast(prepared, run_dir, lambda _: None) if predict else None
+        prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
 def train(
@@ -135,6 +137,7 @@ def _train(
         started = one_share(started, ranks.group.size)
     shared = None if replicated else ranks.group
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
+    prepared, rates = choose_codec(prepared, own_dir, announce)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
         checkpoint.check_same_run(resumed, config, prepared)
@@ -149,7 +152,7 @@ def _train(
             return _nothing_done(prepared, run_dir, done)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
     peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
-    expected = forecast(prepared, own_dir, announce)
+    expected = forecast(prepared, own_dir, announce, rates)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
     begin_run(heap=prepared.heap)
     # Entered first, so that it still watches while everything else is given back.
@@ -166,6 +169,7 @@ def _train(
     # Entered before what it speaks of, so that it speaks when every lane has ended.
     aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce, prepared.own))
     trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+    tell_costs(prepared, own_dir, announce)
     # Only now is there a run: one that could not start leaves nothing but tokenised data.
     if ranks.is_first:
         write_whole(run_dir / "config.yaml", dump_config(asked))
@@ -256,6 +260,7 @@ class _Run:
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
             self.ranks.group.barrier()  # who holds a part of the state keeps it until the whole is saved
+            tell_costs(self.prepared, self.ranks.own_dir, self.ranks.announce)
             saved = latest(run_dir)
             if saved is not None and self.position.step >= config.train.steps:
                 remove_home(config, self.ranks.own_dir, saved, self.ranks.announce)

@@ -54,6 +54,7 @@ from outsize.train.checkpoint_state import (
     OPTIMIZER,
     file_of,
     known_files,
+    plane_of,
     render_state,
     state_planes,
 )
@@ -157,13 +158,14 @@ class Saving:
         linked = isinstance(writer, CheckpointWriter) and not unit.trainable and self._link(resting, writer)
         if not linked:
             writer.stream_unit(unit, weights, self._chunks(resting, WEIGHTS))
-        for plane, dtype in state_planes(spec.dtype, unit).items():
+        for plane, dtype in state_planes(self._prepared.plan.state, unit).items():
             name = file_of(unit, plane)
             excepted: list[tuple[Tensor, Tensor]] = []
             chunks = (
                 self._low_halves(resting, excepted) if plane == MASTER_LOW else self._chunks(resting, plane)
             )
-            self._files[name] = write_plane(self._staging / name, unit, dtype, chunks, moved=self._check)
+            seen = plane_of(self._prepared.plan.state, unit, plane)
+            self._files[name] = write_plane(self._staging / name, seen, dtype, chunks, moved=self._check)
             if plane == MASTER_LOW:
                 name = file_of(unit, MASTER_EXCEPTED)
                 self._files[name] = write_file(self._staging / name, _joined(excepted), self._check)
@@ -179,9 +181,11 @@ class Saving:
         return known is not None and writer.link_unit(resting.unit, dtype, directory, known)
 
     def _chunks(self, resting: UnitAtRest, plane: str) -> Iterator[Chunk]:
+        layout = self._prepared.plan.state
+        group = layout.planes[plane].group if plane in layout.planes else 1
         for start, (chunk,) in resting.chunks(plane):
             self._check()
-            yield start, chunk
+            yield start // group, chunk
 
     def _low_halves(self, resting: UnitAtRest, excepted: list[tuple[Tensor, Tensor]]) -> Iterator[Chunk]:
         """What the masters of a unit hold beyond its weights; what that does not decide goes to ``excepted``."""
@@ -209,7 +213,7 @@ class Saving:
         writer.finish(prepared.hf_config, self._former[0] if self._former else prepared.directory)
         found = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
-            of_unit = [file_of(unit, plane) for plane in state_planes(prepared.split.spec.dtype, unit)]
+            of_unit = [file_of(unit, plane) for plane in state_planes(prepared.plan.state, unit)]
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
                 found[name]["unit"] = unit.name
         state = {**self._state, "updates": self._updates, "files": found}

@@ -53,6 +53,7 @@ def state_of(
         "seed": config.train.seed,
         "dtype": dtype,
         **({"lora": _lora(config)} if config.train.method == "lora" else {}),
+        **({"moments": config.optimizer.state} if config.optimizer.state != "fp32" else {}),
         "data": {
             "seq_len": config.data.seq_len,
             "pack": config.data.pack,
@@ -99,6 +100,7 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
         ("model.dtype", state["dtype"], dtype),
+        ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
         ("data.pack", data["pack"], config.data.pack),
         ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),

@@ -20,7 +20,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.shares import home_granule
-from outsize.optim.spec import WEIGHTS, planes_for
+from outsize.optim.spec import WEIGHTS
 from outsize.planner.idle import Window
 from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
@@ -46,6 +46,7 @@ from outsize.train.fill import FILL_ELEMENTS, fill
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.standing import Position, Standing, position_in
+from outsize.train.state import max_norm_of
 
 # The file of a disk home whose name goes at once.
 TEMPORARY = "temporary.bin"
@@ -187,7 +188,7 @@ class StreamedTrainer:
                     eps=config.optimizer.eps,
                     weight_decay=config.optimizer.weight_decay,
                 ),
-                max_grad_norm=config.optimizer.max_grad_norm or float("inf"),
+                max_grad_norm=max_norm_of(config),
                 skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
                 chunk_tokens=prepared.chunk_tokens,
                 seed=config.train.seed,
@@ -216,7 +217,8 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
-        self.errors = fill(self.home, self.spec, self.prepared.source, progress, self.prepared.own)
+        state, own = self.prepared.plan.state, self.prepared.own
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress, state, own)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -285,7 +287,7 @@ class StreamedTrainer:
         Raises:
             StorageError: it is damaged; says where.
         """
-        planes = planes_for(self.spec.dtype)
+        planes = self.prepared.plan.state.planes
         with (
             Arena() as arena,
             CommittedHome(self.spec, planes, path, self.pool, arena=arena, record=record) as former,
@@ -370,7 +372,8 @@ class StreamedTrainer:
         return open_device(machine.device, self.ledger, bytes_per_s, limit)
 
     def _open_home(self, store_dir: Path, buffers: Arena, record: Record | None) -> HostHome | DiskHome:
-        planes, plan = planes_for(self.spec.dtype), self.prepared.plan
+        plan = self.prepared.plan
+        planes = plan.state.planes
         if self.prepared.machine.home == "host":
             return HostHome(self.spec, planes, self._host, packed_codec(plan.transport), self.prepared.own)
         if not plan.layout.commits:

@@ -56,7 +56,7 @@ def wrap(
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
-            ``slots``, ``prefetch``, ``offload``, ``tile_elements``, ``link_gb_per_s``.
+            ``slots``, ``prefetch``, ``offload``, ``activations``, ``tile_elements``, ``link_gb_per_s``.
 
     Raises:
         ConfigError: an argument that cannot be, or a model that is wrapped already.
@@ -117,12 +117,13 @@ def load(
     placed: Head = "streamed" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
-    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none")
+    frozen = not trainable or (base_codec, table_codec) != ("raw", "raw")
+    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none", frozen)
     directory = locate_checkpoint(path_or_hub_id)
     reader = CheckpointReader(directory, model)
     reader.load_buffers(model)
     take_generation_config(model, directory)
-    if not trainable or (base_codec, table_codec) != ("raw", "raw"):
+    if frozen:
         model.requires_grad_(False)
     if not trainable:
         model.eval()
@@ -169,9 +170,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _memory(device: str, device_memory: str | int | None, home: Home, others: dict[str, Any]) -> MemoryConfig:
     from pydantic import ValidationError
 
-    for key in ("activations", "commits"):
-        if key in others:
-            raise ConfigError(f"outsize.wrap: {key}: it is of outsize train only; leave it out")
+    if "commits" in others:
+        raise ConfigError("outsize.wrap: commits: it is of outsize train only; leave it out")
     try:
         return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -22,14 +22,17 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.planner.cut import Passes, cut_step
+from outsize.planner.layout import StepLayout
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
 from outsize.runtime.calibrate import Measured
 from outsize.runtime.context import slots_used
 from outsize.runtime.engine import Engine, EngineSettings
 from outsize.runtime.scratches import extent_bytes
+from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
 from outsize.wrapped import planning
+from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers
 
@@ -78,6 +81,8 @@ class Planned:
         self._extent_bytes = 0
         self._measured: Measured | None = None
         self._known: list[planning.Shape] = []
+        self._needed: dict[Autocast, Mapping[int, Needed]] = {}  # how far recomputes have to go
+        self._shortened_for: Autocast | None = None  # what the engine has been told of that
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
@@ -154,14 +159,17 @@ class Planned:
         flags = tuple(p.requires_grad for p in model.parameters())
         if flags != self._flags:
             self._close_engine()
-            self._known, self._measured = [], None
+            self._known, self._measured, self._needed = [], None, {}
         if self._engine is None:
             self._split_anew(model, flags)
         if not any(known.covers(shape) for known in self._known):
             self.settle()
             forwards = self.boundaries.forwards
             former = self._measured
-            self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former)
+            kind = self._device.type
+            self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+            self._needed[shape.autocast] = self._measured.needed
+            self._shortened_for = None
             try:
                 self._plan_anew()
             except BaseException:  # what was known to fit still does
@@ -176,6 +184,9 @@ class Planned:
         self._abandoned.clear()
         assert self._engine is not None
         assert self._plan is not None
+        if self._shortened_for != shape.autocast:
+            self._engine.shorten(self._needed.get(shape.autocast, {}))
+            self._shortened_for = shape.autocast
         return self._engine, self._plan
 
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
@@ -202,8 +213,11 @@ class Planned:
             self.split, self.tiers.machine, self._memory, self._measured, self.microbatches
         )
         extent = extent_bytes(plan, self._measured.boundary_bytes)
-        same = self._plan is not None and (plan.layout, extent) == (self._plan.layout, self._extent_bytes)
+        former = self._plan
+        same = former is not None and (_set_aside(plan), extent) == (_set_aside(former), self._extent_bytes)
         if self._engine is not None and same:
+            self._plan = plan
+            self._programs.clear()
             return
         self._close_engine()
         self._plan, self._extent_bytes = plan, extent
@@ -220,6 +234,7 @@ class Planned:
             self._engine.optimizer.updates.update(
                 {name: n for name, n in self._updates.items() if name in self._engine.optimizer.updates}
             )
+            self._shortened_for = None
             self._engine_stack = stack.pop_all()
 
     def _close_engine(self) -> None:
@@ -239,14 +254,22 @@ class Planned:
 
     def _programs_for(self, plan: Plan, count: int) -> _Programs:
         if count not in self._programs:
-            passes = cut_step(replace(plan.layout, num_microbatches=count))
+            kept = tuple(min(each, count) for each in plan.layout.kept)
+            passes = cut_step(replace(plan.layout, num_microbatches=count, kept=kept))
+            forwards = passes.forward.ops, passes.lean_forward.ops
+            warm = [slots_used(Program(forward + passes.backward.ops)) for forward in forwards]
             self._programs[count] = _Programs(
                 passes,
-                slots_used(Program(passes.forward.ops + passes.backward.ops)),
+                warm[0] | warm[1],
                 slots_used(passes.cold_backward),
                 slots_used(passes.inference),
             )
         return self._programs[count]
+
+
+def _set_aside(plan: Plan) -> StepLayout:
+    """What an engine is made for: what a forward keeps lies in none of the memory that it has set aside."""
+    return replace(plan.layout, kept=())
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

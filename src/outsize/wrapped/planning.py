@@ -1,8 +1,8 @@
-"""What a microbatch of the caller's takes on the device, and the plan that fits it."""
+"""What a microbatch of the caller's takes on the device, and the plan that fits it, made as `train.prepare` does."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,11 @@ from torch.utils import _pytree as pytree
 
 from outsize.config.schema import MemoryConfig
 from outsize.model.split import Split
-from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
-from outsize.planner.validate import validate
+from outsize.planner.plan import Plan, PlanOptions
 from outsize.runtime.calibrate import Measured, calibrate
-from outsize.runtime.decoding import decoding_bytes
 from outsize.train.machine import Machine
-from outsize.train.prepare import KERNEL_SHARE, by_kind, fixed_bytes
+from outsize.train.prepare import plan_with_heap
+from outsize.wrapped.autocast import Autocast
 
 # Of each microbatch the caller holds the outputs until the backward; the graph of a loss in the model holds two more of
 # their size (its softmax in fp32, and the copy that outputs are joined in).
@@ -24,20 +23,30 @@ OUTPUT_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The largest microbatch that a plan is made for: rows, and the length of a row (1 where rows have no length)."""
+    """The largest microbatch that a plan is made for, and how it is computed.
+
+    Attributes:
+        rows: of the microbatch.
+        length: of a row; 1 where rows have no length.
+        autocast: what the caller has on, which decides what is saved.
+        training: whether a backward may follow in training mode, where dropout saves its masks.
+    """
 
     rows: int
     length: int
+    autocast: Autocast = field(default_factory=Autocast)
+    training: bool = True
 
     def covers(self, other: "Shape") -> bool:
         """Whether what fits this one fits ``other``."""
-        return self.rows >= other.rows and self.length >= other.length
+        at_least = self.rows >= other.rows and self.length >= other.length and self.training >= other.training
+        return at_least and self.autocast == other.autocast
 
 
-def shape_of(main: Tensor, rows: int) -> Shape:
+def shape_of(main: Tensor, rows: int, autocast: Autocast, training: bool) -> Shape:
     """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
     is_ids = main.dim() == 2 and not main.is_floating_point()
-    return Shape(rows, main.shape[1] if is_ids or main.dim() == 3 else 1)
+    return Shape(rows, main.shape[1] if is_ids or main.dim() == 3 else 1, autocast, training)
 
 
 def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[[int, int], dict[str, Any]]:
@@ -70,6 +79,7 @@ def measure(
     num_rows: int,
     shape: Shape,
     former: Measured | None,
+    device: str,
 ) -> Measured:
     """Measure what microbatches of ``shape`` need, on smaller ones of the kind of ``inputs``.
 
@@ -80,6 +90,7 @@ def measure(
         num_rows: of them.
         shape: of a microbatch of these inputs.
         former: what other microbatches need, which has to fit as well.
+        device: type of the device that will compute; the trial runs on a CPU.
 
     Raises:
         ModelError: the model cannot be walked through, or raised.
@@ -95,6 +106,7 @@ def measure(
             num_sequences=shape.rows,
             seq_len=shape.length,
             chunk_tokens=None,
+            ambient=shape.autocast.on_cpu(device).enter,
         )
     finally:
         for module, own in zip(split.modules, hooks, strict=True):
@@ -104,11 +116,11 @@ def measure(
 
 
 def _both(one: Measured, other: Measured) -> Measured:
-    """The larger of each."""
+    """The larger of each; what recomputes need is that of ``one``."""
 
     def larger(a: Any, b: Any) -> Any:
         if isinstance(a, Mapping):
-            return {unit: needed for unit, needed in a.items() if b.get(unit) == needed}
+            return a
         return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
 
     return Measured(
@@ -124,16 +136,6 @@ def make_plan(
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-    unseen = int(workspace * KERNEL_SHARE) if machine.device == "cpu" else 0
-    held = measured.held_bytes + OUTPUT_COPIES * measured.output_bytes
-    demand = Demand(
-        boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=by_kind(split, measured.forward_bytes),
-        backward_workspace_bytes=by_kind(split, measured.backward_bytes),
-        shared_bytes=held * microbatches,
-        fixed_bytes=unseen + fixed_bytes(split.model, machine) + decoding_bytes(split.spec),
-    )
     options = PlanOptions(
         home=machine.home,
         below=machine.below,
@@ -145,8 +147,7 @@ def make_plan(
         offload=False if measured.inputs_shared else memory.offload,
         cut=True,
         commits=False,
+        activations=memory.activations,
     )
-    budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
-    plan = plan_step(split.spec, demand, budgets, options)
-    validate(plan.program, plan.layout)
-    return plan
+    held = measured.held_bytes + OUTPUT_COPIES * measured.output_bytes
+    return plan_with_heap(split, machine, measured, options, held)[0]

@@ -11,10 +11,8 @@ The story of a step in the caller's loop:
 Between passes the modules hold the parameters that rest at home; while a pass runs, views of slots.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.engine import Engine
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, planning
+from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
@@ -56,6 +55,7 @@ class Runner(Inferring):
         self.coefficient: Tensor | None = None
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
+        self._keeping: weakref.ref[Passage] | None = None  # the last one that kept more than inputs
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the model forward; the output carries a history where a backward may follow.
@@ -75,11 +75,12 @@ class Runner(Inferring):
             )
         count = 1 if cached else self.microbatches
         sizes = batching.sizes_of(rows, count)
-        engine, plan = self._ready(inputs, rows, planning.shape_of(main, sizes[0]))
+        autocast = Autocast.of_now({"cpu", self._device.type})
+        shape = planning.shape_of(main, sizes[0], autocast, training=keeps and model.training)
+        engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)
-        before = self._saving() if saves and self._saving is not None else None
-        if before is not None and before.pending:
+        if saves and _is_pending(self._saving):
             raise ConfigError(
                 "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
                 "before, or give outsize.wrap more device_memory, or offload=False"
@@ -91,16 +92,25 @@ class Runner(Inferring):
             number=int(torch.randint(2**62, ())) if model.training else 0,
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
-            ambient=_ambient({"cpu", self._device.type}),
+            ambient=autocast.enter,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
         )
-        self._walk(programs.passes.forward if keeps else programs.passes.inference, context)
+        lean = _is_pending(self._keeping)  # what is kept has room for one forward
+        passes = programs.passes
+        self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
         joined = self._join([context.outputs.pop(m) for m in range(len(sizes))], sizes, weights)
         if not keeps or not joined.differentiable:
             if saves:
                 self._abandoned.append(context.number)
             return joined.build({})
+        keeping = not lean and any(plan.layout.kept)
+        return self._passage(engine, context, joined, saves=saves, keeping=keeping).output()
+
+    def _passage(
+        self, engine: Engine, context: StepContext, joined: Joined, *, saves: bool, keeping: bool
+    ) -> Passage:
+        """Return what the caller's backward will come to."""
         mark, weights_then = engine.num_submitted, self._weights_now()
 
         def backward(roots: Roots) -> None:
@@ -115,7 +125,9 @@ class Runner(Inferring):
         passage = Passage(joined, backward, lambda: abandoned.append(number))
         if saves:
             self._saving = weakref.ref(passage)
-        return passage.output()
+        if keeping:
+            self._keeping = weakref.ref(passage)
+        return passage
 
     def _backward(self, engine: Engine, context: StepContext, roots: Roots, warm: bool) -> None:
         model = self._check()
@@ -254,19 +266,7 @@ class Runner(Inferring):
                 self.tiers.home.view(index, "gradient").mul_(coefficient)
 
 
-def _ambient(kinds: set[str]) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the caller's autocast, which belongs to its thread, for another thread."""
-    active = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
-    ]
-
-    def enter() -> AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for (
-            kind,
-            dtype,
-        ) in active:  # without its cache, which would keep casts of weights that have left their slot
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-        return stack
-
-    return enter if active else contextlib.nullcontext
+def _is_pending(passage: "weakref.ref[Passage] | None") -> bool:
+    """Whether there is such a forward, and its backward may still come."""
+    found = passage() if passage is not None else None
+    return found is not None and found.pending

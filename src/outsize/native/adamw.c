@@ -1,0 +1,52 @@
+/* AdamW over split or fp32 masters, with moments in fp32, bf16 or 8 bits. */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "threads.h"
+
+/* Elements that are worked on at once, and those that one thread takes: multiples of GROUP and of 8. */
+enum { BLOCK = 512, CHUNK = 1 << 15, GROUP = 64 };
+enum { STATE_FP32 = 0, STATE_BF16 = 1, STATE_8BIT = 2 };
+/* Bits of fraction of the codes of 8 bits: a sign and 16 octaves for the first moment; for the second, which has
+ * no sign and is a square, 32 octaves. */
+enum { M_MANTISSA = 3, V_MANTISSA = 3 };
+
+union word {
+    uint32_t bits;
+    float value;
+};
+
+/* optim/kernels.py has the same fields in the same order. Pointers are to the first element of the range. */
+struct adamw {
+    uint16_t *hi;
+    int16_t *lo;
+    uint8_t *ties;  /* may be NULL */
+    float *master;  /* used where there is no hi */
+    void *gradient;
+    void *exp_avg;
+    void *exp_avg_sq;
+    uint8_t *exp_avg_top;
+    uint8_t *exp_avg_sq_top;
+    size_t count;
+    size_t first; /* index of the first element in its unit, a multiple of GROUP */
+    int32_t gradient_is_bf16;
+    int32_t state;
+    uint32_t key;
+    float clip;       /* factor of the gradient */
+    float decay;      /* 1 - lr * weight_decay */
+    float lerp;       /* 1 - beta1 */
+    float beta2;
+    float square;     /* 1 - beta2 */
+    float correction; /* square root of 1 - beta2 ^ step */
+    float eps;
+    float step;       /* -lr / (1 - beta1 ^ step) */
+};
+
+#define BODY "adamw_body.h"
+#include "versions.h"
+
+EXPORTED void outsize_adamw(const struct adamw *settings, int num_threads)
+{
+    outsize_parallel(CHOOSE(adamw_range), settings, settings->count, CHUNK, num_threads);
+}

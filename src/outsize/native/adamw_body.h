@@ -1,0 +1,111 @@
+#include "split_body.h"
+#include "state_body.h"
+
+/* One step of `count` elements as torch's fused AdamW takes it in its vector body, operation by operation
+ * (FusedAdamKernel.cpp of ATen, 2.4 to 2.13). */
+static inline void NATIVE(update_exact)(
+    const struct adamw *s, const float *restrict gradient, size_t count, float *restrict master,
+    float *restrict exp_avg, float *restrict exp_avg_sq)
+{
+    int small = fabsf(s->lerp) < 0.5f; /* which end of the interpolation is added to */
+    float weight = small ? s->lerp : s->lerp - 1.0f;
+    for (size_t i = 0; i < count; i++) {
+        float g = gradient[i], m = exp_avg[i], v = exp_avg_sq[i];
+        m = fmaf(weight, g - m, small ? m : g);
+        v = fmaf(s->square * g, g, v * s->beta2);
+        float root = sqrtf(v) / s->correction + s->eps;
+        master[i] = master[i] * s->decay + s->step * m / root;
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+    }
+}
+
+/* The same mathematics with a division less, for state that is rounded anyway. */
+static inline void NATIVE(update_rounded)(
+    const struct adamw *s, const float *restrict gradient, size_t count, float *restrict master,
+    float *restrict exp_avg, float *restrict exp_avg_sq)
+{
+    float inverse = 1.0f / s->correction;
+    for (size_t i = 0; i < count; i++) {
+        float g = gradient[i], m = exp_avg[i], v = exp_avg_sq[i];
+        m = m + s->lerp * (g - m);
+        v = v * s->beta2 + s->square * g * g;
+        float root = sqrtf(v) * inverse + s->eps;
+        master[i] = master[i] * s->decay + s->step * m / root;
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+    }
+}
+
+static inline void NATIVE(clipped)(const struct adamw *s, size_t at, size_t count, float *restrict gradient)
+{
+    if (s->gradient_is_bf16) {
+        const uint16_t *from = (const uint16_t *)s->gradient + at;
+        for (size_t i = 0; i < count; i++) {
+            union { uint32_t bits; float value; } wide = {(uint32_t)from[i] << 16};
+            gradient[i] = wide.value * s->clip;
+        }
+    } else {
+        const float *from = (const float *)s->gradient + at;
+        for (size_t i = 0; i < count; i++)
+            gradient[i] = from[i] * s->clip;
+    }
+}
+
+static inline void NATIVE(decode_moments)(const struct adamw *s, size_t at, size_t count, union word *m, union word *v)
+{
+    if (s->state == STATE_BF16) {
+        NATIVE(widen)((const uint16_t *)s->exp_avg + at, count, &m->bits);
+        NATIVE(widen)((const uint16_t *)s->exp_avg_sq + at, count, &v->bits);
+        return;
+    }
+    for (size_t i = 0; i < count; i += GROUP) {
+        size_t size = count - i < GROUP ? count - i : GROUP, group = (at + i) / GROUP;
+        NATIVE(decode)((const uint8_t *)s->exp_avg + at + i, s->exp_avg_top[group], M_MANTISSA, 1, size, &m[i].bits);
+        NATIVE(decode)((const uint8_t *)s->exp_avg_sq + at + i, s->exp_avg_sq_top[group], V_MANTISSA, 0, size, &v[i].bits);
+    }
+}
+
+static inline void NATIVE(encode_moments)(
+    const struct adamw *s, size_t at, size_t count, const union word *m, const union word *v)
+{
+    uint32_t chance[BLOCK];
+    NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
+    if (s->state == STATE_BF16) {
+        NATIVE(narrow)(&m->bits, chance, 0, count, (uint16_t *)s->exp_avg + at);
+        NATIVE(narrow)(&v->bits, chance, 16, count, (uint16_t *)s->exp_avg_sq + at);
+        return;
+    }
+    for (size_t i = 0; i < count; i += GROUP) {
+        size_t size = count - i < GROUP ? count - i : GROUP, group = (at + i) / GROUP;
+        s->exp_avg_top[group] =
+            NATIVE(encode)(&m[i].bits, chance + i, 0, M_MANTISSA, 1, size, (uint8_t *)s->exp_avg + at + i);
+        s->exp_avg_sq_top[group] =
+            NATIVE(encode)(&v[i].bits, chance + i, 16, V_MANTISSA, 0, size, (uint8_t *)s->exp_avg_sq + at + i);
+    }
+}
+
+/* Block by block: what a block needs stays in the first-level cache, and each plane is read and written once. */
+static void NATIVE(adamw_range)(const void *arguments, size_t begin, size_t end)
+{
+    const struct adamw *s = arguments;
+    union word joined[BLOCK], m[BLOCK], v[BLOCK];
+    float gradient[BLOCK];
+    for (size_t at = begin; at < end; at += BLOCK) {
+        size_t count = end - at < BLOCK ? end - at : BLOCK;
+        union word *master = s->master ? (union word *)s->master + at : joined;
+        if (!s->master)
+            NATIVE(join)(s->hi + at, s->lo + at, s->ties, at, count, &joined->bits);
+        NATIVE(clipped)(s, at, count, gradient);
+        if (s->state == STATE_FP32) {
+            float *exp_avg = (float *)s->exp_avg + at, *exp_avg_sq = (float *)s->exp_avg_sq + at;
+            NATIVE(update_exact)(s, gradient, count, &master->value, exp_avg, exp_avg_sq);
+        } else {
+            NATIVE(decode_moments)(s, at, count, m, v);
+            NATIVE(update_rounded)(s, gradient, count, &master->value, &m->value, &v->value);
+            NATIVE(encode_moments)(s, at, count, m, v);
+        }
+        if (!s->master)
+            NATIVE(split)(&joined->bits, at, count, s->hi + at, s->lo + at, s->ties);
+    }
+}

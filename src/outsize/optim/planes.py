@@ -1,0 +1,124 @@
+"""The planes of a unit that an optimizer steps, whatever form a home keeps them in.
+
+Masters are split (``weights`` and ``master_low``, perhaps ``master_ties``), separate (``weights`` and ``master``), or
+the weights themselves. Moments are fp32, bf16 or, beside scales, codes of 8 bits.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outsize.optim.moments import BLOCK_ELEMENTS
+
+Moments = Literal["fp32", "bf16", "int8"]
+# Elements of the unit that one item stands for.
+_GROUPS = {"master_ties": 8, "exp_avg_scales": BLOCK_ELEMENTS, "exp_avg_sq_scales": BLOCK_ELEMENTS}
+_MOMENTS: dict[torch.dtype, Moments] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.uint8: "int8",
+}
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "weights": (torch.float32, torch.bfloat16, torch.float16),
+    "master": (torch.float32,),
+    "master_low": (torch.int16,),
+    "master_ties": (torch.uint8,),
+    "exp_avg": tuple(_MOMENTS),
+    "exp_avg_sq": tuple(_MOMENTS),
+    "exp_avg_scales": (torch.uint8,),
+    "exp_avg_sq_scales": (torch.uint8,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlanes:
+    """Planes of ``n`` elements, in host memory.
+
+    Attributes:
+        weights: fp32 ``[n]``, which are the masters; or bf16 or fp16 beside masters.
+        master: fp32 ``[n]``.
+        master_low: int16 ``[n]``, beside bf16 weights: the lower halves of split masters.
+        master_ties: uint8 ``[n / 8]``, see `outsize.optim.split`; None for masters that may lose the last bit.
+        exp_avg: first moment, or the momentum of SGD and Lion: fp32, bf16 or uint8 ``[n]``; None for none.
+        exp_avg_sq: second moment, of the same dtype; None for optimizers that have none.
+        exp_avg_scales: uint8 ``[n / 64]``, exponents of blocks, where ``exp_avg`` is uint8.
+        exp_avg_sq_scales: the same of ``exp_avg_sq``.
+
+    Raises:
+        ValueError: planes that do not go together; it says which.
+    """
+
+    weights: Tensor
+    master: Tensor | None = None
+    master_low: Tensor | None = None
+    master_ties: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    exp_avg_scales: Tensor | None = None
+    exp_avg_sq_scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        masters = (self.master is not None, self.master_low is not None, self.weights.dtype is torch.float32)
+        if sum(masters) != 1:
+            raise ValueError(
+                "need fp32 weights, or a master, or the lower halves of split masters: one of them"
+            )
+        dtypes = dict(_DTYPES)
+        if self.master_low is not None:
+            dtypes["weights"] = (torch.bfloat16,)
+        for name, plane in self._present().items():
+            size = -(-self.numel // _GROUPS.get(name, 1))
+            if plane.dtype not in dtypes[name] or plane.shape != (size,) or not plane.is_contiguous():
+                raise ValueError(f"{name}: need {size} items, not {plane.dtype} {list(plane.shape)}")
+        self._check_moments()
+
+    def _check_moments(self) -> None:
+        for moment, scales in (
+            (self.exp_avg, self.exp_avg_scales),
+            (self.exp_avg_sq, self.exp_avg_sq_scales),
+        ):
+            if (moment is not None and moment.dtype is torch.uint8) != (scales is not None):
+                raise ValueError("moments of 8 bits, and no others, have scales")
+        if self.exp_avg_sq is not None and self.exp_avg_sq.dtype is not self._first_moment().dtype:
+            raise ValueError(
+                f"moments of one dtype, not {self._first_moment().dtype} and {self.exp_avg_sq.dtype}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.weights.numel()
+
+    @property
+    def moments(self) -> Moments:
+        """What the moments are kept in; fp32 where there are none."""
+        return "fp32" if self.exp_avg is None else _MOMENTS[self.exp_avg.dtype]
+
+    @property
+    def num_moments(self) -> int:
+        """How many moments there are."""
+        return (self.exp_avg is not None) + (self.exp_avg_sq is not None)
+
+    def cut(self, start: int, stop: int) -> "StatePlanes":
+        """Return the planes of elements ``start``, a multiple of 8 and, with scales, of 64, to ``stop``."""
+        views = {}
+        for name, plane in self._present().items():
+            group = _GROUPS.get(name, 1)
+            assert start % group == 0
+            views[name] = plane[start // group : -(-stop // group)]
+        return StatePlanes(**views)
+
+    def bytes_per_element(self) -> float:
+        """Return the bytes of all planes per element."""
+        return sum(plane.nbytes for plane in self._present().values()) / self.numel
+
+    def _present(self) -> dict[str, Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: plane for name, plane in found.items() if plane is not None}
+
+    def _first_moment(self) -> Tensor:
+        if self.exp_avg is None:
+            raise ValueError("exp_avg_sq without exp_avg")
+        return self.exp_avg

@@ -1,0 +1,65 @@
+"""SGD with momentum: bit for bit ``torch.optim.SGD(fused=True)`` where the momentum is kept in fp32."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.optim.adamw import check_numbers
+from outsize.optim.planes import StatePlanes
+from outsize.optim.update import Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGD:
+    """Settings of SGD, named as in torch; the learning rate comes with each step.
+
+    The momentum is kept in ``exp_avg``, in whatever form that has; without momentum nothing is.
+
+    Attributes:
+        momentum: share of the former direction that is kept, at least 0 and below 1.
+        dampening: share of the gradient that does not enter it.
+        nesterov: step along the gradient and the new momentum; needs a momentum and no dampening.
+        weight_decay: factor of the weights that are added to the gradient, at least 0.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must be a number of [0, 1), not {self.momentum}")
+        check_numbers(dampening=self.dampening, weight_decay=self.weight_decay)
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            raise ValueError("nesterov needs a momentum and no dampening")
+
+    @property
+    def num_moments(self) -> int:
+        """One with momentum, else none."""
+        return int(self.momentum != 0.0)
+
+    def update(
+        self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
+    ) -> None:
+        """Update in torch ops, see `outsize.optim.update.Rule`."""
+        torch._fused_sgd_(
+            [master],
+            [gradient],
+            list(moments),
+            weight_decay=self.weight_decay if update.decay else 0.0,
+            momentum=self.momentum,
+            lr=update.lr,
+            dampening=self.dampening,
+            nesterov=self.nesterov,
+            maximize=False,
+            is_first_step=update.count == 1,
+        )
+
+    def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
+        """There is no kernel: masters are split and joined in C, the rest is torch's."""
+        return 0

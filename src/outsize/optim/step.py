@@ -1,0 +1,133 @@
+"""A step of an optimizer over whatever planes a home keeps: split or separate masters, moments in fp32 or fewer bits.
+
+With moments in fp32 a step is bit for bit that of torch's own optimizer with ``fused=True`` on fp32 masters, followed
+by their cast to the weights: AdamW and SGD. With fewer bits the arithmetic is still fp32, and what is kept is rounded
+as `outsize.optim.moments` says. The kernel in C and torch ops give the same bits.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from outsize import native
+from outsize.model.spec import UnitSpec
+from outsize.optim import moments
+from outsize.optim.adamw import check_range, pieces_of
+from outsize.optim.planes import StatePlanes
+from outsize.optim.split import join_master, split_master
+from outsize.optim.update import Rule, Update
+
+# In torch ops a piece is stepped in tiles that stay in a cache: 512 KiB of fp32 for each of four tensors.
+_TILE_ELEMENTS = 2**17
+
+
+@torch.no_grad()
+def step_state(
+    rule: Rule,
+    unit: UnitSpec,
+    planes: StatePlanes,
+    gradient: Tensor,
+    *,
+    start: int,
+    step: int | Mapping[str, int],
+    lr: float,
+    clip_coefficient: Tensor | None = None,
+    skip: AbstractSet[str] = frozenset(),
+    seed: int = 0,
+    use_native: bool = True,
+) -> None:
+    """Step elements of a unit in place, from ``start`` on, as many as ``planes`` hold.
+
+    Parameters that are frozen or skipped, and the padding between parameters, keep what they have.
+
+    Args:
+        rule: the optimizer.
+        unit: whose parameters they are.
+        planes: of the elements, with as many moments as the optimizer has.
+        gradient: fp32 or bf16, of the same elements; it is left as it is.
+        start: first element, a multiple of 2048.
+        step: how often each parameter has been stepped, this step included: one number, or one by parameter name.
+        lr: learning rate.
+        clip_coefficient: factor of the gradient; None for 1.
+        skip: names of parameters that got no gradient.
+        seed: of the chances by which moments of fewer bits are rounded.
+        use_native: use the C kernel where there is one.
+
+    Raises:
+        ValueError: planes or a gradient that do not fit the unit, the optimizer or one another.
+    """
+    stop = start + planes.numel
+    check_range(unit, start, stop, lr)
+    if gradient.shape != (planes.numel,) or gradient.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"need a gradient of {planes.numel} fp32 or bf16, not {gradient.dtype} {list(gradient.shape)}"
+        )
+    if planes.num_moments != rule.num_moments:
+        raise ValueError(f"need planes of {rule.num_moments} moments, not {planes.num_moments}")
+    for piece in pieces_of(unit, start, stop, step, skip):
+        update = Update(
+            lr=lr,
+            count=piece.count,
+            decay=piece.decay,
+            clip=1.0 if clip_coefficient is None else float(clip_coefficient),
+            first=start + piece.start,
+            key=moments.chance_key(seed, unit.index, piece.count),
+        )
+        part, grad = planes.cut(piece.start, piece.stop), gradient[piece.start : piece.stop]
+        done = rule.step_native(update, part, grad) if use_native and native.available() else 0
+        for first in range(done, part.numel, _TILE_ELEMENTS):
+            tile = slice(first, min(first + _TILE_ELEMENTS, part.numel))
+            _step_tile(rule, update, part.cut(tile.start, tile.stop), grad[tile], update.first + first)
+
+
+def _step_tile(rule: Rule, update: Update, planes: StatePlanes, gradient: Tensor, first: int) -> None:
+    """Step a tile in torch ops, beginning at element ``first`` of its unit."""
+    master = planes.master
+    if planes.master_low is not None:
+        master = torch.empty(planes.numel)
+        join_master(planes.weights, planes.master_low, planes.master_ties, master)
+    elif master is None:
+        master = planes.weights
+    exact = planes.moments == "fp32"
+    state = _unpacked(planes)
+    clipped = gradient.to(torch.float32, copy=True)
+    if update.clip != 1.0:
+        clipped *= update.clip
+    rule.update(update, master, clipped, state, exact=exact)
+    if not exact:
+        _pack(planes, state, moments.chances(first, update.key, planes.numel))
+    if planes.master_low is not None:
+        split_master(master, planes.weights, planes.master_low, planes.master_ties)
+    elif planes.master is not None:
+        planes.weights.copy_(master)
+
+
+def _unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
+    """Return the moments in fp32: the planes themselves where they are."""
+    found = []
+    for plane, scales, form in _moments(planes):
+        if scales is not None:
+            found.append(moments.from_codes(plane, scales, form))
+        else:
+            found.append(plane.to(torch.float32))
+    return tuple(found)
+
+
+def _pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
+    """Keep moments: the first goes by the lower 16 bits of the chances, the second by the upper ones."""
+    kept = zip(state, _moments(planes), (chance & 0xFFFF, chance >> 16), strict=False)
+    for values, (plane, scales, form), part in kept:
+        if scales is not None:
+            moments.to_codes(values, part, form, plane, scales)
+        else:
+            plane.copy_(moments.to_bf16(values, part))
+
+
+def _moments(planes: StatePlanes) -> list[tuple[Tensor, Tensor | None, tuple[int, bool]]]:
+    both = (
+        (planes.exp_avg, planes.exp_avg_scales, moments.EXP_AVG_FORM),
+        (planes.exp_avg_sq, planes.exp_avg_sq_scales, moments.EXP_AVG_SQ_FORM),
+    )
+    return [(plane, scales, form) for plane, scales, form in both if plane is not None]

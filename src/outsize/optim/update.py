@@ -1,0 +1,53 @@
+"""One update of neighbouring parameters, as an optimizer is told of it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from outsize.optim.planes import StatePlanes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an update depends on besides the planes.
+
+    Attributes:
+        lr: learning rate.
+        count: how often the parameters have been stepped, this update included.
+        decay: whether weight decay applies.
+        clip: factor of the gradient.
+        first: index of the first element in its unit.
+        key: of the chances of this update, see `outsize.optim.moments.chance_key`.
+    """
+
+    lr: float
+    count: int
+    decay: bool
+    clip: float
+    first: int
+    key: int
+
+
+class Rule(Protocol):
+    """How an optimizer that looks at elements one by one updates them."""
+
+    @property
+    def num_moments(self) -> int:
+        """How many moments it keeps: 0, 1 (``exp_avg``) or 2."""
+
+    def update(
+        self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
+    ) -> None:
+        """Update fp32 ``master`` and ``moments`` in place, in torch ops.
+
+        Args:
+            update: the occasion; the gradient is clipped already.
+            master: fp32 ``[n]``.
+            gradient: fp32 ``[n]``, free to be overwritten.
+            moments: fp32 ``[n]`` each, as many as there are.
+            exact: whether moments are kept in fp32: then the bits are those of torch's own optimizer, where it has one.
+        """
+
+    def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
+        """Step planes with a C kernel; return how many elements, from the first on, it has stepped: perhaps none."""

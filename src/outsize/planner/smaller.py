@@ -1,0 +1,38 @@
+"""What takes less memory at home than a plan does, what loses nothing first."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from outsize.optim.spec import StateLayout
+from outsize.planner.sizing import PlanOptions
+
+SPLIT, BY_UNIT, INT8 = "optimizer.masters=split", "optimizer.clip=unit", "optimizer.state=int8"
+
+
+def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[str, PlanOptions]]:
+    """Yield settings, as a user writes them, and the options that they make; each takes less than those before.
+
+    Args:
+        options: as they are.
+        state: how a trained unit lies at home with them.
+    """
+    if options.cut:  # a training loop of the user's own decides on these
+        return
+    keys: list[str] = []
+    if state.dtype == "bf16" and state.masters != "split":
+        keys.append(SPLIT)
+        state = replace(state, masters="split")
+        yield _joined(keys), replace(options, state=state)
+    if state.gradients != "none":
+        keys += [BY_UNIT] if options.clip else []
+        state = replace(state, gradients="none")
+        options = replace(options, clip=False, unit_clip=options.clip or options.unit_clip)
+        yield _joined(keys or [BY_UNIT]), replace(options, state=state)
+    if state.moments != "int8":
+        # Beside moments of 8 bits masters are split by themselves.
+        keys = [INT8, *(key for key in keys if key != SPLIT)]
+        yield _joined(keys), replace(options, state=replace(state, moments="int8"))
+
+
+def _joined(keys: list[str]) -> str:
+    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)

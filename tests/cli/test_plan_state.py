@@ -1,0 +1,70 @@
+"""What `outsize plan` says of a model of 8 billion parameters on one GPU of 24 GB, by host memory."""
+
+import json
+
+import pytest
+
+from cli.test_plan import answer, run
+
+GB = 10**9
+# Llama-3.1-8B.
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+SIX_BYTES = ("--optimizer-state", "int8", "--clip", "unit")
+
+
+@pytest.fixture
+def asked(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return (tmp_path, "--gpus", "4090", "--no-advice", "--microbatches", 8)
+
+
+def test_64_gb_hold_it_in_six_bytes_per_parameter(asked, capsys):
+    found = answer(capsys, *asked, "--host-memory", "64GB", "--home", "host", *SIX_BYTES)
+    host, count = found["memory_bytes"]["host"], found["num_parameters"]
+    assert found["verdict"] == "fits"
+    assert host["weights"] + host["master weights"] == pytest.approx(4 * count, rel=1e-3)
+    assert host["optimizer state"] == pytest.approx(2.03125 * count, rel=1e-3)
+    assert "gradients" not in host
+    assert host["gradient ring"] < 0.2 * count
+    assert sum(host.values()) < 64 * GB
+
+
+def test_64_gb_are_told_what_to_try_and_that_disk_does_it_exactly(asked, capsys):
+    assert run(*asked, "--host-memory", "64GB", "--home", "host") != 0
+    said = capsys.readouterr().err
+    assert (
+        "first try optimizer.state=int8 and optimizer.clip=unit, with which it fits (short: host by" in said
+    )
+    found = answer(capsys, *asked, "--host-memory", "64GB")
+    assert (found["verdict"], found["home"]) == ("fits", "disk")
+
+
+def test_48_gb_are_told_how_much_is_short(asked, capsys):
+    assert run(*asked, "--host-memory", "48GB", "--home", "host", *SIX_BYTES, "--json") != 0
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < error["short_by"]["host"] < 6 * GB
+    assert "first try the home on disk" in error["message"]
+
+
+def test_exact_states_lose_nothing_first(asked, capsys):
+    """18 bytes per parameter with gradients at home, 12.13 without and with split masters."""
+    assert run(*asked, "--host-memory", "128GB", "--home", "host") != 0
+    wanted = "first try optimizer.masters=split and optimizer.clip=unit, with which it fits"
+    assert wanted in capsys.readouterr().err
+    found = answer(
+        capsys, *asked, "--host-memory", "128GB", "--home", "host", "--masters", "split", "--clip", "unit"
+    )
+    home = sum(
+        found["memory_bytes"]["host"][name] for name in ("weights", "master weights", "optimizer state")
+    )
+    assert home == pytest.approx(12.125 * found["num_parameters"], rel=1e-3)

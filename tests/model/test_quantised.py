@@ -1,0 +1,215 @@
+"""Checkpoints made by hand, element by element, in the formats of others, against the weights that they stand for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import outsize
+import zoo
+from outsize.errors import CheckpointError, ModelError
+from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.checkpoint import CheckpointReader
+from outsize.train.prepare import prepare
+from outsize.train.run import train
+from support import make_model_dir, make_run
+
+BLOCK, NESTED = 64, 4
+LEVELS = torch.linspace(-1, 1, 16) ** 3
+Packed = tuple[Tensor, dict[str, Tensor]]
+"""The matrix that is stood for, in fp32, and the tensors that stand for it, by what follows the module's name."""
+
+
+def bitsandbytes(shape: torch.Size, nested: bool = False) -> Packed:
+    numel = shape.numel()
+    codes = torch.randint(0, 16, (numel,), dtype=torch.uint8)
+    blocks = -(-numel // BLOCK)
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": "bfloat16",
+        "shape": list(shape),
+    }
+    parts = {".weight.quant_map": LEVELS.clone()}
+    if nested:
+        bytes_, scales = torch.randint(0, 256, (blocks,), dtype=torch.uint8), torch.rand(-(-blocks // NESTED))
+        levels = torch.linspace(-1, 1, 256)
+        state |= {"nested_blocksize": NESTED, "nested_offset": 1.25, "nested_dtype": "float32"}
+        parts |= {".weight.nested_absmax": scales, ".weight.nested_quant_map": levels}
+        magnitudes = [levels[int(b)] * scales[i // NESTED] + torch.tensor(1.25) for i, b in enumerate(bytes_)]
+        parts[".weight.absmax"] = bytes_
+    else:
+        parts[".weight.absmax"] = torch.rand(blocks)
+        magnitudes = list(parts[".weight.absmax"])
+    values = torch.stack([LEVELS[int(code)] * magnitudes[i // BLOCK] for i, code in enumerate(codes)])
+    even = numel + numel % 2
+    padded = torch.zeros(even, dtype=torch.uint8)
+    padded[:numel] = codes
+    parts[".weight"] = torch.tensor(
+        [[int(padded[i]) * 16 + int(padded[i + 1])] for i in range(0, even, 2)], dtype=torch.uint8
+    )
+    text = json.dumps(state).encode()
+    parts[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    return values.view(shape), parts
+
+
+def word(integers: list[int], bits: int = 4) -> int:
+    value = sum(integer << bits * place for place, integer in enumerate(integers))
+    return value - 2**32 if value >= 2**31 else value
+
+
+def gptq(shape: torch.Size, in_order: bool = True, v2: bool = False) -> Packed:
+    out, into, groups = *shape, 2
+    q, z = torch.randint(0, 16, (into, out)), torch.randint(0, 16, (groups, out))
+    scales = torch.rand(groups, out).half()
+    of = torch.arange(into) * groups // into
+    if not in_order:
+        of = of[torch.randperm(into)]
+    matrix = torch.stack([(q[i] - z[of[i]]).float() * scales[of[i]].float() for i in range(into)])
+    stored = z if v2 else (z - 1) % 16
+    qweight = [[word(q[i : i + 8, j].tolist()) for j in range(out)] for i in range(0, into, 8)]
+    qzeros = [[word(stored[g, j : j + 8].tolist()) for j in range(0, out, 8)] for g in range(groups)]
+    return matrix.T, {
+        ".qweight": torch.tensor(qweight, dtype=torch.int32),
+        ".qzeros": torch.tensor(qzeros, dtype=torch.int32),
+        ".scales": scales,
+        ".g_idx": of.int(),
+    }
+
+
+def awq(shape: torch.Size) -> Packed:
+    out, into, groups = *shape, 2
+    q, z = torch.randint(0, 16, (into, out)), torch.randint(0, 16, (groups, out))
+    scales = torch.rand(groups, out).half()
+    matrix = torch.stack(
+        [(q[i] - z[i * groups // into]).float() * scales[i * groups // into].float() for i in range(into)]
+    )
+
+    def packed(rows: Tensor) -> Tensor:
+        words = [
+            [word([int(row[j + k]) for k in (0, 2, 4, 6, 1, 3, 5, 7)]) for j in range(0, out, 8)]
+            for row in rows
+        ]
+        return torch.tensor(words, dtype=torch.int32)
+
+    return matrix.T, {".qweight": packed(q), ".qzeros": packed(z), ".scales": scales}
+
+
+FORMATS: dict[str, tuple[Callable[[torch.Size], Packed], dict[str, Any]]] = {
+    "bitsandbytes": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "bitsandbytes, nested": (
+        lambda shape: bitsandbytes(shape, nested=True),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
+    "gptq, act order": (lambda shape: gptq(shape, in_order=False), {"quant_method": "gptq", "bits": 4}),
+    "gptq_v2": (
+        lambda shape: gptq(shape, v2=True),
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+}
+
+
+def make_quantised(directory: Path, name: str) -> Path:
+    """A tiny Llama whose projections are quantised, and beside it (``-plain``) what it stands for, in fp32."""
+    make, quantisation = FORMATS[name]
+    plain = make_model_dir(directory.with_name(directory.name + "-plain"))
+    make_model_dir(directory)
+    tensors, values = load_file(directory / "model.safetensors"), load_file(plain / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        matrix, parts = make(tensors.pop(key).shape)
+        values[key] = matrix.contiguous()
+        tensors |= {key.removesuffix(".weight") + end: part for end, part in parts.items()}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    return directory
+
+
+@pytest.fixture(params=FORMATS)
+def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_quantised(tmp_path / "model", request.param)
+
+
+def test_any_stretch_of_any_matrix_is_what_it_stands_for(quantised: Path):
+    want = load_file(quantised.with_name("model-plain") / "model.safetensors")
+    reader = CheckpointReader(quantised, build_skeleton(load_hf_config(quantised), frozen=True))
+    assert not reader.unexpected
+    for name, value in want.items():
+        flat = value.reshape(-1)
+        for start, stop in ((0, len(flat)), (0, 1), (7, len(flat) - 3), (len(flat) // 2 + 1, len(flat))):
+            got = torch.empty(stop - start)
+            reader.read(name, start, stop, got)
+            assert torch.equal(got, flat[start:stop]), (name, start, stop)
+        half = torch.empty(len(flat), dtype=torch.bfloat16)
+        reader.read(name, 0, len(flat), half)
+        assert torch.equal(half, flat.bfloat16())
+
+
+def test_a_frozen_model_of_it_computes_what_the_decoded_one_does(quantised: Path):
+    batch = zoo.batch("llama", num_sequences=2)
+    plain = AutoModelForCausalLM.from_pretrained(quantised.with_name("model-plain")).eval()
+    model = outsize.load(quantised, dtype="fp32", trainable=False, device="cpu", device_memory="1GiB")
+    try:
+        with torch.no_grad():
+            assert torch.equal(model(**batch).logits, plain(**batch).logits)
+        assert not hasattr(model.config, "quantization_config")
+    finally:
+        outsize.unwrap(model)
+    with pytest.raises(ModelError, match="cannot be trained"):
+        outsize.load(quantised, dtype="fp32", device="cpu", device_memory="1GiB")
+
+
+@pytest.mark.parametrize(("name", "codec"), [("bitsandbytes, nested", "nf4"), ("gptq, act order", "raw")])
+def test_adapters_train_beside_it_as_beside_the_decoded_one(name: str, codec: str, tmp_path: Path):
+    pytest.importorskip("peft")
+    found = []
+    for which in (make_quantised(tmp_path / "model", name), tmp_path / "model-plain"):
+        run = make_run(
+            tmp_path / which.name / "of",
+            model={"path": str(which)},
+            train={
+                "method": "lora",
+                "steps": 2,
+                "loss": "model",
+                "run_dir": str(tmp_path / f"{which.name}-run"),
+            },
+            lora={"r": 2, "target_modules": ["q_proj"], "base_codec": codec},
+        )
+        found.append(train(run).loss)
+    assert found[0] == found[1]
+    with pytest.raises(ModelError, match="--method lora"):
+        prepare(make_run(tmp_path, train={"method": "full"}), tmp_path / "run", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("bitsandbytes", ".weight.absmax"), ("gptq", ".scales"), ("awq", ".qzeros")],
+)
+def test_a_part_that_is_missing_is_named(name: str, missing: str, tmp_path: Path):
+    path = make_quantised(tmp_path / "model", name)
+    key = "model.layers.1.mlp.up_proj" + missing
+    tensors = load_file(path / "model.safetensors")
+    del tensors[key]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{key} is missing"):
+        CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=True))
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path):
+    for name, key in (("bitsandbytes", ".weight.absmax"), ("gptq", ".scales"), ("awq", ".qzeros")):
+        path = make_quantised(tmp_path / name, name)
+        tensors = load_file(path / "model.safetensors")
+        whole = "model.layers.1.mlp.up_proj" + key
+        tensors[whole] = tensors[whole][:1].clone()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match="do not"):
+            CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=True))

@@ -1,0 +1,130 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outsize.codecs.transport import CodecRates
+from outsize.errors import ModelError
+from outsize.hardware.presets import parse_gpus
+from outsize.hardware.spec import Figure
+from outsize.planner.costs import UnitTimes
+from outsize.train import codec_choice as module
+from outsize.train.codec_rates import codec_rates
+from outsize.train.forecast import Rates
+from outsize.train.prepare import prepare
+from outsize.train.run import foresee, train
+from support import make_run
+
+AUTO = {"weights": "auto"}
+EMULATED = {"device": "emulated"}
+
+
+def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12):
+    """Units take a millisecond each, gradients and the optimizer nothing; weights go up at ``bytes_per_s``."""
+    machine = parse_gpus("4090")
+    link = replace(
+        machine.links[0],
+        up_bytes_per_s=Figure(value=bytes_per_s, source="test"),
+        down_bytes_per_s=Figure(value=1e12, source="test"),
+        latency_s=Figure(value=1e-9, source="test"),
+    )
+    rates = CodecRates(encode_bytes_per_s=1e12, decode_bytes_per_s=decode_bytes_per_s)
+
+    def measure_rates(prepared, _):
+        count = prepared.split.spec.num_streamed
+        times = UnitTimes(forward_s=(1e-3,) * count, backward_s=(3e-3,) * count)
+        return Rates(replace(machine, links=(link,)), times)
+
+    monkeypatch.setattr(module, "measure_rates", measure_rates)
+    monkeypatch.setattr(
+        module, "codec_rates", lambda _, transport: None if transport.is_raw("weights") else rates
+    )
+
+
+def chosen(tmp_path, **sections):
+    said: list[str] = []
+    config = make_run(tmp_path, memory=EMULATED, transport=AUTO, **sections)
+    prepared = prepare(config, tmp_path, lambda _: None)
+    assert prepared.plan.transport.weights == "raw"
+    found, _ = module.choose_codec(prepared, tmp_path, said.append)
+    return found.plan.transport.weights, said
+
+
+def test_weights_are_encoded_where_a_step_waits_for_the_link(tmp_path: Path, monkeypatch):
+    on_a_link(monkeypatch, 1e6)
+    codec, said = chosen(tmp_path, model={"dtype": "bf16"})
+    assert codec == "lossless3"  # of bf16 it takes 0.70, and lossless4 0.75
+    assert said[0].startswith("transport.weights: auto is lossless3: a step is predicted to take ")
+
+
+def test_the_shorter_codec_must_be_worth_it(tmp_path: Path, monkeypatch):
+    on_a_link(monkeypatch, 1e6)
+    assert chosen(tmp_path)[0] == "lossless4"  # of fp32 it takes 0.876, and lossless3 0.85
+
+
+def test_weights_stay_as_they_are_where_the_link_is_fast(tmp_path: Path, monkeypatch):
+    on_a_link(monkeypatch, 1e11)
+    codec, said = chosen(tmp_path)
+    assert (codec, said) == ("raw", ["transport.weights: auto is raw: a step does not wait for the link"])
+
+
+def test_a_device_that_decodes_no_faster_than_its_link_is_sent_nothing_encoded(tmp_path: Path, monkeypatch):
+    on_a_link(monkeypatch, 1e6, decode_bytes_per_s=1e6)
+    assert chosen(tmp_path)[0] == "raw"
+
+
+def test_a_plan_without_room_for_a_codec_goes_without(tmp_path: Path, monkeypatch):
+    on_a_link(monkeypatch, 1e6)
+    monkeypatch.setattr(module, "_with_codec", lambda *_: None)
+    assert chosen(tmp_path)[0] == "raw"
+
+
+@pytest.mark.parametrize("memory", [{"device": "cpu"}, {"device": "emulated", "home": "disk"}])
+def test_where_there_is_no_link_auto_is_raw(memory, tmp_path: Path):
+    said: list[str] = []
+    prepared = prepare(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path, lambda _: None)
+    found, rates = module.choose_codec(prepared, tmp_path, said.append)
+    assert (found, rates) == (prepared, None)
+    assert "there is no link" in said[0]
+
+
+def test_without_a_prediction_auto_is_raw_and_says_why(tmp_path: Path, monkeypatch):
+    def fail(*_):
+        raise ModelError("no clock")
+
+    monkeypatch.setattr(module, "measure_rates", fail)
+    codec, said = chosen(tmp_path)
+    assert (codec, said) == ("raw", ["transport.weights: auto is raw: nothing could be predicted: no clock"])
+
+
+def test_a_named_codec_is_not_chosen_again(tmp_path: Path):
+    config = make_run(tmp_path, memory=EMULATED, transport={"weights": "lossless3"})
+    prepared = prepare(config, tmp_path, lambda _: None)
+    assert module.choose_codec(prepared, tmp_path, print) == (prepared, None)
+
+
+def test_a_run_computes_the_same_whatever_auto_comes_to(tmp_path: Path, monkeypatch):
+    losses = []
+    for directory, bytes_per_s in (("slow", 1e6), ("fast", 1e11)):
+        on_a_link(monkeypatch, bytes_per_s)
+        said: list[str] = []
+        steps: list[float] = []
+        run = make_run(tmp_path / directory, memory=EMULATED, transport=AUTO)
+        train(run, announce=said.append, progress=lambda record, steps=steps: steps.append(record.loss))
+        assert any("auto is lossless4" in line for line in said) == (directory == "slow")
+        losses.append(steps)
+    assert losses[0] == losses[1]
+
+
+def test_a_dry_run_says_what_auto_would_come_to(tmp_path: Path, monkeypatch):
+    on_a_link(monkeypatch, 1e6)
+    plan, _ = foresee(make_run(tmp_path, memory=EMULATED, transport=AUTO))
+    assert plan.transport.weights == "lossless4"
+
+
+def test_codecs_are_timed_here(tmp_path: Path):
+    config = make_run(tmp_path, memory=EMULATED, transport={"weights": "lossless4"})
+    prepared = prepare(config, tmp_path, lambda _: None)
+    found = codec_rates(prepared, prepared.plan.transport)
+    assert found is not None
+    assert min(found.encode_bytes_per_s, found.decode_bytes_per_s) > 1e6

@@ -1,0 +1,167 @@
+"""How a trained unit lies at home changes no bit where it says so: streamed equals resident, resumed equals whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.config import Config
+from outsize.errors import ConfigError, StorageError
+from outsize.train.run import plan, train
+from outsize.train.verify import verify
+from support import assert_same_end, in_dir, make_run
+
+SPLIT: dict[str, Any] = {"masters": "split"}
+RING = {"clip": "unit", "max_grad_norm": 0.05}
+EMULATED = {"device": "emulated:1"}
+DISK = {"home": "disk"}
+BF16 = {"dtype": "bf16"}
+# What is trained, how it lies at home and where that is; each is exact.
+EXACT: dict[str, dict[str, Any]] = {
+    "split": {"model": BF16, "optimizer": SPLIT},
+    "split on disk": {"model": BF16, "optimizer": SPLIT, "memory": DISK},
+    "split on disk below another device": {"model": BF16, "optimizer": SPLIT, "memory": {**DISK, **EMULATED}},
+    "split over two workers": {"model": BF16, "optimizer": SPLIT, "memory": {"device": "emulated:2"}},
+    "by unit": {"optimizer": RING, "memory": EMULATED},
+    "by unit, split": {"model": BF16, "optimizer": {**RING, **SPLIT}},
+    "by unit, split, on disk": {"model": BF16, "optimizer": {**RING, **SPLIT}, "memory": DISK},
+    "by unit, on disk below another device": {"optimizer": RING, "memory": {**DISK, **EMULATED}},
+    "by unit over two workers": {"optimizer": RING, "memory": {"device": "emulated:2"}},
+    "not clipped": {"optimizer": {"clip": "off"}, "memory": EMULATED},
+    "not clipped, on disk": {"optimizer": {"max_grad_norm": 0.0}, "memory": DISK},
+    "gradients in bf16": {"optimizer": {"gradients": "bf16"}, "memory": EMULATED},
+    "gradients in bf16, split, on disk": {
+        "model": BF16,
+        "optimizer": {**SPLIT, "gradients": "bf16"},
+        "memory": DISK,
+    },
+    "gradients in bf16 on disk below another device": {
+        "optimizer": {"gradients": "bf16"},
+        "memory": {**DISK, **EMULATED},
+    },
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_streamed_is_resident_bit_for_bit(case: str, tmp_path: Path) -> None:
+    result = verify(make_run(tmp_path, **EXACT[case]))
+    assert (result.equal, result.differing) == (True, [])
+
+
+def test_a_weight_that_units_share_waits_for_all_of_them(tmp_path: Path) -> None:
+    """The rest takes part in every backward, and steps once the last has run."""
+    run = make_run(tmp_path, "llama_tied", train={"microbatches": 2}, optimizer=RING, memory=EMULATED)
+    result = verify(run)
+    assert (result.equal, result.differing) == (True, [])
+
+
+# A run begun with one and gone on with the other.
+OTHER_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "separate, then split": ({}, {"optimizer": SPLIT}),
+    "split on disk, then separate": ({"optimizer": SPLIT, "memory": DISK}, {}),
+    "split, by ring over the host, then over the disk": (
+        {"optimizer": {**SPLIT, "max_grad_norm": 0.0}},
+        {"optimizer": {**SPLIT, "max_grad_norm": 0.0}, "memory": DISK},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_LAYOUTS)
+def test_a_checkpoint_is_the_same_however_a_unit_lies_at_home(case: str, tmp_path: Path) -> None:
+    first, second = ({"train": {"steps": 3}, "model": BF16, **sections} for sections in OTHER_LAYOUTS[case])
+    train(in_dir(make_run(tmp_path, **first), tmp_path / "whole"))
+    train(in_dir(make_run(tmp_path, **first), tmp_path / "parts", steps=2))
+    train(in_dir(make_run(tmp_path, **second), tmp_path / "parts", resume="auto"))
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+class _CrashError(Exception):
+    """Ends a run as a crash would, for whoever looks at its files."""
+
+
+def interrupted(config: Config, after: int) -> None:
+    def stop(record: Any) -> None:
+        if record.step == after:
+            raise _CrashError
+
+    with pytest.raises(_CrashError):
+        train(config, progress=stop)
+
+
+@pytest.mark.parametrize("name", ["split", "split, by ring"])
+def test_a_home_on_disk_goes_on_from_its_last_commit(name: str, tmp_path: Path) -> None:
+    optimizer = {**SPLIT, **(RING if "ring" in name else {})}
+    config = make_run(tmp_path, model=BF16, optimizer=optimizer, memory=DISK)
+    train(in_dir(config, tmp_path / "whole"))
+    interrupted(in_dir(config, tmp_path / "parts"), 3)
+    said: list[str] = []
+    train(in_dir(config, tmp_path / "parts", resume="auto"), announce=said.append)
+    assert any(line.startswith("resumed from step ") for line in said)
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [
+        ({"masters": "separate"}, "the state of a run with optimizer.masters=split"),
+        ({**SPLIT, "max_grad_norm": 0.0}, r"a state that keeps fp32 gradients"),
+    ],
+)
+def test_a_home_that_lies_otherwise_is_refused(changes: dict[str, Any], held: str, tmp_path: Path) -> None:
+    config = make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=DISK)
+    interrupted(in_dir(config, tmp_path / "run"), 3)
+    other = make_run(tmp_path, model=BF16, optimizer=changes, memory=DISK)
+    with pytest.raises(StorageError, match=f"home.bin holds {held}; resume with the former settings"):
+        train(in_dir(other, tmp_path / "run", resume="auto"))
+
+
+def test_gradients_take_no_memory_at_home_unless_they_wait_for_a_norm(tmp_path: Path) -> None:
+    kept, passing = (
+        plan(make_run(tmp_path, model=BF16, optimizer={**SPLIT, **changes}))
+        for changes in ({}, {"clip": "unit"})
+    )
+    numel = sum(bytes_ // 4 for bytes_ in kept.layout.gradient_bytes)
+    assert kept.memory["host"]["home"] - passing.memory["host"]["home"] == 4 * numel
+    assert passing.memory["host"]["home"] == numel * 12 + sum(
+        max(4096, -(-bytes_ // 32 // 4096) * 4096) for bytes_ in passing.layout.gradient_bytes
+    )
+    assert "gradient ring" in passing.memory["host"]
+    assert "gradient ring" not in kept.memory["host"]
+
+
+def test_masters_of_other_weights_than_bf16_are_not_split(tmp_path: Path) -> None:
+    run = make_run(tmp_path, model={"dtype": "auto"}, optimizer=SPLIT)
+    with pytest.raises(ConfigError, match=r"optimizer\.masters: only those of bf16 weights"):
+        plan(run)
+
+
+def test_fp16_cannot_be_clipped_by_unit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.clip: unit steps a unit before"):
+        plan(make_run(tmp_path, model={"dtype": "fp16"}, optimizer=RING))
+
+
+# Moments in fewer bits do not depend on where they lie or how they are cut either.
+LOSSY: dict[str, dict[str, Any]] = {
+    "int8 in host memory": {"state": "int8"},
+    "int8 in a ring": {"state": "int8", **RING},
+    "bf16 in a ring": {"state": "bf16", **RING},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", LOSSY)
+def test_moments_of_fewer_bits_are_the_same_wherever_they_lie(case: str, dtype: str, tmp_path: Path) -> None:
+    """Over a host home, tile by tile over a disk, from a commit, and from a checkpoint into another home."""
+    sections = {"model": {"dtype": dtype}, "optimizer": LOSSY[case]}
+    train(in_dir(make_run(tmp_path, **sections), tmp_path / "host"))
+    on_disk = make_run(tmp_path, **sections, memory=DISK)
+    interrupted(in_dir(on_disk, tmp_path / "disk"), 2)
+    train(in_dir(on_disk, tmp_path / "disk", resume="auto", steps=3))
+    train(in_dir(make_run(tmp_path, **sections, memory=EMULATED), tmp_path / "disk", resume="auto"))
+    assert_same_end(tmp_path / "host", tmp_path / "disk")
+
+
+def test_moments_in_other_bits_are_another_run(tmp_path: Path) -> None:
+    train(in_dir(make_run(tmp_path, optimizer={"state": "int8"}), tmp_path / "run", steps=1))
+    with pytest.raises(ConfigError, match=r"belongs to a run with optimizer\.state=int8, not fp32"):
+        train(in_dir(make_run(tmp_path), tmp_path / "run", resume="auto"))
