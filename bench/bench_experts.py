@@ -12,6 +12,9 @@ must be there, and those missing are moved; then the cache is cut back to its si
 
 Units: a dense model visits every unit once per token. What moves per token with a fixed set, and with LRU.
 
+Training: a unit comes up once per pass and serves all tokens of a step. Which share of a layer's experts do they touch?
+What they leave untouched is all that fetching by expert could save.
+
     python bench/bench_experts.py                    # the same in every run; about a minute
 """
 
@@ -30,6 +33,7 @@ import common
 LAYERS, EXPERTS, TOP, STEPS = 4, 64, 4, 150
 HALF_LIVES = 50  # of a counter, in tokens of the sequence
 TARGET = 1.1
+STEP_TOKENS = (16, 128, 1024, 8192, 32768)
 Key = tuple[int, int]
 Trace = list[list[Key]]
 
@@ -134,6 +138,25 @@ def experts() -> list[dict[str, Any]]:
     return rows
 
 
+def touched() -> list[dict[str, Any]]:
+    """Shares of a layer's experts that the tokens of a step choose, for mixtures of today; alpha 0 is balanced."""
+    rows = []
+    for experts_, top in ((8, 2), (128, 8), (256, 8)):
+        for alpha in (0.0, 1.0, 1.5):
+            generator = np.random.default_rng(0)
+            weights = np.log(1.0 / np.arange(1, experts_ + 1) ** alpha)
+            seen: set[int] = set()
+            row: dict[str, Any] = {"experts": experts_, "top": top, "alpha": alpha}
+            done = 0
+            for tokens in STEP_TOKENS:
+                noisy = weights + generator.gumbel(size=(tokens - done, experts_))
+                seen.update(np.unique(np.argpartition(-noisy, top, axis=1)[:, :top]).tolist())
+                row[f"{tokens} tokens"] = len(seen) / experts_
+                done = tokens
+            rows.append(row)
+    return rows
+
+
 def units() -> list[dict[str, Any]]:
     from outsize.planner.scan import bytes_moved_by_lru, plan_scan
 
@@ -159,17 +182,22 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
-    found, dense = experts(), units()
+    found, dense, training = experts(), units(), touched()
     names = ["alpha", "batch", "held", "needed", "belady", "counters", "known", "lru"]
     ratios = ["counters_to_belady", "known_to_belady", "counters_to_known"]
     headers = [*names, *ratios]
     common.print_table(headers, [[row[name] for name in headers] for row in found], "experts moved")
     columns = ["units", "room_in_units", "fixed_set", "lru", "least"]
     common.print_table(columns, [[row[c] for c in columns] for row in dense], "units moved per token")
+    columns = list(training[0])
+    common.print_table(
+        columns, [list(row.values()) for row in training], "share of a layer's experts in a step"
+    )
     worst = max(row["counters_to_belady"] for row in found)
     result = {
         "experts": found,
         "units": dense,
+        "training": training,
         "layers": LAYERS,
         "experts_per_layer": EXPERTS,
         "top": TOP,

@@ -104,7 +104,7 @@ def measured_s(
             seconds = []
             for outcome in trainer.steps(batches):
                 seconds.append(outcome.seconds)
-                expected.step_ended(outcome.seconds, trainer.take_timeline())
+                expected.step_ended(outcome.window, trainer.take_timeline())
             trainer.settle()
     return seconds[3:], expected.step_s
 

@@ -2,7 +2,8 @@
 
 The same model, batches, budget, slots and optimizer; the trainer walks one program per step and runs head, loss and
 backward in one op, the loop asks for forward, backward and step. Each run is a process of its own, in turn; medians
-over the steps after the second. Both with the model's own loss, clipping to a norm of 1. Losses are compared as well.
+over the steps after the second. Both with the model's own loss, clipping to a norm of 1. Losses are compared as well,
+and seconds of processors, which other programs disturb less.
 
     python bench/bench_wrap.py                       # 34M parameters, home in host memory: under 4 minutes on two cores
     python bench/bench_wrap.py --home disk
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,13 @@ def trainer(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) 
 
     with StreamedTrainer(prepared, Path(config.train.run_dir) / "store") as streamed:
         streamed.fill()
-        outcomes = list(streamed.steps(batches))
+        outcomes, cpu = [], [time.process_time()]
+        for outcome in streamed.steps(batches):
+            outcomes.append(outcome)
+            cpu.append(time.process_time())
         streamed.settle()
-        return {"seconds": [o.seconds for o in outcomes], "losses": [o.loss for o in outcomes]}
+        seconds, losses = [o.seconds for o in outcomes], [o.loss for o in outcomes]
+        return {"seconds": seconds, "cpu_s": [b - a for a, b in pairwise(cpu)], "losses": losses}
 
 
 def wrap(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def wrap(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> 
             {"params": [p for n, p in named if n not in decaying], "weight_decay": 0.0},
         ],
     )
-    seconds, losses = [], []
+    seconds, losses, cpu = [], [], [time.process_time()]
     for batch in batches:
         started = time.perf_counter()
         loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
@@ -109,8 +115,9 @@ def wrap(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> 
         optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - started)
+        cpu.append(time.process_time())
     outsize.unwrap(model)
-    return {"seconds": seconds, "losses": losses}
+    return {"seconds": seconds, "cpu_s": [b - a for a, b in pairwise(cpu)], "losses": losses}
 
 
 def run_child(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, Any]:
@@ -157,9 +164,21 @@ def main() -> None:
 
 def report(args: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> None:
     spreads = {v: common.Spread.of(s for run in rows for s in run["seconds"][2:]) for v, rows in runs.items()}
+    cpu = {v: common.Spread.of(s for run in rows for s in run["cpu_s"][2:]) for v, rows in runs.items()}
     ratio = spreads["wrap"].median / spreads["trainer"].median
-    rows = [(v, str(spread), spread.median / spreads["trainer"].median) for v, spread in spreads.items()]
-    common.print_table(("run", "step, s", "to the trainer"), rows, title="A loop of one's own")
+    cpu_ratio = cpu["wrap"].median / cpu["trainer"].median
+    rows = [
+        (
+            v,
+            str(spread),
+            spread.median / spreads["trainer"].median,
+            str(cpu[v]),
+            cpu[v].median / cpu["trainer"].median,
+        )
+        for v, spread in spreads.items()
+    ]
+    headers = ("run", "step, s", "to the trainer", "of processors, s", "to the trainer")
+    common.print_table(headers, rows, title="A loop of one's own")
     losses = {v: rows_[0]["losses"] for v, rows_ in runs.items()}
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     print(f"largest difference of losses: {apart:g}")
@@ -170,6 +189,8 @@ def report(args: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> N
             "settings": {k: str(v) for k, v in vars(args).items() if k not in ("output", "dir", "child")},
             "step_s": {v: vars(spread) for v, spread in spreads.items()},
             "ratio": ratio,
+            "cpu_s": {v: vars(spread) for v, spread in cpu.items()},
+            "cpu_ratio": cpu_ratio,
             "target": TARGET,
             "losses_apart": apart,
         },

@@ -113,16 +113,41 @@ def test_more_workers_than_stages(tmp_path: Path):
         prepare(config, tmp_path / "run", lambda _: None)
 
 
-def test_a_home_on_disk_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="several workers need the home in host memory"):
-        prepare(make_run(tmp_path, memory=on(2, home="disk")), tmp_path / "run", lambda _: None)
+@pytest.mark.parametrize(
+    ("name", "num_workers", "sections"),
+    [
+        ("llama", 2, {"train": {"microbatches": 4}, "optimizer": {"max_grad_norm": 0.05}}),
+        ("llama", 3, {"train": {"microbatches": 3}, "optimizer": {"max_grad_norm": 0.0}}),
+        ("qwen3_moe", 2, {"train": {"microbatches": 2}, "model": {"dtype": "bf16"}}),
+    ],
+)
+def test_a_home_on_disk(name: str, num_workers: int, sections: dict[str, Any], tmp_path: Path):
+    got = compare(name, tmp_path, memory=on(num_workers, home="disk"), **sections)
+    assert got.plan.layout.staged
+    assert got.plan.home == "disk"
+
+
+def test_tied_embeddings_over_a_home_on_disk(tmp_path: Path):
+    """The gradient of the table goes to disk and comes back between the visits that add to it."""
+    memory = on(2, home="disk", link_gb_per_s=0.05)
+    config = make_run(tmp_path, "llama_tied", memory=memory, train={"microbatches": 4, "steps": 2})
+    assert verify(config).equal
+
+
+def test_several_workers_go_on_from_a_home_on_disk_that_one_has_committed(tmp_path: Path):
+    def run(directory: str, memory: dict[str, Any], steps: int) -> float:
+        settings = {"steps": steps, "microbatches": 4, "resume": "auto", "run_dir": str(tmp_path / directory)}
+        return train(make_run(tmp_path, memory={"home": "disk", **memory}, train=settings)).loss
+
+    assert run("several", on(2), 2) == run("one", {}, 2)
+    assert run("several", {}, 4) == run("one", on(2), 4)
 
 
 @pytest.mark.parametrize(
     ("memory", "tier", "advice"),
     [
         ({"device_memory": "64KiB"}, "device", "on each worker, .* first try"),
-        ({"host_memory": "64KiB"}, "host", "on the host, .* one device and the home on disk"),
+        ({"host_memory": "64KiB", "home": "host"}, "host", "on the host, .* first try the home on disk"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_done(

@@ -153,7 +153,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         slot_bytes=slots_for(stages, weights),
         accumulator_bytes=slots_for(stages, gradients, only_backward=True),
         tiles=tiles,
-        staged=False,
+        staged=any(tiles) and draw(st.booleans()),
         offload=frozenset(),
         kept=kept,
         num_workers=num_workers,

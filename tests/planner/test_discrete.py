@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.planner.discrete import Cost, Work, run_work
+from planner.plain_clock import run_plainly
 
 
 def seconds(lane, duration, *after):
@@ -82,6 +83,15 @@ def test_the_critical_path_is_as_long_as_the_makespan(work):
         assert run.start_s[path[0]] == 0
         assert run.end_s[path[-1]] == run.makespan_s
     assert sum(run.end_s[i] - run.start_s[i] for i in path) == pytest.approx(run.makespan_s)
+
+
+@given(works())
+def test_a_plain_clock_says_the_same(work):
+    capacity = {"x": 1, "y": 2, "z": 0.3}
+    run = run_work(work, capacity)
+    start_s, end_s = run_plainly(work, capacity)
+    assert run.start_s == pytest.approx(start_s, abs=1e-6)
+    assert run.end_s == pytest.approx(end_s, abs=1e-6)
 
 
 @given(works())

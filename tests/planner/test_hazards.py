@@ -260,6 +260,21 @@ def test_the_next_step_enters_while_later_units_still_step():
     assert not {"STEP 1", "STEP 2"} & ordered
 
 
+def test_in_a_ring_the_disk_reads_ahead_of_a_backward_and_the_next_backward_goes_on():
+    """State is read while a unit computes; a unit's STEPs and WRITEs hold up nobody but who needs its accumulator."""
+    layout = make_layout(3, ring=True, tiles=(2, 2, 2), num_tile_buffers=4, accumulator_bytes=(1, 1))
+    program = build_step(layout)
+    before, hazards = [], Hazards(3, None)
+    for op in program:
+        reached = set()
+        for n in hazards.dependencies(op):
+            reached |= before[n] | {n}
+        before.append(reached)
+    waits_for = {str(op): {str(program.ops[n]) for n in before[i]} for i, op in enumerate(program)}
+    assert not [name for name in waits_for["READ 1#0>t2"] if name.startswith(("B ", "FB "))]
+    assert not [name for name in waits_for["B 1.0@w0"] if name.startswith(("STEP", "WRITE", "READ"))]
+
+
 def test_memory_does_not_grow_with_the_number_of_steps():
     layout = make_layout(3, trainable=(False, True, True), tiles=(0, 3, 3), num_tile_buffers=2, clip=True)
     program = build_step(layout)
@@ -300,3 +315,15 @@ def test_a_commit_holds_nothing_up_but_the_next_optimizer(op):
     hazards = Hazards(4, None)
     hazards.dependencies(parse_op("COMMIT"))
     assert hazards.dependencies(parse_op(op)) == ()
+
+
+def test_an_f_does_not_wait_for_what_leaves_together_behind_the_one_before():
+    """The last input of a stage and its output: both begin when that F ends, as the next F does."""
+    text = (
+        "F 0.0@w0; F 1.0@w0; SAVE 1.0@w0; SAVE 2.0@w0; F 0.1@w0; F 1.1@w0; SAVE 1.1@w0; SAVE 2.1@w0; F 0.2@w0"
+    )
+    found = waits(text)
+    assert "SAVE 1.0@w0" not in found["F 0.1@w0"]
+    assert "SAVE 1.0@w0" in found["F 1.1@w0"]
+    assert "SAVE 2.0@w0" in found["F 0.2@w0"]
+    assert "SAVE 1.1@w0" not in found["F 0.2@w0"]

@@ -63,6 +63,37 @@ def test_the_same_units_give_the_same_cuts():
     assert partition(pipeline) == partition(pipeline)
 
 
+def test_a_faster_search_finds_what_the_slower_one_found():
+    """Cuts found before the search remembered which directions fit; only what makes cuts better may change them."""
+    uneven = Pipeline(
+        forward_s=(0.001, *[1.0] * 12, 0.5),
+        backward_s=(0.003, *[2.7] * 12, 2.1),
+        recompute_s=(0.001, *[0.7] * 12, 0.5),
+        num_workers=3,
+        num_microbatches=8,
+        hop_s=0.05,
+        keeps=True,
+        weights_s=(0.5, *[0.2] * 12, 0.6),
+        gradients_s=(1.0, *[0.4] * 12, 1.2),
+        halves=(2, 1),
+        fits=lambda span, backward: span[1] - span[0] <= (2 if backward else 4),
+    )
+    frozen = Pipeline(
+        forward_s=tuple(1.0 + 0.1 * (unit % 3) for unit in range(9)),
+        backward_s=tuple(3.0 + 0.2 * (unit % 4) for unit in range(9)),
+        num_workers=4,
+        num_microbatches=5,
+        bottom=3,
+        holds=lambda stages: len(stages.backward) > 1,
+    )
+    found = [partition(pipeline, max_visits=20_000) for pipeline in (uneven, frozen)]
+    sizes = [([b - a for a, b in s.forward], [b - a for a, b in s.backward], s.round_size) for s in found]
+    assert sizes == [([1, 1, 2, 4, 4], [2, *[1] * 12], 8), ([1, 1, 1, 3, 2], [1] * 6, 5)]
+    assert [p.step_s(s) for p, s in zip((uneven, frozen), found, strict=True)] == pytest.approx(
+        [129.803, 46.6]
+    )
+
+
 def test_stages_fit_the_workers():
     def fits(span, backward):
         return span[1] - span[0] <= (1 if backward else 2)

@@ -10,11 +10,14 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec, pack_unit
 from outsize.planner.discrete import Cost
 from outsize.planner.memory import Demand
+from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets, PlanOptions
 from outsize.planner.plan_stages import StageOptions, num_handed_over, plan_stages
+from outsize.planner.schedule import build_step
 from outsize.planner.simulate import CostModel, simulate
 from outsize.planner.stages import cursor_after
 from outsize.planner.validate import validate
+from planner.layouts import staged_layouts
 
 HOST = PlanOptions(home="host", below="host", microbatches=4)
 ROOMY = Budgets(device=2**40)
@@ -119,7 +122,13 @@ def test_programs_take_turns_until_the_first_worker_begins_again():
 
 def test_room_below_is_counted_by_what_is_handed_over():
     found = plan(model(), 2)
-    assert num_handed_over(found.program) * 4096 == found.memory["host"]["saved activations"]
+    assert num_handed_over(found.layout) * 4096 == found.memory["host"]["saved activations"]
+
+
+@given(staged_layouts())
+def test_what_is_handed_over_is_counted_without_making_the_program(layout):
+    leaving = (op.kind in (Kind.SAVE, Kind.SEND) for op in build_step(layout))
+    assert num_handed_over(layout) == sum(leaving)
 
 
 @pytest.mark.parametrize(("frozen", "most"), [(0, 11), (3, 8), (5, 6)])
@@ -131,6 +140,41 @@ def test_more_workers_than_stages(frozen, most):
         plan(spec, most + 1, ())
 
 
-def test_a_home_on_disk_is_refused():
-    with pytest.raises(ConfigError, match=r"memory\.home to host"):
-        plan(model(), options=PlanOptions(home="disk", below="host"))
+DISK = replace(HOST, home="disk")
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_home_on_disk_reads_and_writes_whole_units_through_host_buffers(num_workers, clip):
+    found = plan(model(), num_workers, options=replace(DISK, clip=clip))
+    for program in found.programs:
+        validate(program, found.layout)
+        assert program.ops[-1].kind is Kind.COMMIT
+    layout = found.layout
+    assert (layout.num_host_buffers, layout.stages.round_size) == (2 * num_workers, 4)
+    assert found.memory["disk"]["home"] > found.memory["host"]["host buffers"] > 0
+    gradients = sum(layout.gradient_bytes)
+    assert found.traffic.disk_written >= gradients
+    assert found.traffic.disk_read >= 2 * sum(layout.weight_bytes[1:-2])
+
+
+def test_a_home_on_disk_takes_no_more_host_memory_than_there_is():
+    roomy = plan(model(), 3, options=DISK)
+    budget = roomy.total_bytes("host") - 1
+    tight = plan(model(), 3, options=DISK, budgets=Budgets(device=2**40, host=budget))
+    assert tight.layout.num_host_buffers == 2
+    assert tight.total_bytes("host") <= budget
+    with pytest.raises(InfeasiblePlanError, match="on the host"):
+        plan(model(), 3, options=DISK, budgets=Budgets(device=2**40, host=1000))
+    with pytest.raises(InfeasiblePlanError, match="try a larger disk budget"):
+        plan(model(), 3, options=DISK, budgets=Budgets(device=2**40, disk=1000))
+
+
+def test_the_faster_of_keeping_and_recomputing_at_the_turn_is_taken():
+    """Keeping takes the workspace of all units of the stage that turns around."""
+    spec = model()
+    found = {kind: plan(spec, 1, options=replace(HOST, activations=kind)) for kind in ("auto", "recompute")}
+    assert any(found["auto"].layout.kept)
+    assert not found["recompute"].layout.kept
+    for program in found["auto"].programs:
+        validate(program, found["auto"].layout)

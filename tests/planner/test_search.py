@@ -4,8 +4,9 @@ import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
+from outsize.planner.microbatches import FULL_TOKENS, PER_GPU
 from outsize.planner.plan import Budgets
-from outsize.planner.search import FULL_TOKENS, PER_GPU, fastest, missing_host_bytes
+from outsize.planner.search import fastest, missing_host_bytes
 from planner.questions import GIB, ask
 
 

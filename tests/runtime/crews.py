@@ -84,7 +84,7 @@ def crew_over(
                 home.write(unit.index, "weights", 0, plane)
         made = devices or [EmulatedDevice(f"emulated:{i}") for i in range(num_workers)]
         workers = stack.enter_context(contextlib.closing(Workers(made)))
-        extents = max(1, num_handed_over(plan.program))
+        extents = max(1, num_handed_over(plan.layout))
         scratch = stack.enter_context(contextlib.closing(HostScratch(extents, EXTENT_BYTES, arena)))
         boundaries = stack.enter_context(Boundaries(parts.modules))
         chosen = {"draws_random": False, **(settings or {})}

@@ -5,9 +5,10 @@ import pytest
 
 from outsize.errors import ConfigError, ModelError
 from outsize.hardware.from_probe import read_machine
+from outsize.planner.costs import UnitTimes
 from outsize.train import forecast as module
 from outsize.train.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
-from outsize.train.prepare import prepare
+from outsize.train.prepare import prepare, recompute_shares
 from outsize.train.run import foresee, train
 from support import make_run
 
@@ -31,6 +32,7 @@ def test_a_run_says_once_what_was_predicted_and_what_came_of_it(finished):
     assert told["predicted_step_s"] == result.predicted_step_s
     assert sum(part["measured_s"] for part in told["parts"]) == pytest.approx(result.measured_step_s)
     assert sum(part["predicted_s"] for part in told["parts"]) == pytest.approx(result.predicted_step_s)
+    assert min(part[side] for part in told["parts"] for side in ("predicted_s", "measured_s")) >= 0
     assert {lane["name"] for lane in told["lanes"]} >= {"compute:w0", "host"}
 
 
@@ -84,6 +86,20 @@ def test_a_run_without_a_prediction_trains_and_says_why(tmp_path, monkeypatch, e
     result = train(make_run(tmp_path), announce=said.append)
     assert "no prediction of step times: no clock" in said
     assert (result.steps, result.predicted_step_s) == (4, None)
+
+
+def test_recomputes_that_end_early_are_predicted_shorter():
+    whole = UnitTimes(forward_s=(1.0, 4.0, 0.0), backward_s=(3.0, 12.0, 9.0))
+    found = module._less_recompute(whole, (1.0, 0.75, 1.0))
+    assert (found.forward_s, found.backward_s) == (whole.forward_s, (3.0, 11.0, 9.0))
+    assert [found.recompute(unit) for unit in range(2)] == [1.0, 3.0]
+
+
+def test_the_recompute_of_a_block_leaves_out_its_last_product(tmp_path):
+    prepared = prepare(make_run(tmp_path), tmp_path, lambda _: None)
+    embedding, *blocks, head = recompute_shares(prepared.split, prepared.measured)
+    assert embedding == head == 1.0
+    assert all(0.5 < share < 1.0 for share in blocks)
 
 
 def test_fewer_sequences_are_timed_before_shorter_ones():

@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 
+import zoo
 from outsize.config import Config
+from outsize.data.batch import Batch
 from outsize.errors import ConfigError, StorageError
+from outsize.testing.tiny import tiny_model
+from outsize.train.prepare import prepare
 from outsize.train.run import plan, train
+from outsize.train.stream import StreamedTrainer
 from outsize.train.verify import verify
 from support import assert_same_end, in_dir, make_run
 
@@ -27,7 +32,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "by unit, split, on disk": {"model": BF16, "optimizer": {**RING, **SPLIT}, "memory": DISK},
     "by unit, on disk below another device": {"optimizer": RING, "memory": {**DISK, **EMULATED}},
     "by unit over two workers": {"optimizer": RING, "memory": {"device": "emulated:2"}},
-    "not clipped": {"optimizer": {"clip": "off"}, "memory": EMULATED},
+    "not clipped": {"optimizer": {"clip": "none"}, "memory": EMULATED},
     "not clipped, on disk": {"optimizer": {"max_grad_norm": 0.0}, "memory": DISK},
     "gradients in bf16": {"optimizer": {"gradients": "bf16"}, "memory": EMULATED},
     "gradients in bf16, split, on disk": {
@@ -142,17 +147,16 @@ def test_fp16_cannot_be_clipped_by_unit(tmp_path: Path) -> None:
 
 # Moments in fewer bits do not depend on where they lie or how they are cut either.
 LOSSY: dict[str, dict[str, Any]] = {
-    "int8 in host memory": {"state": "int8"},
-    "int8 in a ring": {"state": "int8", **RING},
-    "bf16 in a ring": {"state": "bf16", **RING},
+    "int8, global norm": {"model": BF16, "optimizer": {"state": "int8"}},
+    "int8, ring": {"model": BF16, "optimizer": {"state": "int8", **RING}},
+    "bf16, ring, fp32 weights": {"optimizer": {"state": "bf16", **RING}},
 }
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("case", LOSSY)
-def test_moments_of_fewer_bits_are_the_same_wherever_they_lie(case: str, dtype: str, tmp_path: Path) -> None:
+def test_moments_of_fewer_bits_are_the_same_wherever_they_lie(case: str, tmp_path: Path) -> None:
     """Over a host home, tile by tile over a disk, from a commit, and from a checkpoint into another home."""
-    sections = {"model": {"dtype": dtype}, "optimizer": LOSSY[case]}
+    sections = LOSSY[case]
     train(in_dir(make_run(tmp_path, **sections), tmp_path / "host"))
     on_disk = make_run(tmp_path, **sections, memory=DISK)
     interrupted(in_dir(on_disk, tmp_path / "disk"), 2)
@@ -165,3 +169,54 @@ def test_moments_in_other_bits_are_another_run(tmp_path: Path) -> None:
     train(in_dir(make_run(tmp_path, optimizer={"state": "int8"}), tmp_path / "run", steps=1))
     with pytest.raises(ConfigError, match=r"belongs to a run with optimizer\.state=int8, not fp32"):
         train(in_dir(make_run(tmp_path), tmp_path / "run", resume="auto"))
+
+
+def wide_model(directory: Path) -> Path:
+    """A Llama of a million parameters: large enough that whole sectors weigh nothing."""
+    return tiny_model(directory, hidden_size=192, intermediate_size=512, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_parameter", "optimizer"),
+    [(6.5, {"state": "int8", "clip": "unit"}), (14.5, {"masters": "split", "clip": "unit"})],
+)
+def test_a_budget_of_so_many_bytes_per_parameter_holds(
+    bytes_per_parameter: float, optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights, masters, moments, gradients on their way and saved inputs: the ledger lets no more be taken."""
+    wide_model(tmp_path / "model")
+    train_config = {"steps": 2, "tokens_per_step": 32, "microbatches": 1}
+    run = make_run(tmp_path, model=BF16, train=train_config, optimizer=optimizer, memory=EMULATED)
+    prepared = prepare(run, tmp_path, lambda _: None)
+    budget = int(bytes_per_parameter * prepared.split.spec.num_parameters)
+    memory = run.memory.model_copy(update={"host_memory": budget})
+    prepared = prepare(run.model_copy(update={"memory": memory}), tmp_path, lambda _: None)
+    with StreamedTrainer(prepared, tmp_path / "store") as trainer:
+        trainer.fill()
+        batch = Batch(**zoo.batch("llama", seed=1, num_sequences=2, seq_len=16))
+        outcomes = list(trainer.steps([batch, batch]))
+        trainer.settle()
+        assert 0.9 * budget < trainer.ledger.used("host") <= budget
+    assert outcomes[1].loss < outcomes[0].loss
+
+
+def test_a_step_clipped_by_unit_reports_the_global_norm(tmp_path: Path) -> None:
+    norms: dict[str, list[float]] = {}
+    for clip in ("global", "unit"):
+        run = make_run(tmp_path, train={"steps": 1}, optimizer={"clip": clip, "max_grad_norm": 0.05})
+        noted = norms.setdefault(clip, [])
+        train(
+            in_dir(run, tmp_path / clip),
+            progress=lambda record, into=noted: into.append(record.grad_norm),
+        )
+    assert norms["unit"] == pytest.approx(norms["global"], rel=1e-6)
+    assert norms["global"][0] > 0.05
+
+
+def test_verify_says_that_rounded_moments_differ_and_by_how_much(tmp_path: Path) -> None:
+    said: list[str] = []
+    result = verify(make_run(tmp_path, optimizer={"state": "int8"}), announce=said.append)
+    assert any(line.startswith("note: moments in int8 are rounded") for line in said)
+    assert not result.equal
+    assert result.loss_streamed[:1] == result.loss_resident[:1]
+    assert result.loss_streamed == pytest.approx(result.loss_resident, rel=1e-3)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import outsize
 import zoo
@@ -92,6 +93,29 @@ def test_adapters_train_on_a_base_in_4_bits(home: str):
     assert_equal(
         model.state_dict(), plain.state_dict()
     )  # unwrapped, it has the weights that it computed with
+
+
+@pytest.mark.parametrize(("codec", "most"), [("raw", 2.1), ("nf4-double", 0.6)])
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_frozen_weights_only_go_up(codec: str, most: float, activations: str):
+    """Bytes per frozen parameter and pass, and no gradient of it on the link."""
+    settings = {"base_codec": codec, "table_codec": codec, "activations": activations, "slots": 2}
+    config = zoo.make_config("llama")
+    config.hidden_size, config.head_dim, config.intermediate_size = 256, 64, 512
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    with wrapped(model, device="emulated:1", home="host", **settings):
+        runner = vars(model)["_outsize_runner"]
+        streamed_backward(model, BATCH)
+        model.zero_grad()
+        before = runner._engine.link_bytes()
+        streamed_backward(model, BATCH)
+        after = runner._engine.link_bytes()
+        trained = sum(unit.numel for unit in runner.split.spec.units if unit.trainable)  # whole granules
+    up, down = (after[lane] - before[lane] for lane in ("up:w0", "down:w0"))
+    assert (up - 2 * 4 * trained) / frozen < 2 * most
+    assert down == 4 * trained
 
 
 def test_a_codec_that_frozen_weights_cannot_have_is_refused():

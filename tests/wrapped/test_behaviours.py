@@ -316,6 +316,39 @@ def test_two_wrapped_models_live_in_one_process():
         assert_equal(gradients(second), gradients(plain[1]), 1e-6)  # tied
 
 
+@pytest.mark.parametrize("settings", [{}, {"home": "disk"}, {"home": "disk", "device": "emulated:1"}])
+def test_fp32_stays_fp32_on_every_tier(settings: dict[str, object]):
+    """At home, in slots, in accumulators, in what is saved below the device, and in what is handed out."""
+    with wrapped(zoo.build("llama"), offload=True, slots=2, **settings) as model:
+        optimizer, fine = outsize.AdamW(model, lr=0.0, weight_decay=0.0), torch.tensor(1.0 + 2.0**-23)
+        name = "model.layers.1.mlp.up_proj.weight"
+        weight = {
+            name: fine.expand(model.get_parameter(name).shape)
+        }  # its last bit is lost in any other dtype
+        model.load_state_dict(weight, strict=False)
+        inputs = []
+        handle = model.model.layers[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0].dtype))
+        streamed_backward(model, BATCH)
+        handle.remove()
+        optimizer.step()
+        runner = vars(model)["_outsize_runner"]
+        home, units = runner.tiers.home, runner.split.spec.units
+        assert {runner.split.spec.dtype} == runner.split.spec.dtypes == {"fp32"}
+        for unit in units:
+            for plane in ("weights", "exp_avg", "exp_avg_sq", "gradient"):
+                assert home._layout.extent(unit.index, plane).dtype is torch.float32
+        assert set(inputs) == {torch.float32}
+        assert (
+            {p.dtype for p in model.parameters()}
+            == {p.grad.dtype for p in model.parameters()}
+            == {torch.float32}
+        )
+        assert dict(model.state_dict())[name].eq(fine).all()
+        assert {t.dtype for s in optimizer.state_dict()["state"].values() for t in s.values() if t.dim()} == {
+            torch.float32
+        }
+
+
 def test_copies_and_pickles_are_refused_with_a_reason():
     with wrapped(zoo.build("llama")) as model:
         for attempt in (

@@ -60,21 +60,19 @@ def watching(model: nn.Module, work: Work, monkeypatch: pytest.MonkeyPatch) -> I
             super().__init__()
             work.skips.append(self.made)
 
-    def hook(name: str) -> Any:
-        return lambda *_: work.forwards.update([name])
+    def counted(name: str, forward: Any) -> Any:
+        def run(*args: Any) -> Any:
+            work.forwards.update([name])
+            return forward(*args)
 
-    layers = model.get_submodule("model.layers")
-    handles = [
-        block.get_submodule("mlp").register_forward_pre_hook(hook(name))
-        for name, block in layers.named_children()
-    ]
+        return run
+
     with monkeypatch.context() as patched:
         patched.setattr(shortcut, "_Skip", Counted)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for name, block in model.get_submodule("model.layers").named_children():
+            part = block.get_submodule("mlp")
+            patched.setattr(part, "forward", counted(name, part.forward), raising=False)
+        yield
 
 
 def work_of_trainer(
@@ -229,6 +227,57 @@ def test_an_autocast_is_measured_and_its_recomputes_are_short(monkeypatch: pytes
     assert set(short.forwards.values()) == {1}
     assert not kept.forwards
     assert_equal(got, want)
+
+
+def test_a_mask_is_measured_wherever_the_padding_is(monkeypatch: pytest.MonkeyPatch):
+    """The models of transformers make none where nothing is padded, as in the first rows of this batch."""
+    plain, work = zoo.build("llama"), Work()
+    mask = torch.ones_like(BATCH["input_ids"])
+    mask[3, -5:] = 0
+    padded = {**BATCH, "attention_mask": mask}
+    with wrapped(zoo.build("llama"), slots=2, activations="recompute") as model:
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, 1)
+        before = runner_of(model)._measured
+        with watching(model, work, monkeypatch):
+            for batch in (padded, BATCH, padded):
+                model(**batch).loss.backward()
+                left_out = work.left_out
+                work.restart()
+                streamed_backward(model, batch)
+                assert work.left_out == left_out > 0
+                assert set(work.forwards.values()) == {2}  # one forward, one recompute
+                for _ in range(2):
+                    resident_backward(plain, batch, 1)
+                work.restart()
+        assert_equal(gradients(model), gradients(plain))
+        assert before is not None
+        assert runner_of(model)._measured.held_bytes > before.held_bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("activations", CHOICES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_inside_units_see_what_was_computed(when: str, activations: str):
+    """In the recompute as well, which computes everything then; they may copy, and come before the trial or after."""
+    plain = zoo.build("llama")
+
+    def watch(model: nn.Module, seen: list[torch.Tensor]) -> Any:
+        part = model.get_submodule("model.layers.1.mlp.down_proj")
+        return part.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+
+    want: list[torch.Tensor] = []
+    watch(plain, want)
+    plain(**BATCH).loss.backward()
+    with wrapped(zoo.build("llama"), activations=activations) as model:
+        seen: list[torch.Tensor] = []
+        handle = watch(model, seen) if when == "before" else None
+        streamed_backward(model, BATCH)
+        handle = handle or watch(model, seen)
+        seen.clear()
+        streamed_backward(model, BATCH)
+        handle.remove()
+    assert len(seen) == (2 if activations == "recompute" else 1)
+    assert all(torch.equal(one, want[0]) for one in seen)
 
 
 def test_what_dropout_saves_is_measured_although_evaluation_came_first():

@@ -57,7 +57,7 @@ class Clip(StrEnum):
 
     GLOBAL = "global"
     UNIT = "unit"
-    OFF = "off"
+    NONE = "none"
 
 
 class State(StrEnum):

@@ -117,7 +117,7 @@ def ask(
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
     if nodes > 1 and clip == "unit":
-        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or off")
+        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
     box = _machine(gpus, machine)
     path, hf_config = read_config(model)
     adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None

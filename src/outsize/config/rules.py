@@ -15,7 +15,7 @@ def contradictions(config: "Config") -> list[str]:
 
 def _portions(config: "Config") -> list[str]:
     """A step is a whole number of sequences, and at least one of them per microbatch."""
-    seq_len, microbatches = config.data.seq_len, config.train.microbatches
+    seq_len, microbatches = config.data.seq_len, config.microbatches
     if config.tokens_per_step % seq_len:
         below = max(config.tokens_per_step // seq_len, 1) * seq_len
         return [
@@ -116,7 +116,7 @@ def settings_without_effect(config: "Config") -> list[str]:
             optimizer.clip != "global" or not optimizer.max_grad_norm,
             "gradients do not wait for a global norm",
         ),
-        (optimizer, "optimizer.max_grad_norm", optimizer.clip == "off", "optimizer.clip is off"),
+        (optimizer, "optimizer.max_grad_norm", optimizer.clip == "none", "optimizer.clip is none"),
         (
             parallel,
             "parallel.ddp_powersgd_rank",

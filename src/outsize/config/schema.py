@@ -134,13 +134,14 @@ class TrainConfig(Section):
         default=None,
         ge=2,
         description="Tokens per optimizer step, a multiple of data.seq_len; "
-        "null is data.seq_len x microbatches.",
+        "null is data.seq_len x microbatches, or one sequence.",
     )
-    microbatches: int = Field(
-        default=1,
+    microbatches: int | None = Field(
+        default=None,
         ge=1,
         description="Slices of a step that pass through a unit one after the other; "
-        "more of them need less memory for activations and move no more weights.",
+        "more of them need less memory for activations and move no more weights. null is as few as fit, or with "
+        "several workers as many as keep them busy; the number chosen is in run_dir/config.yaml.",
     )
     seed: int = Field(
         default=0,
@@ -286,11 +287,11 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
     )
-    clip: Literal["global", "unit", "off"] = Field(
+    clip: Literal["global", "unit", "none"] = Field(
         default="global",
         description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
-        "it; unit: that of each unit (embedding, block, head) by itself; off: none. Without the global norm a unit "
-        "steps as soon as its backward has run, and gradients take no memory at home.",
+        "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
+        "norm a unit steps as soon as its backward has run, and gradients take no memory at home.",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32",
@@ -520,7 +521,17 @@ class Config(Section):
     @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step, padding included."""
-        return self.train.tokens_per_step or self.data.seq_len * self.train.microbatches
+        return self.train.tokens_per_step or self.data.seq_len * self.microbatches
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step; one where nobody has chosen yet."""
+        return self.train.microbatches or 1
+
+    def in_microbatches(self, count: int) -> Self:
+        """Return the same run with steps cut into ``count`` microbatches, at most one for each sequence."""
+        train = self.train.model_copy(update={"microbatches": count})
+        return self.model_copy(update={"train": train})
 
     @property
     def sequences_per_step(self) -> int:

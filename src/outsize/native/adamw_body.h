@@ -85,10 +85,56 @@ static inline void NATIVE(encode_moments)(
     }
 }
 
+/* A whole group of 8-bit moments beside split masters without ties: the same as below, in two passes that keep to
+ * registers what they can. */
+static inline __attribute__((always_inline)) void NATIVE(step_group)(const struct adamw *s, size_t at, int is_bf16)
+{
+    float master[GROUP], m[GROUP], v[GROUP];
+    uint16_t *restrict hi = s->hi + at;
+    int16_t *restrict lo = s->lo + at;
+    uint8_t *restrict m_codes = (uint8_t *)s->exp_avg + at, *restrict v_codes = (uint8_t *)s->exp_avg_sq + at;
+    const uint16_t *restrict narrow = (const uint16_t *)s->gradient + at;
+    const float *restrict wide = (const float *)s->gradient + at;
+    uint32_t m_base = NATIVE(base)(s->exp_avg_top[at / GROUP], 128 >> M_MANTISSA) << M_MANTISSA;
+    uint32_t v_base = NATIVE(base)(s->exp_avg_sq_top[at / GROUP], 256 >> V_MANTISSA) << V_MANTISSA;
+    float clip = s->clip, lerp = s->lerp, beta2 = s->beta2, square = s->square, eps = s->eps, step = s->step;
+    float decay = s->decay, inverse = 1.0f / s->correction;
+    uint32_t m_most = 0, v_most = 0;
+    for (size_t i = 0; i < GROUP; i++) {
+        union word p = {((uint32_t)hi[i] << 16) + (uint32_t)(int32_t)lo[i]}, a, b, g;
+        g.bits = is_bf16 ? (uint32_t)narrow[i] << 16 : ((union word){.value = wide[i]}).bits;
+        float gradient = g.value * clip;
+        uint32_t magnitude = m_codes[i] & 127u;
+        a.bits = (magnitude ? (magnitude + m_base) << (23 - M_MANTISSA) : 0) | (uint32_t)(m_codes[i] & 128u) << 24;
+        b.bits = v_codes[i] ? (v_codes[i] + v_base) << (23 - V_MANTISSA) : 0;
+        a.value = a.value + lerp * (gradient - a.value);
+        b.value = b.value * beta2 + square * gradient * gradient;
+        master[i] = p.value * decay + step * a.value / (sqrtf(b.value) * inverse + eps);
+        m[i] = a.value;
+        v[i] = b.value;
+        uint32_t m_bits = a.bits & 0x7FFFFFFF, v_bits = b.bits & 0x7FFFFFFF;
+        m_most = m_bits > m_most ? m_bits : m_most;
+        v_most = v_bits > v_most ? v_bits : v_most;
+    }
+    uint32_t chance[GROUP];
+    NATIVE(chances)((uint32_t)(s->first + at), s->key, GROUP, chance);
+    s->exp_avg_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)m, chance, m_most, 0, M_MANTISSA, 1, GROUP, m_codes);
+    s->exp_avg_sq_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)v, chance, v_most, 16, V_MANTISSA, 0, GROUP, v_codes);
+    NATIVE(split)((uint32_t *)master, at, GROUP, hi, lo, NULL);
+}
+
 /* Block by block: what a block needs stays in the first-level cache, and each plane is read and written once. */
 static void NATIVE(adamw_range)(const void *arguments, size_t begin, size_t end)
 {
     const struct adamw *s = arguments;
+    if (s->state == STATE_8BIT && s->hi && !s->ties) {
+        for (; begin + GROUP <= end; begin += GROUP) {
+            if (s->gradient_is_bf16)
+                NATIVE(step_group)(s, begin, 1);
+            else
+                NATIVE(step_group)(s, begin, 0);
+        }
+    }
     union word joined[BLOCK], m[BLOCK], v[BLOCK];
     float gradient[BLOCK];
     for (size_t at = begin; at < end; at += BLOCK) {

@@ -56,16 +56,11 @@ static inline void NATIVE(decode)(
 /* Codes of a block of at most 64, and the exponent of its largest, rounded up: nothing in it lies beyond the codes.
  * What lies below code 1 becomes that or zero by chance where there is a sign, and else that: a second moment that
  * is not zero stays so, since it divides. */
-static inline uint8_t NATIVE(encode)(
-    const uint32_t *restrict bits, const uint32_t *restrict chance, int shift, int mantissa, int sign, size_t count,
-    uint8_t *restrict codes)
+static inline __attribute__((always_inline)) uint8_t NATIVE(encode_below)(
+    const uint32_t *restrict bits, const uint32_t *restrict chance, uint32_t most, int shift, int mantissa, int sign,
+    size_t count, uint8_t *restrict codes)
 {
     int32_t largest = sign ? 127 : 255, cut = 23 - mantissa;
-    uint32_t most = 0;
-    for (size_t i = 0; i < count; i++) {
-        uint32_t magnitude = bits[i] & 0x7FFFFFFF;
-        most = magnitude > most ? magnitude : most;
-    }
     uint32_t top = (most + (1u << cut) - 1) >> 23;
     top = top > 255 ? 255 : top;
     int32_t base = (int32_t)(NATIVE(base)(top, (uint32_t)(largest + 1) >> mantissa) << mantissa);
@@ -81,4 +76,16 @@ static inline uint8_t NATIVE(encode)(
         codes[i] = (uint8_t)((uint32_t)code | (sign ? bits[i] >> 24 & 0x80 : 0));
     }
     return (uint8_t)top;
+}
+
+static inline uint8_t NATIVE(encode)(
+    const uint32_t *restrict bits, const uint32_t *restrict chance, int shift, int mantissa, int sign, size_t count,
+    uint8_t *restrict codes)
+{
+    uint32_t most = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t magnitude = bits[i] & 0x7FFFFFFF;
+        most = magnitude > most ? magnitude : most;
+    }
+    return NATIVE(encode_below)(bits, chance, most, shift, mantissa, sign, count, codes);
 }

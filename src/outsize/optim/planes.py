@@ -5,16 +5,12 @@ the weights themselves. Moments are fp32, bf16 or, beside scales, codes of 8 bit
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from outsize.optim.moments import BLOCK_ELEMENTS
+from outsize.optim.spec import BLOCK_ELEMENTS, Moments
 
-Moments = Literal["fp32", "bf16", "int8"]
-# Elements of the unit that one item stands for.
-_GROUPS = {"master_ties": 8, "exp_avg_scales": BLOCK_ELEMENTS, "exp_avg_sq_scales": BLOCK_ELEMENTS}
 _MOMENTS: dict[torch.dtype, Moments] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -29,6 +25,12 @@ _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "exp_avg_sq": tuple(_MOMENTS),
     "exp_avg_scales": (torch.uint8,),
     "exp_avg_sq_scales": (torch.uint8,),
+}
+# Elements of the unit that one item stands for.
+_GROUPS = dict.fromkeys(_DTYPES, 1) | {
+    "master_ties": 8,
+    "exp_avg_scales": BLOCK_ELEMENTS,
+    "exp_avg_sq_scales": BLOCK_ELEMENTS,
 }
 
 
@@ -69,7 +71,7 @@ class StatePlanes:
         if self.master_low is not None:
             dtypes["weights"] = (torch.bfloat16,)
         for name, plane in self._present().items():
-            size = -(-self.numel // _GROUPS.get(name, 1))
+            size = -(-self.numel // _GROUPS[name])
             if plane.dtype not in dtypes[name] or plane.shape != (size,) or not plane.is_contiguous():
                 raise ValueError(f"{name}: need {size} items, not {plane.dtype} {list(plane.shape)}")
         self._check_moments()
@@ -103,12 +105,13 @@ class StatePlanes:
 
     def cut(self, start: int, stop: int) -> "StatePlanes":
         """Return the planes of elements ``start``, a multiple of 8 and, with scales, of 64, to ``stop``."""
-        views = {}
-        for name, plane in self._present().items():
-            group = _GROUPS.get(name, 1)
-            assert start % group == 0
-            views[name] = plane[start // group : -(-stop // group)]
-        return StatePlanes(**views)
+        part = object.__new__(StatePlanes)  # whose planes have been checked
+        for name, group in _GROUPS.items():
+            plane: Tensor | None = getattr(self, name)
+            assert start % group == 0 or plane is None
+            view = None if plane is None else plane[start // group : -(-stop // group)]
+            object.__setattr__(part, name, view)
+        return part
 
     def bytes_per_element(self) -> float:
         """Return the bytes of all planes per element."""

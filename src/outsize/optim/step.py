@@ -79,15 +79,24 @@ def step_state(
         done = rule.step_native(update, part, grad) if use_native and native.available() else 0
         for first in range(done, part.numel, _TILE_ELEMENTS):
             tile = slice(first, min(first + _TILE_ELEMENTS, part.numel))
-            _step_tile(rule, update, part.cut(tile.start, tile.stop), grad[tile], update.first + first)
+            _step_tile(
+                rule,
+                update,
+                part.cut(tile.start, tile.stop),
+                grad[tile],
+                update.first + first,
+                use_native=use_native,
+            )
 
 
-def _step_tile(rule: Rule, update: Update, planes: StatePlanes, gradient: Tensor, first: int) -> None:
+def _step_tile(
+    rule: Rule, update: Update, planes: StatePlanes, gradient: Tensor, first: int, *, use_native: bool
+) -> None:
     """Step a tile in torch ops, beginning at element ``first`` of its unit."""
     master = planes.master
     if planes.master_low is not None:
         master = torch.empty(planes.numel)
-        join_master(planes.weights, planes.master_low, planes.master_ties, master)
+        join_master(planes.weights, planes.master_low, planes.master_ties, master, use_native=use_native)
     elif master is None:
         master = planes.weights
     exact = planes.moments == "fp32"
@@ -99,7 +108,7 @@ def _step_tile(rule: Rule, update: Update, planes: StatePlanes, gradient: Tensor
     if not exact:
         _pack(planes, state, moments.chances(first, update.key, planes.numel))
     if planes.master_low is not None:
-        split_master(master, planes.weights, planes.master_low, planes.master_ties)
+        split_master(master, planes.weights, planes.master_low, planes.master_ties, use_native=use_native)
     elif planes.master is not None:
         planes.weights.copy_(master)
 
@@ -117,7 +126,7 @@ def _unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
 
 def _pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
     """Keep moments: the first goes by the lower 16 bits of the chances, the second by the upper ones."""
-    kept = zip(state, _moments(planes), (chance & 0xFFFF, chance >> 16), strict=False)
+    kept = zip(state, _moments(planes), moments.halves(chance), strict=False)
     for values, (plane, scales, form), part in kept:
         if scales is not None:
             moments.to_codes(values, part, form, plane, scales)

@@ -2,11 +2,13 @@
 
 A step is what the GPUs compute and what they wait for, by cause (`blame`), on the mean over GPUs. What neither
 accounts for, such as waiting for a batch of data, is a part of its own.
+
+A lane may be in the middle of an op when a step is known: only what lies within the steps is counted as their time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.planner.blame import waits_by_cause
@@ -17,6 +19,40 @@ COMPUTE = "compute"
 BETWEEN = "between steps"
 # What is less than this share of a step is not told to people.
 TOLD_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Steps that follow one another, as they would run or ran.
+
+    Attributes:
+        timeline: all ops that ended within them.
+        began_s: when the step before them was known, on the clock of the timeline.
+        ended_s: when the last of them was known.
+        count: how many they are, at least one.
+    """
+
+    timeline: Timeline
+    began_s: float
+    ended_s: float
+    count: int
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return (self.ended_s - self.began_s) / self.count
+
+    @property
+    def within(self) -> Timeline:
+        """The timeline, less what lanes did before the first step began or behind the end of the last one."""
+        first_s, end_s = self.began_s, self.ended_s
+        return Timeline(
+            tuple(
+                replace(event, start_s=max(event.start_s, first_s), end_s=min(event.end_s, end_s))
+                for event in self.timeline.events
+                if event.end_s > first_s and event.start_s < end_s
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,32 +127,22 @@ class Comparison:
         return found
 
 
-def compare(
-    predicted: Timeline,
-    predicted_s: float,
-    measured: Timeline,
-    step_seconds: Iterable[float],
-    expected_s: float,
-) -> Comparison:
-    """Compare a predicted step with measured ones.
+def compare(predicted: Steps, measured: Steps, expected_s: float) -> Comparison:
+    """Compare predicted steps with measured ones.
 
     Args:
-        predicted: of one step among others.
-        predicted_s: its time.
-        measured: of all the steps compared.
-        step_seconds: of each of them, at least one.
+        predicted: steps among others.
+        measured: steps that ran.
         expected_s: of a step from now on.
     """
-    seconds = list(step_seconds)
-    measured_s = sum(seconds) / len(seconds)
-    before, after = _parts(predicted, predicted_s, 1), _parts(measured, measured_s, len(seconds))
+    before, after = _parts(predicted), _parts(measured)
     parts = (_difference(name, before, after) for name in {**before, **after})
-    busy_before, busy_after = _busy(predicted, 1), _busy(measured, len(seconds))
+    busy_before, busy_after = _busy(predicted), _busy(measured)
     lanes = (_difference(name, busy_before, busy_after) for name in sorted({**busy_before, **busy_after}))
     return Comparison(
-        predicted_s=predicted_s,
-        measured_s=measured_s,
-        num_steps=len(seconds),
+        predicted_s=predicted.step_s,
+        measured_s=measured.step_s,
+        num_steps=measured.count,
         parts=tuple(sorted(parts, key=lambda part: -abs(part.seconds))),
         lanes=tuple(lanes),
         expected_s=expected_s,
@@ -129,20 +155,23 @@ def compute_lanes(timeline: Timeline) -> list[str]:
     return sorted(found, key=lambda lane: int(lane.removeprefix("compute:w")))
 
 
-def _parts(timeline: Timeline, step_s: float, num_steps: int) -> dict[str, float]:
-    """Return the seconds per step of each part, on the mean over workers; they add up to ``step_s``."""
+def _parts(steps: Steps) -> dict[str, float]:
+    """Return the seconds per step of each part, on the mean over workers; they add up to the step's."""
+    timeline = steps.within
     lanes = compute_lanes(timeline)
     found: defaultdict[str, float] = defaultdict(float)
     for lane, waits in zip(lanes, waits_by_cause(timeline, lanes), strict=True):
-        found[COMPUTE] += timeline.busy_s(lane) / (len(lanes) * num_steps)
+        found[COMPUTE] += timeline.busy_s(lane) / (len(lanes) * steps.count)
         for cause, wait_s in waits.items():
-            found[f"waiting for {cause}"] += wait_s / (len(lanes) * num_steps)
-    found[BETWEEN] = step_s - sum(found.values())
+            found[f"waiting for {cause}"] += wait_s / (len(lanes) * steps.count)
+    # Nothing is left where lanes were at work or waiting throughout; rounding may make that a little less.
+    found[BETWEEN] = max(0.0, steps.step_s - sum(found.values()))
     return dict(found)
 
 
-def _busy(timeline: Timeline, num_steps: int) -> dict[str, float]:
-    return {lane: timeline.busy_s(lane) / num_steps for lane in timeline.lanes}
+def _busy(steps: Steps) -> dict[str, float]:
+    timeline = steps.timeline
+    return {lane: timeline.busy_s(lane) / steps.count for lane in timeline.lanes}
 
 
 def _difference(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Difference:

@@ -5,7 +5,7 @@ several links), ``host memory`` (reads and writes together), ``optimizer`` (what
 read`` and ``disk write``, and ``network`` (what a node sends, and receives at the same time).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
@@ -100,7 +100,22 @@ def cost_model(
         codec_rates,
         wire,
     )
-    return CostModel(cost_of=pricing.cost_of, capacity=capacity)
+    return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
+
+
+def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
+    """Return ``price``, asked once for all microbatches of a unit: they cost the same, but for a B of what was kept."""
+    known: dict[tuple[Kind, int | None, int | None, int | None, bool, bool], Cost] = {}
+
+    def cost_of(op: Op) -> Cost:
+        kept = op.kind is Kind.BACKWARD and layout.is_kept(op.unit or 0, op.microbatch or 0)
+        key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, kept)
+        cost = known.get(key)
+        if cost is None:
+            cost = known[key] = price(op)
+        return cost
+
+    return cost_of
 
 
 def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
@@ -143,7 +158,10 @@ class _Pricing:
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
             size = self._sent_bytes(op)
             copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
-            return replace(copy, seconds=copy.seconds + self._decode_s(op, size))
+            # A sum comes up from its home itself, through no host buffer.
+            staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
+            through = (*copy.through, "disk read") if staged else copy.through
+            return replace(copy, seconds=copy.seconds + self._decode_s(op, size), through=through)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
             size = self.boundary_bytes[unit]

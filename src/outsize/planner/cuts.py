@@ -78,8 +78,8 @@ def neighbours(sizes: Sizes) -> Iterator[Sizes]:
         if i + 1 < len(sizes):
             yield (*sizes[:i], size + sizes[i + 1], *sizes[i + 2 :])
     for i, size in enumerate(sizes):
-        for j in range(len(sizes)):
-            if abs(i - j) > 1 and size > 1:
+        for j in range(len(sizes)) if size > 1 else ():
+            if abs(i - j) > 1:
                 yield _moved(sizes, i, j)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from outsize.planner.fairness import fair_rates
 
@@ -35,8 +36,7 @@ class Cost:
             raise ValueError("what flows needs something to flow through")
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A piece of work.
 
     Attributes:
@@ -86,104 +86,128 @@ class Run:
 class _Flow:
     index: int
     left: float
-    through: tuple[str, ...]
+    path: int
     rate: float = 0.0
     since_s: float = 0.0
     done_s: float = inf
+
+
+class _Rates:
+    """Fair rates of flows, by the numbers of their paths: the same flows meet again and again."""
+
+    def __init__(self, capacity: Mapping[str, float]) -> None:
+        self._capacity = capacity
+        self._paths: dict[tuple[str, ...], int] = {}
+        self._known: dict[tuple[int, ...], dict[int, float]] = {}
+
+    def number(self, path: tuple[str, ...]) -> int:
+        return self._paths.setdefault(path, len(self._paths))
+
+    def of(self, flows: list[_Flow]) -> dict[int, float]:
+        key = tuple(sorted([flow.path for flow in flows]))
+        rates = self._known.get(key)
+        if rates is None:
+            names = list(self._paths)
+            paths = sorted(names[number] for number in key)
+            fair = zip(paths, fair_rates(paths, self._capacity), strict=True)
+            rates = self._known[key] = {self._paths[path]: rate for path, rate in fair}
+        return rates
 
 
 class _Clock:
     """The state of a run; `run_work` drives it."""
 
     def __init__(self, work: Sequence[Work], capacity: Mapping[str, float]) -> None:
-        self.work, self.capacity = work, capacity
+        self.work = work
         count = len(work)
         self.start, self.end = [-1.0] * count, [-1.0] * count
         self.cause, self.lane_free = [-1] * count, [0.0] * count
-        self.pending = [len(set(item.after)) for item in work]
+        self.pending = [0] * count
         self.dependents: list[list[int]] = [[] for _ in work]
-        self.turn: defaultdict[str, deque[int]] = defaultdict(deque)
+        self.lanes = [item.lane for item in work]
+        turn: defaultdict[str, deque[int]] = defaultdict(deque)
         for index, item in enumerate(work):
-            for earlier in set(item.after):
+            after = set(item.after)
+            self.pending[index] = len(after)
+            for earlier in after:
                 if not 0 <= earlier < index:
                     raise ValueError(f"work {index} waits for {earlier}, which does not come before it")
                 self.dependents[earlier].append(index)
-            if item.lane:
-                self.turn[item.lane].append(index)
+            turn[item.lane].append(index)
+        turn.pop("", None)
+        self.turn = dict(turn)
         self.fixed: list[tuple[float, int]] = []
         self.flows: list[_Flow] = []
-        self.rates: dict[tuple[tuple[str, ...], ...], dict[tuple[str, ...], float]] = {}
+        self.rates = _Rates(capacity)
         self.now = 0.0
         self.busy: set[str] = set()
 
     def begin_all(self) -> None:
-        for index, item in enumerate(self.work):
-            if self._may_start(index, item.lane):
-                self._begin(index, -1)
+        for index in range(len(self.work)):
+            if not self.pending[index]:
+                self._begin_if_its_turn(index, -1)
 
     def advance(self) -> bool:
         """Go to the next end of something; False when all is done."""
-        fixed_s = self.fixed[0][0] if self.fixed else inf
-        flow_s = min([flow.done_s for flow in self.flows], default=inf)
-        self.now = min(fixed_s, flow_s)
-        if self.now == inf:
+        fixed, flows, work = self.fixed, self.flows, self.work
+        flow_s = min([flow.done_s for flow in flows], default=inf)
+        now = min(fixed[0][0], flow_s) if fixed else flow_s
+        if now == inf:
             return False
-        finished = []
-        while self.fixed and self.fixed[0][0] <= self.now:
-            finished.append(heappop(self.fixed)[1])
-        ended = [flow for flow in self.flows if flow.done_s <= self.now]
-        started = [i for i in finished if self.work[i].cost.amount]
-        if ended or started:
-            self.flows = [flow for flow in self.flows if flow.done_s > self.now]
+        self.now = now
+        done: list[int] = []
+        started: list[int] = []
+        while fixed and fixed[0][0] <= now:
+            index = heappop(fixed)[1]
+            (started if work[index].cost.amount else done).append(index)
+        if started or flow_s <= now:
+            done += [flow.index for flow in flows if flow.done_s <= now]
+            self.flows = [flow for flow in flows if flow.done_s > now]
             for index in started:
-                cost = self.work[index].cost
-                self.flows.append(_Flow(index, cost.amount, cost.through, since_s=self.now))
+                cost = work[index].cost
+                self.flows.append(_Flow(index, cost.amount, self.rates.number(cost.through), since_s=now))
             self._share()
-        done = [i for i in finished if not self.work[i].cost.amount] + [flow.index for flow in ended]
         for index in sorted(done):
             self._finish(index)
         return True
 
     def _share(self) -> None:
         """Give every flow its fair rate from now on."""
-        paths = tuple(sorted([flow.through for flow in self.flows]))
-        if paths not in self.rates:  # the same flows meet again and again
-            self.rates[paths] = dict(zip(paths, fair_rates(paths, self.capacity), strict=True))
-        rates = self.rates[paths]
+        now, rates = self.now, self.rates.of(self.flows)
         for flow in self.flows:
-            if (rate := rates[flow.through]) != flow.rate:
-                flow.left -= flow.rate * (self.now - flow.since_s)
-                flow.since_s, flow.rate = self.now, rate
-                flow.done_s = self.now + max(flow.left, 0.0) / rate
+            rate = rates[flow.path]
+            if rate != flow.rate:
+                flow.left -= flow.rate * (now - flow.since_s)
+                flow.since_s, flow.rate = now, rate
+                flow.done_s = now + max(flow.left, 0.0) / rate
 
-    def _may_start(self, index: int, lane: str) -> bool:
-        if self.pending[index] or self.start[index] >= 0:
-            return False
-        return not lane or (lane not in self.busy and self.turn[lane][0] == index)
-
-    def _begin(self, index: int, cause: int) -> None:
-        item = self.work[index]
+    def _begin_if_its_turn(self, index: int, cause: int) -> None:
+        """Begin work that waits for nothing else, unless its lane is at something else."""
+        lane = self.lanes[index]
+        if lane:
+            if lane in self.busy or self.turn[lane][0] != index:
+                return
+            self.busy.add(lane)
         self.start[index], self.cause[index] = self.now, cause
-        if item.lane:
-            self.busy.add(item.lane)
-        heappush(self.fixed, (self.now + item.cost.seconds, index))
+        heappush(self.fixed, (self.now + self.work[index].cost.seconds, index))
 
     def _finish(self, index: int) -> None:
         self.end[index] = self.now
-        lane = self.work[index].lane
-        for dependent in self.dependents[index]:
-            self.pending[dependent] -= 1
+        lane, dependents, pending = self.lanes[index], self.dependents[index], self.pending
+        for dependent in dependents:
+            pending[dependent] -= 1
         if lane:
             self.busy.discard(lane)
-            self.turn[lane].popleft()
-            if self.turn[lane]:
-                following = self.turn[lane][0]
+            turn = self.turn[lane]
+            turn.popleft()
+            if turn:
+                following = turn[0]
                 self.lane_free[following] = self.now
-                if self._may_start(following, lane):
-                    self._begin(following, index)
-        for dependent in self.dependents[index]:
-            if self._may_start(dependent, self.work[dependent].lane):
-                self._begin(dependent, index)
+                if not pending[following]:
+                    self._begin_if_its_turn(following, index)
+        for dependent in dependents:
+            if not pending[dependent] and self.start[dependent] < 0:
+                self._begin_if_its_turn(dependent, index)
 
 
 def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> Run:

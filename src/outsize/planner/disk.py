@@ -16,7 +16,8 @@ def insert_disk(program: Program, layout: StepLayout) -> Program:
     """Stage units through host buffers where the layout says so, cut the optimizer's steps into tiles, and commit."""
     if layout.staged:
         program = _stage(program, layout)
-    program = _tile(program, layout)
+    if any(layout.tiles):
+        program = _tile(program, layout)
     return Program((*program.ops, Op(kind=Kind.COMMIT))) if layout.commits else program
 
 

@@ -18,7 +18,10 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
     """Insert REDUCE, AGREE and GATHER where several nodes share the step."""
     if layout.num_nodes == 1:
         return program
-    whole = {op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD}  # of the last round
+    home = Kind.WRITE if layout.staged else Kind.GRAD  # by which a gradient of stages has come home
+    whole = {  # of the last round
+        op.unit: index for index, op in enumerate(program) if op.kind is home and op.tile is None
+    }
     stepped = {op.unit: index for index, op in enumerate(program) if _steps(op)}
     ops: list[Op] = []
     reduced = 0
@@ -28,9 +31,9 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
             reduced += 1
         elif op.kind is Kind.CLIP:
             ops += (Op(kind=Kind.AGREE), op)
-        elif op.kind is Kind.GRAD and whole[op.unit] == index:
+        elif not layout.reduces_buffers and whole.get(op.unit) == index:
             ops += (op, Op(kind=Kind.REDUCE, unit=op.unit))
-        elif not _has_no_place(op):
+        elif not _has_no_place(op, layout):
             ops.append(op)
         if stepped.get(op.unit) == index:
             ops.append(Op(kind=Kind.GATHER, unit=op.unit))
@@ -42,9 +45,10 @@ def _steps(op: Op) -> bool:
     return op.kind is Kind.STEP or (op.kind is Kind.WRITE and op.tile is not None)
 
 
-def _has_no_place(op: Op) -> bool:
+def _has_no_place(op: Op, layout: StepLayout) -> bool:
     """Whether nodes do something else instead: norms are taken of sums, and a REDUCE takes what a WRITE would."""
-    return op.kind is Kind.NORM or (op.kind is Kind.WRITE and op.tile is None)
+    written = op.kind is Kind.WRITE and op.tile is None
+    return op.kind is Kind.NORM or (written and layout.reduces_buffers)
 
 
 def _reduced(op: Op, layout: StepLayout, count: int) -> Iterator[Op]:

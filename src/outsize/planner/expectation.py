@@ -10,31 +10,18 @@ from dataclasses import dataclass, replace
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
+from outsize.planner.comparison import Steps
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.layout import StepLayout
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
-from outsize.planner.schedule import build_step
+from outsize.planner.schedule import successive_steps
 from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
 # Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
 NUM_STEPS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedStep:
-    """A step among others.
-
-    Attributes:
-        step_s: its time.
-        timeline: what the lanes do from the decision of the step before it to its own.
-    """
-
-    step_s: float
-    timeline: Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +61,20 @@ class PlannedStep:
             codec_rates=self.codec_rates,
         )
 
-    def expect(self, costs: CostModel) -> ExpectedStep:
-        """Return a step among others where ops take ``costs``, which are those of coarse tiles."""
+    def expect(self, costs: CostModel) -> Steps:
+        """Return steps among others where ops take ``costs``, which are those of coarse tiles."""
         layout, _ = self._simulated()
         programs = itertools.islice(itertools.cycle(self._programs(layout)), NUM_STEPS)
         done = simulate(list(programs), layout, costs, below=self.plan.below)
-        first_s, end_s = done.decided_s[-2:]
-        events = (e for e in done.timeline.events if e.end_s > first_s and e.end_s <= end_s)
-        return ExpectedStep(step_s=done.step_s, timeline=Timeline(tuple(events)))
+        began_s, *ends_s = done.steady_s
+        timeline = done.between(began_s, ends_s[-1])
+        return Steps(timeline=timeline, began_s=began_s, ended_s=ends_s[-1], count=len(ends_s))
 
     def _simulated(self) -> tuple[StepLayout, int]:
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
 
     def _programs(self, layout: StepLayout) -> tuple[Program, ...]:
-        return self.plan.programs if layout is self.plan.layout else (build_step(layout),)
+        return self.plan.programs if layout is self.plan.layout else successive_steps(layout)
 
 
 def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:

@@ -29,8 +29,9 @@ A COMMIT speaks of a whole step, its WRITEs and what the optimizer counts. So it
 the next step wait for it, by when that step's forward and backward have given it time.
 
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
-an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1, and a FETCH for all SAVEs of its worker
-and for the F, FB or B before it there. A SEND counts as a SAVE, and a RECV as a FETCH.
+an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
+there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
+there. A SEND counts as a SAVE, and a RECV as a FETCH.
 
 Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
 An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
@@ -47,6 +48,8 @@ from outsize.planner.resources import Cell, Deps, Home
 
 # Inputs on their way out while the next one is made: two, as in a double buffer.
 SAVE_WINDOW = 2
+# SAVEs to remember: at the end of a stage its last input and its output leave together, and one may be before them.
+_NUM_SAVES = 3
 
 _Key = tuple[str, int | None, int | None]
 
@@ -73,7 +76,7 @@ class Hazards:
         self._cells: dict[_Key, Cell] = {}
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
-        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=SAVE_WINDOW))
+        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_SAVES))
         self._stores: dict[int | None, int] = {}
         self._read_tiles: set[tuple[int | None, int]] = set()  # and not yet stepped
         self._last_compute: dict[int | None, int] = {}
@@ -154,11 +157,15 @@ class Hazards:
         self._last_compute[worker] = seq
 
     def _forward(self, op: Op, seq: int, deps: Deps) -> None:
+        before = self._last_compute.get(op.worker, -1)
         self._compute(op, seq, deps, accumulates=False)
         self._cell("act", (op.unit or 0) + 1, op.microbatch).write(seq, deps)
         saves = self._saves[op.worker]
-        if len(saves) == SAVE_WINDOW:
-            deps.add(saves[0])
+        # The lane is in order: those before the latest of them are done as well.
+        for index in range(len(saves) - SAVE_WINDOW, -1, -1):
+            if saves[index] < before:
+                deps.add(saves[index])
+                break
 
     def _forward_backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._compute(op, seq, deps, accumulates=True)

@@ -25,6 +25,8 @@ still wait for their turn. Where the disk lies directly below the device there a
 WRITE, and the last two lanes do not exist.
 """
 
+from functools import cache
+
 from outsize.planner.ops import Kind, Op
 
 _OF_WORKER = {
@@ -59,8 +61,13 @@ _OF_MACHINE = {
 
 def lane_of(op: Op) -> str:
     """Return the name of the lane that runs ``op``, e.g. ``"up:w0"``."""
-    name = _OF_WORKER.get(op.kind)
+    return _lane(op.kind, op.worker, op.tile is None)
+
+
+@cache
+def _lane(kind: Kind, worker: int | None, whole: bool) -> str:
+    name = _OF_WORKER.get(kind)
     if name is not None:
-        return f"{name}:w{op.worker}"
-    name = _OF_MACHINE[op.kind]
-    return f"{name}:units" if op.tile is None and name in ("read", "write") else name
+        return f"{name}:w{worker}"
+    name = _OF_MACHINE[kind]
+    return f"{name}:units" if whole and name in ("read", "write") else name

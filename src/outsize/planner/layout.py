@@ -145,8 +145,8 @@ class StepLayout:
             raise ValueError(f"{self.num_workers} workers need as many stages, not {self.stages.num_stages}")
         if self.stages.cursor >= self.num_workers:
             raise ValueError(f"there is no worker {self.stages.cursor}")
-        if self.staged or self.offload:
-            raise ValueError("stages go with no host buffers and no offload of their own")
+        if self.offload:
+            raise ValueError("stages hand inputs over and offload none of their own")
         if self.rest_trains != bool(self.rest_users) or not self.rest_users <= set(range(self.num_streamed)):
             raise ValueError(f"a rest that trains has users among units 0 to {self.last}")
 

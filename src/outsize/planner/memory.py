@@ -134,8 +134,10 @@ __all__ = [
 ]
 
 
-def by_class(model: ModelSpec, state: State, own: Sequence[int] = ()) -> dict[str, int]:
-    """Return the bytes of all planes at home, once, by what they are for people.
+def by_class(
+    model: ModelSpec, state: State, *, commits: bool = False, own: Sequence[int] = ()
+) -> dict[str, int]:
+    """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
 
     Of several nodes each has all weights, and the others of ``own`` elements of each unit.
     """
@@ -143,8 +145,9 @@ def by_class(model: ModelSpec, state: State, own: Sequence[int] = ()) -> dict[st
     for unit in model.units:
         planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
         for name, plane in planes.items():
+            twice = commits and unit.trainable and name != GRADIENT
             numel = own[unit.index] if own and name != WEIGHTS else unit.numel
-            parts[_CLASS_OF.get(name, "optimizer state")] += plane.num_bytes(numel)
+            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(numel)
         for part in unit.frozen:
             parts["frozen weights"] += part.home_bytes
     return dict(parts)
@@ -201,28 +204,41 @@ def memory_table(
     kept = layout_of(model.dtype if state is None else state)
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = _device_table(demand, layout, activations)
-    tile_bytes = kept.tile_bytes(tile_elements, whole=layout.tiles_on_disk)
     buffers = table["device" if below == "disk" else "host"]
-    tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
-    buffers[tiles] = layout.num_tile_buffers * tile_bytes
-    buffers["checkpoint buffer"] = store_buffer_bytes(model, home)
-    if layout.commits:
-        granule = home_granule(model, tile_elements, layout.num_nodes)
-        record = commit_record_bytes(model, granule, kept.planes)
-        buffers["commits"] = COMMIT_COPIES * record
+    buffers.update(disk_buffer_bytes(model, layout, home, tile_elements, kept))
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
     buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     buffers |= net_bytes(model, layout, wire, home)
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
+    table[home]["home"] = state_bytes(model, layout, home, transport, kept)
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+
+def disk_buffer_bytes(
+    model: ModelSpec, layout: StepLayout, home: Tier, tile_elements: int, state: State
+) -> dict[str, int]:
+    """Return what memory a home takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
+    kept = layout_of(state)
+    tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
+    granule = home_granule(model, tile_elements, layout.num_nodes)
+    record = commit_record_bytes(model, granule, kept.planes) if layout.commits else 0
+    return {
+        tiles: layout.num_tile_buffers * kept.tile_bytes(tile_elements, whole=layout.tiles_on_disk),
+        "checkpoint buffer": store_buffer_bytes(model, home),
+        "commits": COMMIT_COPIES * record,
+    }
+
+
+def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport, state: State) -> int:
+    """Return the bytes of a home: all units, those that change twice where it commits."""
+    kept = layout_of(state)
     own = layout.own_elements or tuple(unit.numel for unit in model.units)
-    table[home]["home"] = sum(home_bytes(unit, kept, own[unit.index]) for unit in model.units)
-    if home == "host":
-        table["host"]["home"] -= packed_bytes(transport, model)
     if layout.commits:
         twice = sum(committed_bytes(unit, kept, own[unit.index]) for unit in model.units)
-        table[home]["home"] = twice + 2 * commit_record_bytes(model, planes=kept.planes)
-    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+        return twice + 2 * commit_record_bytes(model, planes=kept.planes)
+    size = sum(home_bytes(unit, kept, own[unit.index]) for unit in model.units)
+    return size - packed_bytes(transport, model) if home == "host" else size
 
 
 def count_traffic(
@@ -261,6 +277,7 @@ def count_traffic(
             moved["disk_read"] += loaded * on_disk
         elif op.kind is Kind.SUM:
             moved["up"] += layout.gradient_bytes[unit]
+            moved["disk_read"] += layout.gradient_bytes[unit] * (home == "disk")
         elif op.kind is Kind.GRAD and op.tile is not None:
             moved["down"] += elements(op) * 4
         elif op.kind is Kind.GRAD:

@@ -134,6 +134,8 @@ class _Search:
         self.top = len(pipeline.forward_s)
         self.fits = cache(pipeline.fits)
         self.allowed = cache(self._allowed)
+        # A climb changes one direction at a time.
+        self.ups_fit, self.downs_fit = cache(self._ups_fit), cache(self._downs_fit)
         self.cut = cache(self._cut)
         self.known: dict[_Cut, float] = {}
 
@@ -246,9 +248,25 @@ class _Search:
         """Whether every stage fits, all of them together too, and every worker has one."""
         if not backward or len(forward) + len(backward) < self.pipeline.num_workers:
             return False
-        ups = all(self.fits(span, False) for span in spans_up(forward))
-        downs = ups and all(self.fits(span, True) for span in spans_down(backward, self.top))
-        return downs and self.pipeline.holds(self.pipeline.stages(forward, backward, 1))
+        if not (self.ups_fit(forward) and self.downs_fit(backward)):
+            return False
+        return self.pipeline.holds(self.pipeline.stages(forward, backward, 1))
+
+    def _ups_fit(self, forward: Sizes) -> bool:
+        at = 0
+        for size in forward:
+            if not self.fits((at, at + size), False):
+                return False
+            at += size
+        return True
+
+    def _downs_fit(self, backward: Sizes) -> bool:
+        at = self.top
+        for size in backward:
+            if not self.fits((at - size, at), True):
+                return False
+            at -= size
+        return True
 
 
 # Changes of the numbers of stages, forward and backward, that a climb tries.

@@ -19,7 +19,15 @@ from outsize.optim.spec import StateLayout
 from outsize.planner.keeping import kept_microbatches, most_kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
-from outsize.planner.memory import Demand, Tier, Traffic, count_traffic, memory_table, store_buffer_bytes
+from outsize.planner.memory import (
+    Demand,
+    Tier,
+    Traffic,
+    by_class,
+    count_traffic,
+    memory_table,
+    store_buffer_bytes,
+)
 from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
@@ -67,6 +75,7 @@ class Plan:
         transport: codecs on the link.
         wire: codecs between nodes.
         state: how a trained unit lies at home.
+        home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
     """
 
     home: Tier
@@ -84,6 +93,7 @@ class Plan:
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
     wire: Wire = EXACT
+    home_parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -115,7 +125,10 @@ class Plan:
             limit = f" of {format_bytes(budget)}" if budget is not None else ""
             name = "each worker" if tier == "device" and self.layout.num_workers > 1 else tier
             lines.append(f"{name:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
-            lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in classes.items()]
+            for name, size in classes.items():
+                lines.append(f"  {name:<24}{format_bytes(size):>12}")
+                parts = self.home_parts if name == "home" else {}
+                lines += [f"    {part:<22}{format_bytes(size):>12}" for part, size in parts.items()]
         lines.append("per step")
         lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
         return "\n".join(lines)
@@ -129,7 +142,7 @@ class Plan:
             "microbatches": layout.num_microbatches,
             "workers": layout.num_workers,
             "stages": asdict(layout.stages) if layout.stages is not None else None,
-            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "off",
+            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "none",
             "state": asdict(self.state),
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
@@ -147,6 +160,7 @@ class Plan:
             "kept_microbatches": list(layout.kept),
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
+            "home_bytes": dict(self.home_parts),
             "bytes_per_step": asdict(self.traffic),
             "transport": asdict(self.transport),
             **({"nodes": layout.num_nodes, "wire": asdict(self.wire)} if layout.num_nodes > 1 else {}),
@@ -283,6 +297,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         transport=options.transport,
         wire=options.wire,
         state=state,
+        home_parts=by_class(sizing.model, state, commits=layout.commits, own=layout.own_elements),
     )
 
 

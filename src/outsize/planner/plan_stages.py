@@ -7,7 +7,7 @@ several units add to the gradient of a rest that trains, each is in a stage of i
 microbatches: sums are then taken use by use, as everywhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,19 +17,29 @@ from outsize.optim.spec import StateLayout
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.planner.memory import Demand, count_traffic, home_bytes
-from outsize.planner.ops import Kind
+from outsize.planner.memory import (
+    Demand,
+    by_class,
+    count_traffic,
+    disk_buffer_bytes,
+    state_bytes,
+    store_buffer_bytes,
+)
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
-from outsize.planner.program import Program
-from outsize.planner.schedule import build_step
-from outsize.planner.sizing import PlanOptions
-from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
-from outsize.planner.transport import device_bytes, host_bytes, packed_bytes
+from outsize.planner.schedule import successive_steps
+from outsize.planner.sizing import (
+    LEAST_HOST_BUFFERS,
+    NUM_TILE_BUFFERS,
+    PlanOptions,
+    Sizing,
+)
+from outsize.planner.stages import HALVES, Span, Stages, slots_for
+from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
 
-# A backward with recompute takes about three forwards.
-BACKWARD_FORWARDS = 3.0
+# A backward takes about two forwards, besides what it recomputes.
+GRADIENT_FORWARDS = 2.0
 # Visits that the search times: enough for an answer in less than a second.
 MAX_VISITS = 50_000
 _EXTENT_BYTES = 4096
@@ -52,19 +62,30 @@ class StageOptions:
     stages: Stages | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """What host memory gives to a home on disk; nothing of it for one in host memory.
+
+    Attributes:
+        tile_elements: per optimizer tile.
+        num_host_buffers: that whole units pass through, for all workers together.
+        host_buffer_bytes: of each.
+    """
+
+    tile_elements: int = 0
+    num_host_buffers: int = 0
+    host_buffer_bytes: int = 0
+
+
 def plan_stages(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, wanted: StageOptions
 ) -> Plan:
     """Return the plan of the fastest stages found that fit ``budgets``, the device's for each worker.
 
     Raises:
-        ConfigError: more workers than there can be stages, or a home on disk.
+        ConfigError: more workers than there can be stages.
         InfeasiblePlanError: nothing fits; says by how much, and what to try first.
     """
-    if options.home == "disk":
-        raise ConfigError(
-            "several workers need the home in host memory; set memory.home to host, or use one device"
-        )
     bottom = _bottom(model, wanted)
     most = 2 * model.num_streamed - 1 - bottom
     if wanted.num_workers > most:
@@ -72,35 +93,48 @@ def plan_stages(
             f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
             f"stages; use at most {most} workers"
         )
-    layout = partial(_layout, model, options, wanted, False)
+    *roomier, least = _rooms(model, options, wanted.num_workers)
     for halves in HALVES:
-        smallest = _single_units(model, options, wanted, bottom, halves)
-        memory = _memory(model, demand, layout(smallest), options)
+        smallest = _layout(
+            model, options, wanted, False, least, _single_units(model, options, wanted, bottom, halves)
+        )
+        memory = _memory(model, demand, smallest, options, least)
         short_by = _shortage(memory, budgets)
         if not short_by:
             break
     else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
+    def holds(layout: StepLayout, room: _Room) -> bool:
+        return not _shortage(_memory(model, demand, layout, options, room), budgets)
+
+    def holds_stages(make: Callable[[Stages], StepLayout], stages: Stages) -> bool:
+        return holds(make(stages), least)
+
+    found: list[tuple[float, StepLayout]] = []
     for keeps in (True, False) if options.activations != "recompute" else (False,):
-        layout = partial(_layout, model, options, wanted, keeps)
-
-        def holds(stages: Stages, layout: Callable[[Stages], StepLayout] = layout) -> bool:
-            return not _shortage(_memory(model, demand, layout(stages), options), budgets)
-
-        if wanted.stages is not None:
-            found = wanted.stages if holds(wanted.stages) else None
-        else:
-            pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
-            found = _cut(replace(pipeline, holds=holds), options, wanted)
-        if found is not None:
-            return _make(model, demand, budgets, options, layout(found))
-    return _make(model, demand, budgets, options, layout(smallest))
+        layout = partial(_layout, model, options, wanted, keeps, least)
+        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
+        pipeline = replace(pipeline, holds=partial(holds_stages, layout))
+        stages = _cut(pipeline, options, wanted)
+        if stages is not None:
+            found.append((pipeline.step_s(stages), layout(stages)))
+    chosen = min(found, key=lambda pair: pair[0])[1] if found else smallest
+    room = next((room for room in roomier if holds(_in(model, chosen, room), room)), least)
+    return _make(model, demand, budgets, options, _in(model, chosen, room), room)
 
 
-def num_handed_over(program: Program) -> int:
-    """Inputs and gradients that lie below the workers at once, at most."""
-    return sum(op.kind in (Kind.SAVE, Kind.SEND) for op in program)
+def num_handed_over(layout: StepLayout) -> int:
+    """Return how many inputs and gradients lie below the workers at once, at most: those that a step puts there.
+
+    Forward stages save the inputs of all their units that a backward needs, and what comes out at their end; backward
+    stages send the gradient of what came in.
+    """
+    stages, bottom = layout.stages, layout.first_backward
+    assert stages is not None
+    inputs = sum(max(0, end - max(first + 1, bottom)) + 1 for first, end in stages.forward)
+    gradients = sum(first > bottom for first, _ in stages.backward)
+    return layout.num_microbatches * (inputs + gradients)
 
 
 def _bottom(model: ModelSpec, wanted: StageOptions) -> int:
@@ -112,7 +146,28 @@ def _bottom(model: ModelSpec, wanted: StageOptions) -> int:
 
 
 def _round_size(options: PlanOptions, wanted: StageOptions) -> int:
-    return options.microbatches if len(wanted.rest_users) > 1 else 1
+    """Return the microbatches of a round where it has to take all of them, else 1.
+
+    Each round reads all weights, and with a home on disk sums of gradients too.
+    """
+    whole = len(wanted.rest_users) > 1 or options.home == "disk"
+    return options.microbatches if whole else 1
+
+
+def _rooms(model: ModelSpec, options: PlanOptions, num_workers: int) -> Iterator[_Room]:
+    """Yield what a home on disk may be given in host memory, the most first: for each worker a buffer each way."""
+    if options.home != "disk":
+        yield _Room()
+        return
+    sizing = Sizing(model, options)
+    least = sizing.least()
+    for knobs in (*reversed(list(sizing.larger_tiles(least))), least):
+        for count in dict.fromkeys((2 * num_workers, LEAST_HOST_BUFFERS)):
+            yield _Room(
+                tile_elements=knobs.tile_elements,
+                num_host_buffers=count,
+                host_buffer_bytes=sizing.host_buffer_bytes,
+            )
 
 
 def _single_units(
@@ -143,6 +198,8 @@ def _pipeline(
     weights = [unit.weight_bytes(model.dtype) for unit in streamed]
     gradients = [unit.gradient_bytes * unit.trainable for unit in streamed]
     fixed = demand.shared_bytes + demand.fixed_bytes + _resident(model)
+    # The last unit runs forward before its backward, all of it.
+    recomputes_s = (*(demand.recompute_s or wanted.forward_s)[:-1], wanted.forward_s[-1])
 
     def fits(span: Span, backward: bool) -> bool:
         units = range(*span)
@@ -157,7 +214,11 @@ def _pipeline(
 
     return Pipeline(
         forward_s=wanted.forward_s,
-        backward_s=tuple(BACKWARD_FORWARDS * seconds for seconds in wanted.forward_s),
+        backward_s=tuple(
+            recompute_s + GRADIENT_FORWARDS * forward_s
+            for recompute_s, forward_s in zip(recomputes_s, wanted.forward_s, strict=True)
+        ),
+        recompute_s=recomputes_s,
         num_workers=wanted.num_workers,
         num_microbatches=options.microbatches,
         keeps=keeps,
@@ -168,8 +229,11 @@ def _pipeline(
 
 
 def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stages | None:
-    """Return the fastest stages found; None where no cut fits."""
-    round_sizes = (options.microbatches,) if len(wanted.rest_users) > 1 else ()
+    """Return the stages that were asked for, or the fastest found; None where they, or all, do not fit."""
+    if wanted.stages is not None:
+        return wanted.stages if pipeline.holds(wanted.stages) else None
+    whole = _round_size(options, wanted) > 1
+    round_sizes = (options.microbatches,) if whole else ()
     try:
         return partition(pipeline, round_sizes, max_visits=MAX_VISITS)
     except ValueError:
@@ -177,12 +241,12 @@ def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stag
 
 
 def _layout(
-    model: ModelSpec, options: PlanOptions, wanted: StageOptions, keeps: bool, stages: Stages
+    model: ModelSpec, options: PlanOptions, wanted: StageOptions, keeps: bool, room: _Room, stages: Stages
 ) -> StepLayout:
     count = model.num_streamed
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
     gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
-    return StepLayout(
+    layout = StepLayout(
         num_streamed=count,
         rest=count if len(model.units) > count else None,
         num_microbatches=options.microbatches,
@@ -194,41 +258,62 @@ def _layout(
         clip=options.clip,
         unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
+        tiles_on_disk=options.home == "disk",
         num_workers=wanted.num_workers,
         stages=stages,
+        commits=options.commits and options.home == "disk",
         kept=kept_at_the_turn(stages, count, options.microbatches) if keeps else (),
         rest_users=wanted.rest_users,
+    )
+    return _in(model, layout, room)
+
+
+def _in(model: ModelSpec, layout: StepLayout, room: _Room) -> StepLayout:
+    """Return ``layout`` with the tiles and buffers of ``room``."""
+    tiles = tuple(
+        -(-unit.numel // room.tile_elements) if room.tile_elements and unit.trainable else 0
+        for unit in model.units
+    )
+    return replace(
+        layout,
+        tiles=tiles,
+        num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
+        num_host_buffers=room.num_host_buffers,
+        staged=room.num_host_buffers > 0,
     )
 
 
 def _make(
-    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout, room: _Room
 ) -> Plan:
-    programs = _programs(layout)
+    programs = successive_steps(layout)
     state = _state(model, options)
-    traffic = partial(
-        count_traffic,
-        home=options.home,
-        below=options.below,
-        tile_elements=0,
-        transport=options.transport,
-        state=state,
-    )
     return Plan(
         home=options.home,
         below=options.below,
         layout=layout,
         program=programs[0],
-        host_buffer_bytes=0,
-        tile_elements=0,
-        tile_buffer_bytes=0,
-        store_buffer_bytes=0,
-        memory=_memory(model, demand, layout, options),
+        host_buffer_bytes=room.host_buffer_bytes,
+        tile_elements=room.tile_elements,
+        tile_buffer_bytes=state.tile_bytes(room.tile_elements, whole=layout.tiles_on_disk),
+        store_buffer_bytes=store_buffer_bytes(model, options.home),
+        memory=_memory(model, demand, layout, options, room),
         budgets=budgets,
-        traffic=traffic(programs[0], model, layout, demand.boundary_bytes),
-        later_programs=tuple(programs[1:]),
+        traffic=count_traffic(
+            programs[0],
+            model,
+            layout,
+            demand.boundary_bytes,
+            home=options.home,
+            below=options.below,
+            tile_elements=room.tile_elements,
+            transport=options.transport,
+            state=state,
+        ),
+        later_programs=programs[1:],
         transport=options.transport,
         state=state,
+        home_parts=by_class(model, state, commits=layout.commits),
     )
 
 
@@ -237,27 +322,14 @@ def _state(model: ModelSpec, options: PlanOptions) -> StateLayout:
     return options.state or StateLayout(dtype=model.dtype)
 
 
-def _programs(layout: StepLayout) -> list[Program]:
-    """Return the programs of steps that follow one another, until one begins where the first began."""
-    assert layout.stages is not None
-    programs, first = [build_step(layout)], layout.stages.cursor
-    cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
-    while cursor != first:
-        stages = replace(layout.stages, cursor=cursor)
-        programs.append(build_step(replace(layout, stages=stages)))
-        cursor = cursor_after(stages, layout.num_microbatches, layout.num_workers)
-    return programs
-
-
 def _memory(
-    model: ModelSpec, demand: Demand, layout: StepLayout, options: PlanOptions
+    model: ModelSpec, demand: Demand, layout: StepLayout, options: PlanOptions, room: _Room
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each worker."""
-    transport = options.transport
-    stages = layout.stages
+    stages, transport, state = layout.stages, options.transport, _state(model, options)
     assert stages is not None
     spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
-    extents = num_handed_over(build_step(layout)) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
+    extents = num_handed_over(layout) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
     table = {
         "device": {
             "weight slots": sum(layout.slot_bytes),
@@ -272,11 +344,12 @@ def _memory(
         "host": {
             "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "home": sum(home_bytes(unit, _state(model, options)) for unit in model.units)
-            - packed_bytes(transport, model),
+            "host buffers": room.num_host_buffers * room.host_buffer_bytes,
+            **disk_buffer_bytes(model, layout, options.home, room.tile_elements, state),
         },
         "disk": {},
     }
+    table[options.home]["home"] = state_bytes(model, layout, options.home, transport, state)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 
@@ -320,7 +393,7 @@ def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) 
     advice = {
         "weight slots": "devices with more memory",
         "gradient accumulators": "devices with more memory",
-        "home": "one device and the home on disk",
+        "home": "the home on disk" if options.home == "host" else "a larger disk budget",
     }.get(largest, f"more microbatches than {options.microbatches}, or shorter sequences")
     needed = format_bytes(sum(classes.values()))
     where = "each worker" if tier == "device" else f"the {tier}"

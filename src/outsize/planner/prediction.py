@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from outsize.planner.blame import waits_by_cause
@@ -51,7 +51,7 @@ class Prediction:
         usage: share of a step in which each resource is in use at its full rate, largest first.
         break_even: of a block's weights.
         stages: how several GPUs share the model; None for one.
-        timeline: of all steps simulated.
+        simulation: of some steps.
         assumptions: what was taken for granted.
     """
 
@@ -68,8 +68,13 @@ class Prediction:
     usage: Mapping[str, float]
     break_even: BreakEven
     stages: Stages | None
-    timeline: Timeline
+    simulation: Simulation
     assumptions: tuple[str, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of all steps simulated."""
+        return self.simulation.timeline
 
     @property
     def binding(self) -> str:
@@ -89,8 +94,9 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction in what JSON knows, without its timeline."""
-        fields = asdict(replace(self, timeline=Timeline(())))
-        del fields["timeline"]
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "simulation"}
+        fields["break_even"] = asdict(self.break_even)
+        fields["stages"] = None if self.stages is None else asdict(self.stages)
         fields["memory_bytes"] = fields.pop("memory")
         return {**fields, "binding": self.binding, "ends_it": self.ends_it}
 
@@ -124,14 +130,15 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
         usage=_usage(candidate, busy_s / num_gpus, step_s),
         break_even=_break_even(question, candidate),
         stages=candidate.layout.stages,
-        timeline=done.timeline,
+        simulation=done,
         assumptions=candidate.assumptions,
     )
 
 
 def _by_plane(candidate: Candidate) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
-    parts = by_class(candidate.model, candidate.state, candidate.layout.own_elements)
+    layout = candidate.layout
+    parts = by_class(candidate.model, candidate.state, commits=layout.commits, own=layout.own_elements)
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},
@@ -144,7 +151,7 @@ def _by_plane(candidate: Candidate) -> Table:
 def _last_step(done: Simulation) -> Timeline:
     """Return the events between the decisions of the last two steps: a step among others."""
     first_s, end_s = done.decided_s[-2], done.decided_s[-1]
-    return Timeline(tuple(e for e in done.timeline.events if e.start_s >= first_s and e.end_s <= end_s))
+    return Timeline(tuple(e for e in done.between(first_s, end_s).events if e.start_s >= first_s))
 
 
 def _stalls(steady: Timeline, lanes: list[str]) -> dict[str, float]:

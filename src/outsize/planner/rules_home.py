@@ -18,6 +18,7 @@ class HomeRules:
         self._clipped = False
         self._gradients: set[int] = set()  # units whose gradient has come home
         self._partial: set[int] = set()  # units whose gradient of some rounds has come home
+        self._whole: set[int] = set()  # units whose gradient has left the device, of all rounds
         self._started: set[tuple[int, int]] = set()  # tiles read
         self._committed = False
         self._exchange = ExchangeRules(layout) if layout.num_nodes > 1 else None
@@ -47,9 +48,9 @@ class HomeRules:
             self._fill(op, unit)
             self._check_before_step(unit)
         elif op.kind is Kind.WRITE:
-            require(self._exchange is None, "a gradient of several nodes is reduced")
+            require(not self._layout.reduces_buffers, "a gradient of several nodes is reduced")
             self._drain(op, Kind.GRAD, unit)
-            self._gradients.add(unit)
+            self._come_home(unit)
         else:
             require(not self._layout.tiles[unit], f"unit {unit} steps by tiles")
             self._check_ready(unit)
@@ -93,12 +94,12 @@ class HomeRules:
             require(op.buffer is not None, "a gradient that is to be reduced goes into a host buffer")
         else:
             self._check_staged(op)
-        if not final:
-            self._partial.add(unit)
-        elif op.buffer is not None:
+        if final:
+            self._whole.add(unit)
+        if op.buffer is not None:
             self._fill(op, unit)
         else:
-            self._gradients.add(unit)
+            self._come_home(unit)
 
     def check_end(self) -> None:
         """Check that nothing is left undone or left behind.
@@ -108,6 +109,9 @@ class HomeRules:
         """
         self._check_done()
         require(self._committed == self._layout.commits, "the step has not been committed")
+
+    def _come_home(self, unit: int) -> None:
+        (self._gradients if unit in self._whole else self._partial).add(unit)
 
     def _commit(self) -> None:
         require(self._layout.commits, "the home of this layout does not commit")

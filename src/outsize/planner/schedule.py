@@ -5,6 +5,8 @@ forward, loss and backward in one op. Up: each unit recomputed and differentiate
 optimizer stepped. Stages go the same way, see `planner.staged`.
 """
 
+from dataclasses import replace
+
 from outsize.planner.disk import insert_disk
 from outsize.planner.exchange import insert_exchange
 from outsize.planner.layout import StepLayout
@@ -12,8 +14,9 @@ from outsize.planner.ops import Kind, Op
 from outsize.planner.passes import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
 from outsize.planner.program import Program
 from outsize.planner.staged import build_staged
+from outsize.planner.stages import cursor_after
 
-__all__ = ["StepLayout", "build_step", "build_store"]
+__all__ = ["StepLayout", "build_step", "build_store", "successive_steps"]
 
 
 def build_step(layout: StepLayout) -> Program:
@@ -27,6 +30,20 @@ def build_step(layout: StepLayout) -> Program:
     for insert in (insert_steps, insert_disk, insert_exchange):
         program = insert(program, layout)
     return program
+
+
+def successive_steps(layout: StepLayout) -> tuple[Program, ...]:
+    """Return the programs of steps that follow one another, until one begins with the worker that the first did."""
+    programs = [build_step(layout)]
+    if layout.stages is None:
+        return tuple(programs)
+    stages = layout.stages
+    while True:
+        cursor = cursor_after(stages, layout.num_microbatches, layout.num_workers)
+        if cursor == layout.stages.cursor:
+            return tuple(programs)
+        stages = replace(stages, cursor=cursor)
+        programs.append(build_step(replace(layout, stages=stages)))
 
 
 def build_store(layout: StepLayout) -> Program:

@@ -2,26 +2,19 @@
 
 Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So the search
 goes from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent, or where less
-than a percent is left to gain.
+than a percent is left to gain. Several GPUs are searched for stages, so there the first number that fits is taken.
 """
-
-from collections.abc import Iterator
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.candidate import Candidate
 from outsize.planner.memory import Tier
+from outsize.planner.microbatches import simulated_cuts
 from outsize.planner.one_worker import fits_one_worker, one_worker
 from outsize.planner.prediction import Prediction, predict
 from outsize.planner.question import Question
 from outsize.planner.several_workers import fits_several_workers, several_workers
 
-# Sequences per microbatch that are tried.
-SIZES = (1, 2, 4, 8, 16)
 NEAR = 1.01
-# With several GPUs each number of microbatches takes a search for stages, so one is tried. It gives each GPU four:
-# with fewer the filling and draining of stages shows. And its microbatches are no larger than what fills a GPU: on
-# 4 x 2,048 tokens layers run at their rate (the published layer times of bench/bench_bubble.py).
-PER_GPU, FULL_TOKENS = 4, 8192
 
 
 def fastest(question: Question) -> Prediction:
@@ -33,7 +26,9 @@ def fastest(question: Question) -> Prediction:
     """
     best: Prediction | None = None
     failures: list[InfeasiblePlanError] = []
-    for microbatches in _choices(question):
+    num_gpus, named = len(question.machine.gpus), question.microbatches
+    cuts = simulated_cuts(question.sequences, question.seq_len, num_gpus)
+    for microbatches in cuts if named is None else (named,):
         try:
             prediction = predict(question, _candidate(question, microbatches))
         except InfeasiblePlanError as error:
@@ -42,27 +37,11 @@ def fastest(question: Question) -> Prediction:
         if best is not None and prediction.step_s * NEAR >= best.step_s:
             break
         best = prediction
-        if best.bubble <= 1 - 1 / NEAR:
+        if num_gpus > 1 or best.bubble <= 1 - 1 / NEAR:
             break
     if best is None:
         raise min(failures, key=lambda error: sum(error.short_by.values()))
     return best
-
-
-def _choices(question: Question) -> Iterator[int]:
-    """Yield numbers of microbatches, the largest microbatches first."""
-    if question.microbatches is not None:
-        yield question.microbatches
-        return
-    sizes = [size for size in SIZES if question.sequences % size == 0]
-    counts = [question.sequences // size for size in reversed(sizes)]
-    num_gpus = len(question.machine.gpus)
-    if num_gpus == 1:
-        yield from counts
-        return
-    most = max(1, FULL_TOKENS // question.seq_len)
-    enough = [count for count in counts if count >= PER_GPU * num_gpus and question.sequences <= most * count]
-    yield enough[0] if enough else counts[-1]
 
 
 def _candidate(question: Question, microbatches: int) -> Candidate:

@@ -7,7 +7,9 @@ the durations come from: `CostModel` instead of a clock. The result is the execu
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 
 from outsize.planner.discrete import Cost, Run, Work, run_work
 from outsize.planner.hazards import Hazards
@@ -35,37 +37,95 @@ class CostModel:
     capacity: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What would happen.
+    """What would happen. Events and bytes are told when somebody asks.
 
     Attributes:
-        timeline: all ops of all steps.
+        work: all that was done, in the order of the programs.
+        ops: the op of each; None where it is an exchange between nodes, or the decision of a step.
+        run: when each piece of work ran.
+        changes: bytes that an op takes and gives back.
         step_ends_s: when the last op of each step ended.
         decided_s: when loss and norm of each step were known, and the next one was submitted.
-        peak_bytes: by tier (``device:w0``, ``host``), the most bytes that ops held at once.
-        left_bytes: by tier, what ops hold behind the last one; zero, or they forget to give it back.
-        critical_path: events whose durations add up to the makespan.
     """
 
-    timeline: Timeline
+    work: Sequence[Work]
+    ops: Sequence[Op | None]
+    run: Run
+    changes: Callable[[Op], Changes] = field(compare=False)
     step_ends_s: tuple[float, ...]
     decided_s: tuple[float, ...]
-    peak_bytes: Mapping[str, int]
-    left_bytes: Mapping[str, int]
-    critical_path: tuple[Event, ...]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All ops of all steps."""
+        return self.between(-1.0, inf)
+
+    def between(self, first_s: float, end_s: float) -> Timeline:
+        """Return the ops that ended after ``first_s``, and not after ``end_s``."""
+        ends, lanes = self.run.end_s, self.work
+        chosen = [i for i, end in enumerate(ends) if first_s < end <= end_s and lanes[i].lane]
+        chosen.sort(key=self.run.start_s.__getitem__)
+        return Timeline(tuple([self._event(index) for index in chosen]))
+
+    @property
+    def critical_path(self) -> tuple[Event, ...]:
+        """Events whose durations add up to the makespan."""
+        return tuple(self._event(index) for index in self.run.critical_path() if self.work[index].lane)
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """By tier (``device:w0``, ``host``), the most bytes that ops held at once."""
+        return self._held[0]
+
+    @property
+    def left_bytes(self) -> Mapping[str, int]:
+        """By tier, what ops hold behind the last one; zero, or they forget to give it back."""
+        return self._held[1]
 
     @property
     def makespan_s(self) -> float:
         """End of the last op; the first starts at 0."""
-        return self.timeline.end_s
+        return max(self.step_ends_s, default=0.0)
+
+    @property
+    def steady_s(self) -> tuple[float, ...]:
+        """When the steps that follow others were known: the end of the step before them, then that of each."""
+        ends = self.decided_s
+        return ends[len(ends) // 2 - 1 if len(ends) > 2 else 0 :]
 
     @property
     def step_s(self) -> float:
         """Time per step once steps follow one another: of the later half of the steps."""
-        ends = self.decided_s
-        first = len(ends) // 2 - 1 if len(ends) > 2 else 0
-        return (ends[-1] - ends[first]) / (len(ends) - 1 - first) if len(ends) > 1 else self.makespan_s
+        ends = self.steady_s
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.makespan_s
+
+    @cached_property
+    def _held(self) -> tuple[dict[str, int], dict[str, int]]:
+        return _held(self.ops, self.run, self.changes)
+
+    def _event(self, index: int) -> Event:
+        run, lane, cause = self.run, self.work[index].lane, self.run.cause[index]
+        waited = cause >= 0 and self.work[cause].lane != lane
+        return Event(
+            lane=lane,
+            op=self._name(index),
+            start_s=run.start_s[index],
+            end_s=run.end_s[index],
+            waited_s=run.start_s[index] - run.lane_free_s[index],
+            waited_for=self._name(cause) if waited else "",
+        )
+
+    def _name(self, index: int) -> str:
+        op, work = self.ops[index], self.work[index]
+        if op is not None:
+            return render_op(op)
+        if not work.lane:
+            return ""
+        of = self.ops[work.after[0]]  # an exchange: of the op that it follows
+        assert of is not None
+        return f"{work.lane.removeprefix('net:').upper()} {of.unit}"
 
 
 def simulate(
@@ -90,7 +150,6 @@ def simulate(
     """
     work: list[Work] = []
     ops: list[Op | None] = []
-    names: list[str] = []
     index_of: list[int] = []  # sequence number of the hazards -> index of the work
     decided: list[int] = []
     bounds: list[int] = []
@@ -103,27 +162,23 @@ def simulate(
             index_of.append(len(work))
             work.append(Work(lane_of(op), costs.cost_of(op), (*gate, *waits)))
             ops.append(op)
-            names.append(render_op(op))
         decided.append(len(work))
         work.append(Work("", Cost(), tuple(_decisive(ops[first:], first, layout))))
         ops.append(None)
-        names.append("")
         bounds.append(len(work))
     run = run_work(work, costs.capacity)
 
     def changes(op: Op) -> Changes:
         return changes_of(op, layout, boundary_bytes, below, saved_bytes)
 
-    peak, left = _held(ops, run, changes)
-    events = {i: _event(i, name, work, names, run) for i, name in enumerate(names) if name}
     starts = [0, *bounds[:-1]]
     return Simulation(
-        timeline=Timeline(tuple(sorted(events.values(), key=lambda event: event.start_s))),
+        work=work,
+        ops=ops,
+        run=run,
+        changes=changes,
         step_ends_s=tuple(max(run.end_s[a:b], default=0.0) for a, b in zip(starts, bounds, strict=True)),
         decided_s=tuple(run.end_s[i] for i in decided),
-        peak_bytes=peak,
-        left_bytes=left,
-        critical_path=tuple(events[i] for i in run.critical_path() if i in events),
     )
 
 
@@ -131,20 +186,6 @@ def _decisive(ops: Sequence[Op | None], first: int, layout: StepLayout) -> Itera
     """Yield the indices of what the engine waits for before it submits the next step."""
     kinds = {Kind.CLIP} if layout.clip and layout.step_order else _COMPUTE | {Kind.GRAD}
     return (first + i for i, op in enumerate(ops) if op is not None and op.kind in kinds)
-
-
-def _event(index: int, name: str, work: Sequence[Work], names: Sequence[str], run: Run) -> Event:
-    cause = run.cause[index]
-    other = names[cause] if cause >= 0 else ""
-    waited = cause >= 0 and work[cause].lane != work[index].lane
-    return Event(
-        lane=work[index].lane,
-        op=name,
-        start_s=run.start_s[index],
-        end_s=run.end_s[index],
-        waited_s=run.start_s[index] - run.lane_free_s[index],
-        waited_for=other if waited else "",
-    )
 
 
 def _held(

@@ -11,7 +11,7 @@ from typing import Literal
 
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
-from outsize.model.spec import ModelSpec
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.shares import largest_share, shares
 from outsize.optim.spec import StateLayout
 from outsize.planner.layout import StepLayout
@@ -23,6 +23,8 @@ Activations = Literal["auto", "recompute", "keep"]
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
 LEAST_TILE_ELEMENTS = 65_536
+# 16,384 elements are 64 KiB: a gradient that is stepped where it arrives waits for no disk.
+LEAST_RING_ELEMENTS = 16_384
 # 1M elements are 4 MiB per plane: above that more bytes per request gain nothing.
 MOST_TILE_ELEMENTS = 1_048_576
 # One tile is read, one stepped, one written.
@@ -148,7 +150,9 @@ class Sizing:
 
     def least(self) -> Knobs:
         """Return the knobs of the plan that needs the least device memory."""
-        least = align_up(min(LEAST_TILE_ELEMENTS, self.largest_trainable), self.state.quantum)
+        on_disk = self.options.home == "disk"
+        least = min(LEAST_TILE_ELEMENTS if on_disk else LEAST_RING_ELEMENTS, self.largest_trainable)
+        least = align_up(least, self.state.quantum if on_disk else PLANE_ELEMENTS)
         tile_elements = self.options.tile_elements or least
         return Knobs(
             num_slots=self._at_most_slots(self.options.slots or 1),
@@ -210,7 +214,7 @@ class Sizing:
     def larger_tiles(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with tiles of twice the size, and twice that, while a unit fills one."""
         if self.options.tile_elements is None and knobs.tile_elements:
-            sizes = (knobs.tile_elements << shift for shift in range(1, 5))
+            sizes = (knobs.tile_elements << shift for shift in range(1, 7))
             enough = min(MOST_TILE_ELEMENTS, self.largest_trainable)
             for size in takewhile(lambda size: size <= enough, sizes):
                 yield replace(knobs, tile_elements=size)

@@ -22,7 +22,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.keeping import Keeping
 from outsize.runtime.microbatch import MicrobatchRun
-from outsize.runtime.shortcut import Needed, Shortcuts
+from outsize.runtime.shortcut import Needed, Shortcuts, is_watched
 from outsize.runtime.weights import WeightOps
 
 
@@ -75,6 +75,7 @@ class ComputeOps:
         needed: Mapping[int, Needed] = MappingProxyType({}),
     ) -> None:
         self._device = device
+        self._split = split
         self.shorten(needed)
         self._graph_in_forward = graph_in_forward
         self._slots_used = tuple(slots_used(program) for program in programs)
@@ -82,7 +83,6 @@ class ComputeOps:
         self._first_backward = first_backward
         self._weights = weights
         self._bound: dict[int, int] = {}
-        self._split = split
         self._forwards = forwards
         self._binder = binder
         self._loss = loss
@@ -146,7 +146,10 @@ class ComputeOps:
 
     def shorten(self, needed: Mapping[int, Needed]) -> None:
         """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
-        self._shortcuts: Shortcuts | None = Shortcuts(needed, self._device.look) if needed else None
+        modules = self._split.modules
+        self._shortcuts: Shortcuts | None = None
+        if needed:
+            self._shortcuts = Shortcuts(needed, self._device.look, lambda unit: is_watched(modules[unit]))
 
     def close(self) -> None:
         """Unwind every forward that is under way; called by the compute lane's thread when it ends."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outsize.planner.ops import Kind, Op
@@ -54,7 +55,8 @@ class StepContext:
         coefficient: what gradients are multiplied by before the update; None for nothing.
         agreed_loss: of all ranks together, as soon as they have agreed; None before, and of a single rank.
         first_microbatch: number of this rank's first microbatch among those of all ranks; seeds randomness.
-        unit_coefficients: the same by unit, where each is clipped by its own norm.
+        unit_clips: norm and coefficient of each unit that is clipped by its own norm, where they were taken.
+        unit_coefficients: these coefficients on the host, once the gradient has left.
         skipped: whether CLIP decided that this step changes no weight.
         skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
@@ -82,6 +84,7 @@ class StepContext:
     coefficient: Tensor | None = None
     agreed_loss: float | None = None
     first_microbatch: int = 0
+    unit_clips: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
     skipped_before: AbstractSet[int] = frozenset()
@@ -94,6 +97,13 @@ class StepContext:
     slots: Mapping[Op, Mapping[int, int]] | None = None
     outputs: dict[int, Any] = field(default_factory=dict)
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+
+    def norm(self) -> float:
+        """Global norm of the gradients before clipping, once all backwards have run; NaN where no norms are taken."""
+        if self.gradient_norm is not None:
+            return self.gradient_norm
+        found = [norm[at] for unit, norm in self.norms.items() for at in sorted(self.touched[unit])]
+        return float(torch.linalg.vector_norm(torch.stack(found))) if found else float("nan")
 
     def coefficient_of(self, unit: int) -> Tensor | None:
         """What the gradient of ``unit`` is multiplied by before its update; None for nothing."""

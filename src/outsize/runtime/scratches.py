@@ -29,7 +29,7 @@ def open_scratch(
         BudgetExceededError: a tier has too little left.
     """
     if plan.layout.stages is not None:
-        return HostScratch(max(1, num_handed_over(plan.program)), max(1, *boundary_bytes), arena)
+        return HostScratch(max(1, num_handed_over(plan.layout)), max(1, *boundary_bytes), arena)
     if not plan.layout.offload:
         return None
     num_extents = len(plan.layout.offload) * plan.layout.num_microbatches

@@ -11,8 +11,9 @@ The story of one recompute:
 2. Just before that operation a dispatch mode is entered. It sees operations below autograd, when their graph is made.
 3. Once all tensors are saved, operations of `SKIPPED` return memory of the right form that nobody has written to.
 4. An operation that is not one of them, or one more tensor to save, was not in the trial: the unit is run again, in
-   full, and is from now on. The same where someone still holds such memory when nothing but the graph should be left: a
-   hook that keeps an activation, or a module that does.
+   full, and is from now on. The same where someone still holds such memory when nothing but the graph should be left,
+   as a module does that keeps an activation.
+5. A unit into which somebody looks with hooks is run in full: hooks see what was computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.modules.module as hooks_of_all
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,11 +118,18 @@ class Shortcuts:
     Args:
         needed: by unit; a unit that is not there is run in full.
         look: called at every tensor saved or used, to keep to a budget.
+        watched: whether somebody looks into a unit, see `is_watched`.
     """
 
-    def __init__(self, needed: Mapping[int, Needed], look: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        needed: Mapping[int, Needed],
+        look: Callable[[], None],
+        watched: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         self._needed = dict(needed)
         self._look = look
+        self._watched = watched
 
     def run(self, unit: int, call: Callable[[], T]) -> T:
         """Return what ``call`` makes of its outputs, whose graph is whole and whose values are anything.
@@ -130,7 +139,7 @@ class Shortcuts:
             call: runs it, and returns nothing that holds an output: `microbatch.roots_of` it, say.
         """
         needed = self._needed.get(unit)
-        if needed is not None:
+        if needed is not None and not self._watched(unit):
             shortened = _Shortened(needed, self._look)
             try:
                 with shortened:
@@ -141,6 +150,18 @@ class Shortcuts:
                 pass  # run in full below, as it is from now on
             self._needed.pop(unit, None)
         return call()
+
+
+def is_watched(unit: nn.Module) -> bool:
+    """Whether forward hooks look at modules inside ``unit``; those with which transformers collects outputs do not."""
+    if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
+        return True
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for module in unit.modules()
+        if module is not unit  # hooks of the unit itself run around it
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
 
 
 class _Shortened:

@@ -37,7 +37,7 @@ def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]
         ],
         "steps": config.train.steps,
         "tokens_per_step": config.tokens_per_step,
-        "tokens_per_microbatch": -(-config.tokens_per_step // config.train.microbatches),
+        "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
         "device": machine.device,
         "device_names": _names(machine.device),
         "num_workers": machine.num_workers,

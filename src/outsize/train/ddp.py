@@ -213,7 +213,7 @@ class DataParallelTrainer:
 
     def _forward_backward(self, number: int, batch: Batch) -> float:
         """Leave the gradient of the mean loss over all ranks; returns this rank's part of that mean."""
-        count = self._prepared.config.train.microbatches
+        count = self._prepared.config.microbatches
         total = max(num_targets(batch.whole or batch, self._prepared.measured.shifted), 1)
         loss = 0.0
         for index, part in enumerate(batch.split(count)):
@@ -238,7 +238,7 @@ class DataParallelTrainer:
 
     def _seeded(self, number: int, index: int) -> contextlib.AbstractContextManager[None]:
         config = self._prepared.config
-        among_all = self._group.rank * config.train.microbatches + index
+        among_all = self._group.rank * config.microbatches + index
         return seeding(self._prepared.split, config.train.seed, number, among_all)
 
     def _update(self, rate: float) -> tuple[float, bool]:

@@ -10,7 +10,7 @@ the directory of the run holds two files:
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from outsize.group.group import Group
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.walk import Boundaries
-from outsize.planner.comparison import Comparison, compare
+from outsize.planner.comparison import Comparison, Steps, compare
 from outsize.planner.costs import ADAMW_BYTES, UnitTimes
-from outsize.planner.expectation import ExpectedStep, PlannedStep
+from outsize.planner.expectation import PlannedStep
+from outsize.planner.idle import Window
 from outsize.planner.recalibrate import Trace, read_trace
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import trim
@@ -33,7 +34,7 @@ from outsize.train.codec_rates import codec_rates
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
-from outsize.train.prepare import Prepared, made_up_inputs
+from outsize.train.prepare import Prepared, made_up_inputs, recompute_shares
 from outsize.units import format_seconds
 
 PREDICTION_FILE = "prediction.json"
@@ -81,26 +82,26 @@ class Forecast:
             codec_rates=codec_rates(prepared, prepared.plan.transport),
             net_bytes_per_s=rates.net_bytes_per_s,
         )
-        self.predicted: ExpectedStep = self._planned.expect(self._planned.costs(self._machine, self._times))
+        self.predicted: Steps = self._planned.expect(self._planned.costs(self._machine, self._times))
         self.step_s = self.predicted.step_s
         self.comparison: Comparison | None = None
         self._num_seen = 0
-        self._seconds: list[float] = []
+        self._windows: list[Window] = []
         self._events: list[Any] = []
 
-    def step_ended(self, seconds: float, timeline: Timeline) -> bool:
+    def step_ended(self, window: Window, timeline: Timeline) -> bool:
         """Take note of a step; returns whether it was the last that is compared.
 
         Args:
-            seconds: of the step.
-            timeline: of it.
+            window: of the step.
+            timeline: what lanes did since the step before.
         """
         self._num_seen += 1
         if self.comparison is not None or self._num_seen <= FIRST_MEASURED:
             return False
-        self._seconds.append(seconds)
+        self._windows.append(window)
         self._events += timeline.events
-        if len(self._seconds) < NUM_MEASURED:
+        if len(self._windows) < NUM_MEASURED:
             return False
         self.compare()
         return True
@@ -112,8 +113,11 @@ class Forecast:
         costs = trace.costs(self._planned.costs(self._machine, self._times))
         self.step_s = self._planned.expect(costs).step_s
         self._machine = with_rates(self._machine, trace)
-        before = self.predicted
-        self.comparison = compare(before.timeline, before.step_s, measured, self._seconds, self.step_s)
+        first, last = self._windows[0], self._windows[-1]
+        steps = Steps(
+            timeline=measured, began_s=first.began_s, ended_s=last.ended_s, count=len(self._windows)
+        )
+        self.comparison = compare(self.predicted, steps, self.step_s)
         self._events.clear()
 
     def write(self, run_dir: Path) -> None:
@@ -206,7 +210,7 @@ def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     config = prepared.config
     if _is_cuda(prepared) and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here to time anything on")
-    rows, length = -(-prepared.num_sequences // config.train.microbatches), config.data.seq_len
+    rows, length = -(-prepared.num_sequences // config.microbatches), config.data.seq_len
     device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
     few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
@@ -218,13 +222,24 @@ def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
     tokens = rows * length / (few_rows * short)
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
-    return (
-        UnitTimes(
-            forward_s=tuple(s * share for s, share in zip(times.forward_s, shares, strict=True)),
-            backward_s=tuple(s * share for s, share in zip(times.backward_s, shares, strict=True)),
-        ),
-        flops,
+    return _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured)), flops
+
+
+def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
+    """Return ``times`` of microbatches with ``shares`` as many operations, by unit."""
+    forward_s, backward_s = (
+        tuple(s * share for s, share in zip(found, shares, strict=True))
+        for found in (times.forward_s, times.backward_s)
     )
+    return UnitTimes(forward_s=forward_s, backward_s=backward_s)
+
+
+def _less_recompute(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
+    """Return ``times``, taken with whole recomputes, of a run whose recomputes are ``shares`` of a forward."""
+    recompute_s = tuple(s * share for s, share in zip(times.forward_s, shares, strict=True))
+    spared_s = (whole - part for whole, part in zip(times.forward_s, recompute_s, strict=True))
+    backward_s = (max(0.0, s - spared) for s, spared in zip(times.backward_s, spared_s, strict=True))
+    return UnitTimes(forward_s=times.forward_s, backward_s=tuple(backward_s), recompute_s=recompute_s)
 
 
 def _is_cuda(prepared: Prepared) -> bool:

@@ -94,8 +94,7 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
     device = choose_device(memory.device)
     available = available_ram_bytes()
     host = memory.host_memory or int(available * HOST_SHARE)
-    fits = state_bytes <= host or len(device_names(device)) > 1  # several workers need it there
-    home: Tier = memory.home if memory.home != "auto" else "host" if fits else "disk"
+    home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
     below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
     if home == "disk":
         check_not_a_device(store_dir)

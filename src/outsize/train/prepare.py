@@ -24,13 +24,14 @@ from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import ModelSpec
-from outsize.model.spec_from_config import forward_flops, read_shape
+from outsize.model.spec_from_config import forward_flops, read_shape, recompute_flops
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.shares import shares
 from outsize.optim.spec import StateLayout
 from outsize.planner.memory import home_bytes
+from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.sizing import own_elements
@@ -41,6 +42,7 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.residency import settle_home
 from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
@@ -59,7 +61,7 @@ class Prepared:
     """A run that is known to fit.
 
     Attributes:
-        config: as the user gave it.
+        config: as the user gave it, with as many microbatches as the plan has.
         machine: device and budgets.
         directory: of the model, local.
         hf_config: the model's own configuration.
@@ -158,12 +160,16 @@ def prepare(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
-    with Boundaries(parts.modules) as boundaries:
-        measured, chunk_tokens = _measure(config, hf_config, parts, boundaries, announce, group.size)
-    trim()
-    plan, heap = choose_plan(config, parts, machine, measured, group)
+    machine, (config, measured, chunk_tokens, (plan, heap)) = settle_home(
+        config,
+        spec,
+        machine,
+        state_bytes,
+        home_file(config.memory, run_dir),
+        lambda config, machine: _measure_and_plan(config, hf_config, parts, machine, announce, group),
+    )
     announce(
-        f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
+        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {machine.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
     )
     return Prepared(
@@ -190,6 +196,11 @@ def _lora(config: Config, model: nn.Module) -> Any:
     return peft_config(settings, config.model.path, causal)
 
 
+def _encoded(plan: Plan) -> str:
+    codec = plan.transport.weights
+    return "" if plan.transport.is_raw("weights") else f", weights that do not train as {codec},"
+
+
 def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
     return f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
 
@@ -200,11 +211,11 @@ def check_shares(config: Config, num_ranks: int) -> None:
     Raises:
         ConfigError: there are fewer sequences.
     """
-    least = num_ranks * config.train.microbatches
+    least = num_ranks * config.microbatches
     if num_ranks > 1 and config.sequences_per_step < least:
         raise ConfigError(
             f"train.tokens_per_step: {config.sequences_per_step} sequences per step are fewer than {num_ranks} ranks "
-            f"of {config.train.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
+            f"of {config.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
             "train.microbatches"
         )
 
@@ -300,10 +311,10 @@ def options_of(
         clip=clip == "global",
         unit_clip=clip == "unit",
         state=state,
-        microbatches=config.train.microbatches,
+        microbatches=config.microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
-        tile_elements=_tile_elements(memory.tile_elements, state),
+        tile_elements=_tile_elements(memory.tile_elements, state, machine),
         offload=False if measured.inputs_shared else memory.offload,
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
@@ -357,7 +368,7 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        recompute_s=_forward_times(parts),
+        recompute_s=_recompute_times(parts, measured),
         shared_bytes=held_bytes * options.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
@@ -387,13 +398,13 @@ def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
     return wire
 
 
-def _tile_elements(wanted: int | None, state: StateLayout) -> int | None:
+def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
     """Return the elements of a tile, where the user gave them.
 
     Raises:
         ConfigError: a tile would be no whole sectors in every plane.
     """
-    if wanted is not None and wanted % state.quantum:
+    if wanted is not None and machine.home == "disk" and wanted % state.quantum:
         raise ConfigError(
             f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
             f"are; try {-(-wanted // state.quantum) * state.quantum}"
@@ -409,8 +420,18 @@ def transport_of(config: Config, machine: Machine) -> Transport:
     """
     named = config.transport.model_dump()
     transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
+    check_transport(transport, machine)
+    return transport
+
+
+def check_transport(transport: Transport, machine: Machine) -> None:
+    """Check that the codecs run where ``machine`` wants them.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
     if transport == Transport():
-        return transport
+        return
     if machine.device == "cpu":
         raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
     if machine.home == "disk" and not transport.is_raw("weights"):
@@ -424,7 +445,6 @@ def transport_of(config: Config, machine: Machine) -> Transport:
                 raise ConfigError(
                     f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
                 )
-    return transport
 
 
 def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:
@@ -458,6 +478,22 @@ def _forward_times(parts: Split) -> tuple[float, ...]:
     return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
 
 
+def _recompute_times(parts: Split, measured: Measured) -> tuple[float, ...]:
+    """The same of recomputes, of which some end early."""
+    times = _forward_times(parts)
+    with contextlib.suppress(ModelError, AttributeError):
+        flops = recompute_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        if len(flops) == len(times):
+            return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))
+    return times
+
+
+def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
+    """Return how much of each streamed unit's forward its recompute takes, 0 to 1."""
+    pairs = zip(_recompute_times(parts, measured), _forward_times(parts), strict=True)
+    return tuple(recompute / forward if forward else 1.0 for recompute, forward in pairs)
+
+
 def fixed_bytes(model: nn.Module, machine: Machine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
     fixed = BOUNCE_BYTES if machine.below == "disk" else 0
@@ -474,6 +510,36 @@ def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
     return most
 
 
+def _measure_and_plan(
+    config: Config, hf_config: Any, parts: Split, machine: Machine, announce: Announce, group: Group
+) -> tuple[Config, Measured, int | None, tuple[Plan, bool]]:
+    """Measure and plan with the microbatches that ``config`` names, or else with the first that fit.
+
+    Raises:
+        InfeasiblePlanError: none fit; of the plan that is short by the least.
+    """
+    named = config.train.microbatches
+    sequences = -(-config.sequences_per_step // group.size)
+    counts = step_cuts(sequences, config.data.seq_len, machine.num_workers)
+    failures: list[InfeasiblePlanError] = []
+    for count in counts if named is None else (named,):
+        chosen = config.in_microbatches(count)
+        with Boundaries(parts.modules) as boundaries:
+            measured, chunk_tokens = _measure(chosen, hf_config, parts, boundaries, announce, group.size)
+        trim()
+        try:
+            planned = choose_plan(chosen, parts, machine, measured, group)
+        except InfeasiblePlanError as error:
+            failures.append(error)
+            if "device" in error.short_by:
+                continue  # smaller ones may fit
+            break
+        if named is None and count > 1:
+            announce(f"steps of {sequences} sequences are cut into {count} microbatches")
+        return chosen, measured, chunk_tokens, planned
+    raise min(failures, key=lambda error: sum(error.short_by.values()))
+
+
 def _measure(
     config: Config,
     hf_config: Any,
@@ -483,7 +549,7 @@ def _measure(
     num_ranks: int,
 ) -> tuple[Measured, int | None]:
     share = -(-config.sequences_per_step // num_ranks)
-    sequences = -(-share // config.train.microbatches)
+    sequences = -(-share // config.microbatches)
 
     wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
     measured = calibrate(

@@ -89,7 +89,7 @@ class ResidentTrainer:
         for number, batch in enumerate(batches):
             loss = 0.0
             targets = num_targets(batch, self._shifted)
-            for index, part in enumerate(batch.split(self._config.train.microbatches)):
+            for index, part in enumerate(batch.split(self._config.microbatches)):
                 loss += self._forward_backward(number, index, part, targets)
             self._update(schedule.learning_rate(number))
             yield loss

@@ -16,6 +16,7 @@ from outsize.errors import NonFiniteError
 from outsize.group.group import Group
 from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
+from outsize.planner.idle import Window
 from outsize.planner.plan import Plan
 from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
@@ -31,13 +32,14 @@ from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.codec_choice import choose_codec
 from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
-from outsize.train.flops import peak_of, step_flops
+from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, remove_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
+from outsize.train.microbatches import as_before
 from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import PROFILE, StepProfiler
@@ -76,6 +78,7 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     """
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
+        config = as_before(config, run_dir, None)
         prepared = prepare(config, run_dir, lambda _: None)
         prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
         return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
@@ -131,6 +134,7 @@ def _train(
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     if resumed is not None:
         checkpoint.check_same_method(resumed, config)
+    config = as_before(config, run_dir, resumed)
     started = config if resumed is None else _from_checkpoint(config, resumed)
     replicated = ranks.group.size > 1 and config.parallel.mode == "ddp"
     if replicated:
@@ -138,6 +142,8 @@ def _train(
     shared = None if replicated else ranks.group
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
     prepared, rates = choose_codec(prepared, own_dir, announce)
+    config = config.in_microbatches(prepared.config.microbatches)
+    asked = asked.in_microbatches(prepared.config.microbatches)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
         checkpoint.check_same_run(resumed, config, prepared)
@@ -170,14 +176,7 @@ def _train(
     aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce, prepared.own))
     trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
     tell_costs(prepared, own_dir, announce)
-    # Only now is there a run: one that could not start leaves nothing but tokenised data.
-    if ranks.is_first:
-        write_whole(run_dir / "config.yaml", dump_config(asked))
-    write_json(own_dir / "plan.json", prepared.plan.to_dict())
-    write_json(own_dir / "run.json", {**about(prepared, flops, peak), "num_ranks": ranks.group.size})
-    if trainer.errors:
-        announce(f"frozen weights are encoded: {summary(trainer.errors)}")
-        write_json(own_dir / QUANTISATION, trainer.errors)
+    _write_facts(ranks, asked, prepared, (flops, peak), trainer.errors)
     heartbeat = stack.enter_context(Heartbeat(own_dir))
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
@@ -208,6 +207,24 @@ def _train(
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run.go(dataset, interrupt)
+
+
+def _write_facts(
+    ranks: Ranks,
+    asked: Config,
+    prepared: Prepared,
+    computing: tuple[float | None, Peak],
+    errors: dict[str, float],
+) -> None:
+    """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
+    if ranks.is_first:
+        write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
+    write_json(ranks.own_dir / "plan.json", prepared.plan.to_dict())
+    facts = about(prepared, *computing)
+    write_json(ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size})
+    if errors:
+        ranks.announce(f"frozen weights are encoded: {summary(errors)}")
+        write_json(ranks.own_dir / QUANTISATION, errors)
 
 
 def _dataset(
@@ -299,7 +316,7 @@ class _Run:
         self.writers.tell(record)
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
-        self._foresee(outcome.seconds, timeline)
+        self._foresee(outcome.window, timeline)
         if self.profiler.step_ended():
             self.ranks.announce(
                 f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
@@ -312,9 +329,9 @@ class _Run:
                 "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
             )
 
-    def _foresee(self, seconds: float, timeline: Timeline) -> None:
+    def _foresee(self, window: Window, timeline: Timeline) -> None:
         """Once the first steps are known, say how far they are from what was predicted, and go by them."""
-        if self.forecast is not None and self.forecast.step_ended(seconds, timeline):
+        if self.forecast is not None and self.forecast.step_ended(window, timeline):
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
                 self.ranks.announce(line)

@@ -247,20 +247,19 @@ class StreamedTrainer:
             context = StepContext(
                 number=number,
                 learning_rate=schedule.learning_rate(number),
-                microbatches=microbatches_of(batch, config.train.microbatches, shifted),
+                microbatches=microbatches_of(batch, config.microbatches, shifted),
                 tokens=num_targets(batch.whole or batch, shifted),
                 loss_scale=self.loss_scale.value,
-                first_microbatch=self.prepared.group.rank * config.train.microbatches,
+                first_microbatch=self.prepared.group.rank * config.microbatches,
             )
             self._last = self.engine.begin(context)
             self.engine.forward_backward_done(self._last)
             self.loss_scale.update(context.skipped)
             ended = time.perf_counter()
-            norm = context.gradient_norm
             yield StepOutcome(
                 number=number,
                 loss=context.loss(),
-                gradient_norm=float("nan") if norm is None else norm,
+                gradient_norm=context.norm(),
                 learning_rate=context.learning_rate,
                 tokens=context.tokens,
                 seconds=ended - began,

@@ -2,11 +2,13 @@
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from outsize.codecs.transport import Transport
 from outsize.config.schema import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton, load_hf_config
@@ -35,6 +37,7 @@ def wrap(
     head: Head = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
+    transport: Mapping[str, str] | None = None,
     **memory: Any,
 ) -> nn.Module:
     """Stream ``model`` unit by unit from now on; returns the same object, for the training loop that it was in.
@@ -55,6 +58,8 @@ def wrap(
         base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
+        transport: codecs on the link, by crossing, e.g. ``{"activations": "int8", "gradients": "int4-stochastic"}``, as
+            in the section ``transport`` of a run's configuration; None sends everything as it is.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
             ``slots``, ``prefetch``, ``offload``, ``activations``, ``tile_elements``, ``link_gb_per_s``.
 
@@ -70,7 +75,8 @@ def wrap(
         into.copy_(parameter.detach().reshape(-1))
 
     settings = _memory(device, device_memory, home, memory)
-    return _attach(model, settings, microbatches, store_dir, fill, (base_codec, table_codec), head)
+    codecs = (base_codec, table_codec)
+    return _attach(model, settings, microbatches, store_dir, fill, codecs, head, _transport(transport))
 
 
 def load(
@@ -88,6 +94,7 @@ def load(
     head: Literal["streamed", "resident", "none"] = "streamed",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
+    transport: Mapping[str, str] | None = None,
     **memory: Any,
 ) -> nn.Module:
     """Return a wrapped model whose weights went from its checkpoint straight to their home, one unit at a time.
@@ -107,6 +114,7 @@ def load(
         head: see `wrap`; ``none`` leaves it out: a model that ends in hidden states, for embeddings.
         base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
         table_codec: see `wrap`.
+        transport: see `wrap`.
         memory: see `wrap`.
 
     Raises:
@@ -139,6 +147,7 @@ def load(
         fill,
         (base_codec, table_codec),
         placed,
+        _transport(transport),
     )
 
 
@@ -179,6 +188,26 @@ def _memory(device: str, device_memory: str | int | None, home: Home, others: di
         raise ConfigError("outsize.wrap: " + "; ".join(lines)) from error
 
 
+def _transport(named: Mapping[str, str] | None) -> Transport:
+    try:
+        transport = Transport(**dict(named or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"transport: {error}; it names codecs of weights, activations and gradients"
+        ) from error
+    if not transport.is_raw("weights"):
+        raise ConfigError(
+            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which any "
+            "optimizer may change at any time; for frozen ones use base_codec"
+        )
+    if transport.feedback:
+        raise ConfigError(
+            f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop "
+            "of your own steps by every gradient is not known; use it without -ef"
+        )
+    return transport
+
+
 def _attach(
     model: nn.Module,
     memory: MemoryConfig,
@@ -187,6 +216,7 @@ def _attach(
     fill: Fill,
     codecs: tuple[str, str],
     head: Head,
+    transport: Transport,
 ) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
@@ -202,5 +232,6 @@ def _attach(
     directory = (
         Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
     )
-    attach(model, Runner(model, memory, microbatches, directory, fill, codecs, head == "streamed"))
+    runner = Runner(model, memory, microbatches, directory, fill, codecs, head == "streamed", transport)
+    attach(model, runner)
     return model

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.codecs.transport import Transport
 from outsize.config.schema import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.apart import dtype_and_parts
@@ -31,10 +32,12 @@ from outsize.runtime.engine import Engine, EngineSettings
 from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
+from outsize.train.prepare import check_transport
 from outsize.wrapped import planning
-from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers
+
+RAW_TRANSPORT = Transport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Planned:
         fill: copies weights into the home.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
         with_head: whether the head is a unit, see `split`.
+        transport: codecs on the link.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Planned:
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
         with_head: bool = True,
+        transport: Transport = RAW_TRANSPORT,
     ) -> None:
         self._model = weakref.ref(model)
         self._memory = memory
@@ -81,8 +86,8 @@ class Planned:
         self._extent_bytes = 0
         self._measured: Measured | None = None
         self._known: list[planning.Shape] = []
-        self._needed: dict[Autocast, Mapping[int, Needed]] = {}  # how far recomputes have to go
-        self._shortened_for: Autocast | None = None  # what the engine has been told of that
+        self._needed: dict[planning.Saving, Mapping[int, Needed]] = {}  # how far recomputes have to go
+        self._shortened_for: planning.Saving | None = None  # what the engine has been told of that
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
@@ -90,9 +95,11 @@ class Planned:
         self._flags = tuple(p.requires_grad for p in model.parameters())
         dtype, self._apart = dtype_and_parts(model, *codecs)
         self._with_head = with_head
+        self._transport = transport
         self.split = split(model, dtype, apart=self._apart, with_head=with_head)
         with contextlib.ExitStack() as stack:
             self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))
+            check_transport(transport, self.tiers.machine)
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
             self.parameters = HomeParameters(self.split, self.tiers.home, fill)
             stack.enter_context(self.tiers.buffers_of(model))
@@ -168,8 +175,9 @@ class Planned:
             former = self._measured
             kind = self._device.type
             self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
-            self._needed[shape.autocast] = self._measured.needed
-            self._shortened_for = None
+            if shape.training or shape.saving not in self._needed:
+                self._needed[shape.saving] = self._measured.needed
+                self._shortened_for = None
             try:
                 self._plan_anew()
             except BaseException:  # what was known to fit still does
@@ -184,9 +192,9 @@ class Planned:
         self._abandoned.clear()
         assert self._engine is not None
         assert self._plan is not None
-        if self._shortened_for != shape.autocast:
-            self._engine.shorten(self._needed.get(shape.autocast, {}))
-            self._shortened_for = shape.autocast
+        if self._shortened_for != shape.saving:
+            self._engine.shorten(self._needed.get(shape.saving, {}))
+            self._shortened_for = shape.saving
         return self._engine, self._plan
 
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
@@ -210,7 +218,12 @@ class Planned:
     def _plan_anew(self) -> None:
         assert self._measured is not None
         plan = planning.make_plan(
-            self.split, self.tiers.machine, self._memory, self._measured, self.microbatches
+            self.split,
+            self.tiers.machine,
+            self._memory,
+            self._measured,
+            self.microbatches,
+            self._transport,
         )
         extent = extent_bytes(plan, self._measured.boundary_bytes)
         former = self._plan

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.codecs.transport import Transport
 from outsize.config.schema import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.planner.cut import step_units, summing
@@ -32,6 +33,7 @@ from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.passage import Passage
+from outsize.wrapped.planned import RAW_TRANSPORT
 
 
 class Runner(Inferring):
@@ -50,8 +52,9 @@ class Runner(Inferring):
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
         with_head: bool = True,
+        transport: Transport = RAW_TRANSPORT,
     ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head)
+        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport)
         self.coefficient: Tensor | None = None
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
@@ -76,7 +79,7 @@ class Runner(Inferring):
         count = 1 if cached else self.microbatches
         sizes = batching.sizes_of(rows, count)
         autocast = Autocast.of_now({"cpu", self._device.type})
-        shape = planning.shape_of(main, sizes[0], autocast, training=keeps and model.training)
+        shape = planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)

@@ -1,0 +1,273 @@
+"""Is the optimizer's step over split masters as fast as memory allows, and as torch's own on fp32 masters?
+
+Every form steps the same number of parameters, in turn, round after round; medians, and ratios within the run. The
+bound is the memory: a triad, a = b + s c, whose bytes are counted as STREAM counts them, without the read of ``a`` that
+the processor makes before it writes; and the same in place, a = a + s c, which needs no such read. A step needs none.
+Targets: exact at least as fast as torch's fused AdamW and the cast to bf16 that it replaces; 80 % of the triad's bytes
+per second for its own bytes; 8-bit moments at least 0.8 times the exact rate.
+
+    python bench/bench_optimizer.py --output bench/results/optimizer_2core.json
+
+Needs a quiet machine, 3 GB of memory and under three minutes, most of them for torch.compile (--no-compile).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from torch import Tensor
+
+from outsize import native
+from outsize.model.spec import UnitSpec, pack_unit
+from outsize.optim.adamw import AdamW
+from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.planes import StatePlanes
+from outsize.optim.spec import BLOCK_ELEMENTS
+from outsize.optim.split import join_master, split_master, ties_bytes
+from outsize.optim.step import step_state
+
+RULE, LR, STEP = AdamW(weight_decay=0.1), 1e-4, 5
+ITEMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+TILE = 2**17
+# Of these alone are few rounds: they are several times slower.
+FALLBACKS = "torch ops"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to step.
+
+    Attributes:
+        run: steps all parameters once.
+        moved: bytes per parameter that it reads and writes, each plane once.
+        kept: bytes per parameter that stay at home, the gradient not counted.
+    """
+
+    run: Callable[[], object]
+    moved: float
+    kept: float
+
+
+def planes_of(numel: int, moments: str) -> StatePlanes:
+    weights, low = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    ties = torch.zeros(ties_bytes(numel), dtype=torch.uint8) if moments == "fp32" else None
+    split_master(torch.randn(numel), weights, low, ties)
+    state = {name: torch.zeros(numel, dtype=ITEMS[moments]) for name in ("exp_avg", "exp_avg_sq")}
+    if moments == "int8":
+        tops = numel // BLOCK_ELEMENTS
+        state |= {f"{name}_scales": torch.zeros(tops, dtype=torch.uint8) for name in list(state)}
+    return StatePlanes(weights=weights, master_low=low, master_ties=ties, **state)
+
+
+def stepper(unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, use_native: bool = True) -> Form:
+    def run() -> None:
+        step_state(RULE, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1, use_native=use_native)
+
+    kept = planes.bytes_per_element()
+    # The bits of ties are touched at one element in 65,536.
+    moved = 2 * (kept - (0.125 if planes.master_ties is not None else 0.0)) + gradient.element_size()
+    return Form(run, moved, kept)
+
+
+def fused(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    torch._fused_adamw_(
+        [master], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(STEP))], amsgrad=False, lr=LR,
+        beta1=RULE.betas[0], beta2=RULE.betas[1], weight_decay=RULE.weight_decay, eps=RULE.eps, maximize=False,
+    )  # fmt: skip
+
+
+def resident(numel: int, gradient: Tensor) -> Form:
+    """What is replaced: fp32 masters under torch's fused AdamW, then the cast to bf16."""
+    master, exp_avg, exp_avg_sq = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
+    weights = torch.empty(numel, dtype=torch.bfloat16)
+
+    def run() -> None:
+        fused(master, gradient, exp_avg, exp_avg_sq)
+        weights.copy_(master)
+
+    return Form(run, 34.0, 14.0)
+
+
+def around_torch(planes: StatePlanes, gradient: Tensor) -> Form:
+    """The kernels that join and split, around torch's fused AdamW on tiles that stay in a cache."""
+    assert planes.master_low is not None
+    assert planes.exp_avg is not None
+    assert planes.exp_avg_sq is not None
+    low, exp_avg, exp_avg_sq = planes.master_low, planes.exp_avg, planes.exp_avg_sq
+    ties = planes.master_ties
+    master, wide = torch.empty(TILE), torch.empty(TILE)
+
+    def run() -> None:
+        for at in range(0, planes.numel, TILE):
+            part, size = slice(at, at + TILE), min(TILE, planes.numel - at)
+            bits = None if ties is None else ties[at // 8 : -(-(at + size) // 8)]
+            join_master(planes.weights[part], low[part], bits, master[:size])
+            wide[:size].copy_(gradient[part])
+            fused(master[:size], wide[:size], exp_avg[part], exp_avg_sq[part])
+            split_master(master[:size], planes.weights[part], low[part], bits)
+
+    return Form(run, 26.0, planes.bytes_per_element())
+
+
+def compiled(planes: StatePlanes, gradient: Tensor) -> Form:
+    """The same in torch ops that inductor fuses; without ties."""
+    assert planes.master_low is not None
+    assert planes.exp_avg is not None
+    assert planes.exp_avg_sq is not None
+    arguments = (
+        planes.weights.view(torch.int16),
+        planes.master_low,
+        gradient,
+        planes.exp_avg,
+        planes.exp_avg_sq,
+    )
+    beta1, beta2 = RULE.betas
+    correction, step = sqrt(1 - beta2**STEP), -LR / (1 - beta1**STEP)
+
+    def plain(hi: Tensor, lo: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        master = ((hi.to(torch.int32) << 16) + lo.to(torch.int32)).view(torch.float32)
+        g = gradient.to(torch.float32)
+        m = exp_avg + (1 - beta1) * (g - exp_avg)
+        v = exp_avg_sq * beta2 + (1 - beta2) * g * g
+        master = master * (1 - LR * RULE.weight_decay) + step * m / (v.sqrt() / correction + RULE.eps)
+        bits = master.view(torch.int32)
+        hi.copy_((bits + 0x7FFF + (bits >> 16 & 1) >> 16).to(torch.int16))
+        lo.copy_(bits.to(torch.int16))
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+
+    form = torch.compile(plain)
+    form(*arguments)
+    return Form(lambda: form(*arguments), 26.0, planes.bytes_per_element())
+
+
+def triad(numel: int) -> Form:
+    a, b, c = (torch.ones(numel // 2, dtype=torch.float64) for _ in range(3))
+    return Form(lambda: torch.add(b, c, alpha=3.0, out=a), 12.0, 0.0)
+
+
+def in_place(numel: int) -> Form:
+    a, b = (torch.ones(numel // 2, dtype=torch.float64) for _ in range(2))
+    return Form(lambda: a.add_(b, alpha=1e-9), 12.0, 0.0)
+
+
+def forms_of(numel: int, *, compile_too: bool) -> dict[str, Form]:
+    unit = pack_unit(0, "bench", "block", [("weight", (numel,), True, True)])
+    wide = torch.randn(numel) * 1e-3
+    narrow = wide.to(torch.bfloat16)
+    exact, bf16, int8 = (planes_of(numel, moments) for moments in ("fp32", "bf16", "int8"))
+    forms = {
+        "triad": triad(numel),
+        "triad in place": in_place(numel),
+        "torch fused fp32, cast": resident(numel, wide),
+        "exact": stepper(unit, exact, narrow),
+        "exact, fp32 gradient": stepper(unit, exact, wide),
+        "bf16 moments": stepper(unit, bf16, narrow),
+        "8-bit moments": stepper(unit, int8, narrow),
+        "exact, kernels around torch's op": around_torch(exact, narrow),
+    }
+    if compile_too:
+        try:
+            forms["torch.compile, without ties"] = compiled(exact, narrow)
+        except Exception as error:  # no compiler, or none that inductor likes
+            print(f"torch.compile: {error}")
+    for name, planes in ((f"exact, {FALLBACKS}", exact), (f"8-bit moments, {FALLBACKS}", int8)):
+        forms[name] = stepper(unit, planes, narrow, use_native=False)
+    return forms
+
+
+def measure(forms: dict[str, Form], rounds: int) -> dict[str, common.Spread]:
+    """Return seconds per form, in turn: whatever else the machine does meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    for number in range(-1, rounds):
+        for name, form in forms.items():
+            if FALLBACKS in name and number > 1:
+                continue
+            begun = time.perf_counter()
+            form.run()
+            if number >= 0:  # the first round warms up
+                seconds[name].append(time.perf_counter() - begun)
+    return {name: common.Spread.of(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--parameters", type=int, default=2**25, help="a multiple of 2048, far beyond the caches"
+    )
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if not native.available():
+        raise SystemExit(f"no kernels to measure: {native.reason()}")
+    forms = forms_of(args.parameters, compile_too=args.compile)
+    taken = measure(forms, args.rounds)
+    rows: dict[str, dict[str, Any]] = {}
+    bound, bound_in_place = (
+        forms[name].moved * args.parameters / taken[name].median for name in ("triad", "triad in place")
+    )
+    for name, form in forms.items():
+        rate = args.parameters / taken[name].median
+        rows[name] = {
+            "params_per_s": rate,
+            "bytes_moved": form.moved,
+            "bytes_kept": form.kept,
+            "bytes_per_s": rate * form.moved,
+            "of_triad": rate * form.moved / bound,
+            "of_triad_in_place": rate * form.moved / bound_in_place,
+            "spread": taken[name].relative,
+        }
+    common.print_table(
+        (
+            "form",
+            "G params/s",
+            "spread",
+            "bytes moved",
+            "bytes kept",
+            "GB/s",
+            "of triad",
+            "of triad in place",
+        ),
+        [
+            (
+                name,
+                f"{row['params_per_s'] / 1e9:.3f}",
+                f"{row['spread']:.0%}",
+                f"{row['bytes_moved']:.2f}",
+                f"{row['bytes_kept']:.3f}" if row["bytes_kept"] else None,
+                f"{row['bytes_per_s'] / 1e9:.1f}",
+                f"{row['of_triad']:.2f}",
+                f"{row['of_triad_in_place']:.2f}",
+            )
+            for name, row in rows.items()
+        ],
+    )
+    rates = {name: row["params_per_s"] for name, row in rows.items()}
+    common.finish(
+        {
+            "bench": "optimizer",
+            "machine": common.machine(),
+            "threads": args.threads,
+            "instructions": native.level(),
+            "kernel_is_torchs": agrees_with_torch(native.level()),
+            "parameters": args.parameters,
+            "forms": rows,
+            "exact_of_torch": rates["exact"] / rates["torch fused fp32, cast"],
+            "exact_of_triad": rows["exact"]["of_triad"],
+            "eight_bits_of_exact": rates["8-bit moments"] / rates["exact"],
+        },
+        args.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

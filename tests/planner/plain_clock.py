@@ -1,0 +1,40 @@
+"""The clock of `outsize.planner.discrete` without what makes it fast: at every moment all work is looked at."""
+
+from math import inf
+
+from outsize.planner.fairness import fair_rates
+
+
+def run_plainly(work, capacity):
+    """Return (start, end) of each piece of work."""
+    count, now = len(work), 0.0
+    start, end, flowing = [inf] * count, [inf] * count, {}  # work that flows -> what is left of it
+
+    def may_start(index):
+        before = [i for i in range(index) if work[i].lane == work[index].lane and work[index].lane]
+        return start[index] == inf and all(end[i] <= now for i in (*before, *work[index].after))
+
+    while True:
+        waiting = True
+        while waiting:  # what takes no time lets others start at the same moment
+            waiting = [i for i in range(count) if may_start(i)]
+            for index in waiting:
+                start[index] = now
+                if work[index].cost.amount:
+                    flowing[index] = work[index].cost.amount
+                else:
+                    end[index] = now + work[index].cost.seconds
+        begun = [i for i in sorted(flowing) if start[i] + work[i].cost.seconds <= now + 1e-12]
+        rates = dict(zip(begun, fair_rates([work[i].cost.through for i in begun], capacity), strict=True))
+        moments = [now + flowing[i] / rates[i] for i in begun]
+        moments += [start[i] + work[i].cost.seconds for i in flowing if i not in rates]
+        moments += [moment for moment in end if now < moment < inf]
+        following = min(moments, default=inf)
+        if following == inf:
+            return start, end
+        for index in begun:
+            flowing[index] -= rates[index] * (following - now)
+            if flowing[index] <= 1e-9:
+                end[index] = following
+                del flowing[index]
+        now = following

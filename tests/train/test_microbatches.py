@@ -1,0 +1,90 @@
+"""Where nobody says into how many microbatches a step is cut, the planner does, and a run keeps the number."""
+
+from pathlib import Path
+
+import pytest
+
+from outsize.config import load_config
+from outsize.errors import InfeasiblePlanError
+from outsize.train.microbatches import as_before
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.run import train
+from outsize.train.verify import verify
+from support import make_run
+
+SEQUENCES, SEQ_LEN = 8, 32
+DATA = {"seq_len": SEQ_LEN}
+CUT = {"microbatches": None, "tokens_per_step": SEQUENCES * SEQ_LEN}
+TWO = {"device": "emulated:2"}
+
+
+def prepared(tmp_path: Path, **sections) -> Prepared:
+    config = make_run(tmp_path, data=DATA, **{"train": CUT, **sections})
+    return prepare(config, tmp_path / "run", lambda _: None)
+
+
+def test_one_microbatch_where_it_fits_and_otherwise_as_few_as_fit(tmp_path):
+    roomy = prepared(tmp_path)
+    assert roomy.config.train.microbatches == roomy.plan.layout.num_microbatches == 1
+    emulated = {"device": "emulated:1", "activations": "recompute", "slots": 1}
+    whole = prepared(tmp_path, memory=emulated).plan.total_bytes("device")
+
+    def chosen(share):
+        return prepared(
+            tmp_path, memory={**emulated, "device_memory": int(share * whole)}
+        ).config.microbatches
+
+    found = [chosen(share) for share in (1.0, 0.9, 0.8, 0.7)]
+    assert found[0] == 1 < found[-1]
+    assert found == sorted(found)
+    with pytest.raises(InfeasiblePlanError) as raised:
+        chosen(0.1)
+    assert raised.value.short_by["device"] > 0
+
+
+def test_several_workers_have_microbatches_to_hand_on(tmp_path):
+    found = prepared(tmp_path, memory=TWO)
+    assert found.config.microbatches == found.plan.layout.num_microbatches == SEQUENCES
+
+
+def test_a_step_of_no_said_size_is_one_sequence(tmp_path):
+    config = make_run(tmp_path, data=DATA, train={"microbatches": None, "tokens_per_step": None})
+    assert (config.tokens_per_step, config.microbatches) == (SEQ_LEN, 1)
+    assert prepare(config, tmp_path / "run", lambda _: None).config.microbatches == 1
+
+
+def test_what_was_chosen_is_what_runs_and_what_is_written(tmp_path):
+    said: list[str] = []
+    config = make_run(tmp_path, data=DATA, train={**CUT, "steps": 2}, memory=TWO)
+    result = train(config, announce=said.append)
+    assert f"steps of {SEQUENCES} sequences are cut into {SEQUENCES} microbatches" in said
+    assert load_config(Path(result.run_dir) / "config.yaml").train.microbatches == SEQUENCES
+    assert verify(make_run(tmp_path / "again", data=DATA, train={**CUT, "steps": 2}, memory=TWO)).equal
+
+
+@pytest.mark.parametrize("resume", ["auto", "cut"])
+def test_a_run_goes_on_with_the_number_it_had(tmp_path, resume):
+    """One device would have taken one microbatch; the run began on two."""
+
+    def run(directory, steps, memory, resume="auto"):
+        settings = {**CUT, "steps": steps, "resume": resume, "run_dir": str(tmp_path / directory)}
+        return train(make_run(tmp_path, data=DATA, train=settings, memory=memory)).loss
+
+    whole = run("whole", 3, TWO)
+    run("cut", 2, TWO)
+    assert whole == (run("cut", 3, {}) if resume == "auto" else run("other", 3, {}, str(tmp_path / resume)))
+
+
+def test_a_number_of_its_own_or_of_another_step_is_left_alone(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: m}\ndata: {path: d, seq_len: 32}\ntrain: {microbatches: 8}\n"
+    )
+
+    def told(**train):
+        config = make_run(tmp_path / "other", data=DATA, train=train)
+        return as_before(config, tmp_path, None).train.microbatches
+
+    assert told(**CUT, resume="auto") == 8
+    assert told(**{**CUT, "microbatches": 2}, resume="auto") == 2
+    assert told(**CUT, resume="none") is None
+    assert told(microbatches=None, tokens_per_step=4 * SEQ_LEN, resume="auto") is None
