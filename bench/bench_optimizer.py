@@ -27,8 +27,8 @@ from outsize import native
 from outsize.model.spec import UnitSpec, pack_unit
 from outsize.optim.adamw import AdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
-from outsize.optim.moments import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
+from outsize.optim.spec import BLOCK_ELEMENTS
 from outsize.optim.split import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
 
@@ -187,7 +187,7 @@ def measure(forms: dict[str, Form], rounds: int) -> dict[str, common.Spread]:
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(-1, rounds):
         for name, form in forms.items():
-            if FALLBACKS in name and number > 2:
+            if FALLBACKS in name and number > 1:
                 continue
             begun = time.perf_counter()
             form.run()

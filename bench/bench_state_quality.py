@@ -26,6 +26,7 @@ from outsize.model.spec import UnitSpec, pack_unit
 from outsize.optim import moments
 from outsize.optim.adamw import AdamW
 from outsize.optim.planes import StatePlanes
+from outsize.optim.spec import BLOCK_ELEMENTS
 from outsize.optim.step import step_state
 
 WIDTH, BLOCKS, SEQ_LEN, SEQUENCES = 64, 3, 64, 8
@@ -72,13 +73,13 @@ def other(second: tuple[int, bool], *, nearest: bool) -> Rounding:
     """Ours with another form of the second moment, or to the nearest code."""
 
     def rounded(planes: StatePlanes, step: int) -> None:
-        chance = moments.chances(0, moments.chance_key(0, 0, step), planes.numel)
+        chances = moments.halves(moments.chances(0, moments.chance_key(0, 0, step), planes.numel))
         pairs = ((planes.exp_avg, moments.EXP_AVG_FORM), (planes.exp_avg_sq, second))
-        for shift, (plane, form) in zip((0, 16), pairs, strict=True):
+        for chance, (plane, form) in zip(chances, pairs, strict=True):
             assert plane is not None
             codes = torch.empty(planes.numel, dtype=torch.uint8)
-            tops = torch.empty(-(-planes.numel // moments.BLOCK_ELEMENTS), dtype=torch.uint8)
-            part = torch.full((planes.numel,), 0x8000) if nearest else chance >> shift & 0xFFFF
+            tops = torch.empty(-(-planes.numel // BLOCK_ELEMENTS), dtype=torch.uint8)
+            part = torch.full_like(chance, 0x8000) if nearest else chance
             moments.to_codes(plane, part, form, codes, tops)
             plane.copy_(moments.from_codes(codes, tops, form))
 
@@ -128,7 +129,7 @@ def losses(seed: int, steps: int, kind: str, rounding: Rounding | None, corpus: 
     unit, weights, gradient = flattened(model)
     state = {name: torch.zeros(unit.numel, dtype=FORMATS[kind]) for name in ("exp_avg", "exp_avg_sq")}
     if kind == "int8":
-        tops = unit.numel // moments.BLOCK_ELEMENTS
+        tops = unit.numel // BLOCK_ELEMENTS
         state |= {f"{name}_scales": torch.zeros(tops, dtype=torch.uint8) for name in list(state)}
     planes = StatePlanes(weights=weights, **state)
     generator = torch.Generator().manual_seed(seed)

@@ -267,7 +267,7 @@ def test_combinations_that_cannot_be_are_refused(overrides, words):
         (["memory.device=emulated:2", "memory.activations=keep"], "memory.activations"),
         (["memory.offload=false", "transport.activations=int8"], "transport.activations"),
         (["optimizer.clip=unit", "optimizer.gradients=bf16"], "optimizer.gradients"),
-        (["optimizer.clip=off", "optimizer.max_grad_norm=2.0"], "optimizer.max_grad_norm"),
+        (["optimizer.clip=none", "optimizer.max_grad_norm=2.0"], "optimizer.max_grad_norm"),
         (["optimizer.clip=unit", "optimizer.max_grad_norm=0.0"], "optimizer.clip"),
         (["train.on_stall=ignore", "train.stall_factor=20"], "train.stall_factor"),
         (["train.on_stall=ignore", "train.stall_floor_s=20"], "train.stall_floor_s"),

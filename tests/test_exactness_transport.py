@@ -12,6 +12,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import UnitSpec
 from outsize.planner.ops import Kind
 from outsize.runtime.carriers import EncodedWeights, GradientCarrier
+from outsize.train.codec_choice import choose_codec
 from outsize.train.prepare import prepare
 from outsize.train.stream import StreamedTrainer
 from support import make_batches, make_config, run_streamed, save_model
@@ -59,7 +60,7 @@ def test_frozen_weights_are_encoded_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
     """Frozen weights that fit host memory only encoded: bit-equal to a run that had room, and no disk."""
-    shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 264}
+    shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 5, "vocab_size": 264}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     save_model(AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads)), tmp_path / "model")
     batches = make_batches("llama")
@@ -81,6 +82,23 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
         )
     config = make_config(tmp_path / "model", batches, model=model, memory=on(**tight), transport=transport)
     got, _ = run_streamed(config, batches, tmp_path / "run")
+    # Where that is left to the run it rests in RAM so, too; as it is, it fits there no more than on disk.
+    for named in ("auto", "lossless3"):
+        chosen = make_config(
+            tmp_path / "model",
+            batches,
+            model=model,
+            memory=on(home="auto", **tight),
+            transport={"weights": named},
+        )
+        found = prepare(chosen, tmp_path / named, print)
+        codecs = ("lossless4", "lossless3") if named == "auto" else (named,)
+        assert found.machine.home == "host"
+        assert found.plan.transport.weights in codecs
+        assert choose_codec(found, tmp_path / named, print) == (found, None)
+    raw = make_config(tmp_path / "model", batches, model=model, memory=on(home="auto", **tight))
+    with pytest.raises(InfeasiblePlanError):
+        prepare(raw, tmp_path / "disk", print)
     assert got.losses == want.losses
     assert got.weights.keys() == want.weights.keys()
     assert all(got.weights[name].equal(want.weights[name]) for name in want.weights)

@@ -129,3 +129,19 @@ def test_what_lies_at_an_odd_address_is_left_to_numpy():
     odd = np.zeros(2 * words.size + 1, np.uint8)[1:]
     assert encode_window(LAYOUTS[0], words, odd) == size
     assert odd[:size].tobytes() == want[:size].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("int8", ["blockwise_encode", "blockwise_decode"]),
+        ("int4-hadamard-stochastic", ["blockwise_encode", "blockwise_decode"]),
+        ("lossless3", ["halves", "window_encode", "window_decode", "whole"]),
+    ],
+)
+def test_codecs_use_the_kernels_that_there_are(name, kernels, monkeypatch):
+    called, call = [], native.call
+    monkeypatch.setattr(native, "call", lambda kernel, *rest: called.append(kernel) or call(kernel, *rest))
+    codec, source = open_codec(name), normal(5000, torch.float32)
+    codec.decode(encode(codec, source), torch.empty_like(source))
+    assert called == kernels

@@ -59,22 +59,28 @@ def bitsandbytes(shape: torch.Size, nested: bool = False) -> Packed:
     return values.view(shape), parts
 
 
+def stored_as_bf16(shape: torch.Size) -> Packed:
+    """As ``bnb_4bit_quant_storage="bfloat16"`` has it: the same bytes under another dtype."""
+    values, parts = bitsandbytes(shape)
+    return values, {**parts, ".weight": parts[".weight"].view(-1, 2).view(torch.bfloat16)}
+
+
 def word(integers: list[int], bits: int = 4) -> int:
     value = sum(integer << bits * place for place, integer in enumerate(integers))
     return value - 2**32 if value >= 2**31 else value
 
 
-def gptq(shape: torch.Size, in_order: bool = True, v2: bool = False) -> Packed:
-    out, into, groups = *shape, 2
-    q, z = torch.randint(0, 16, (into, out)), torch.randint(0, 16, (groups, out))
+def gptq(shape: torch.Size, in_order: bool = True, v2: bool = False, bits: int = 4) -> Packed:
+    out, into, groups, n = *shape, 2, 32 // bits
+    q, z = torch.randint(0, 2**bits, (into, out)), torch.randint(0, 2**bits, (groups, out))
     scales = torch.rand(groups, out).half()
     of = torch.arange(into) * groups // into
     if not in_order:
         of = of[torch.randperm(into)]
     matrix = torch.stack([(q[i] - z[of[i]]).float() * scales[of[i]].float() for i in range(into)])
-    stored = z if v2 else (z - 1) % 16
-    qweight = [[word(q[i : i + 8, j].tolist()) for j in range(out)] for i in range(0, into, 8)]
-    qzeros = [[word(stored[g, j : j + 8].tolist()) for j in range(0, out, 8)] for g in range(groups)]
+    stored = z if v2 else (z - 1) % 2**bits
+    qweight = [[word(q[i : i + n, j].tolist(), bits) for j in range(out)] for i in range(0, into, n)]
+    qzeros = [[word(stored[g, j : j + n].tolist(), bits) for j in range(0, out, n)] for g in range(groups)]
     return matrix.T, {
         ".qweight": torch.tensor(qweight, dtype=torch.int32),
         ".qzeros": torch.tensor(qzeros, dtype=torch.int32),
@@ -107,7 +113,10 @@ FORMATS: dict[str, tuple[Callable[[torch.Size], Packed], dict[str, Any]]] = {
         lambda shape: bitsandbytes(shape, nested=True),
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
     ),
+    "bitsandbytes, stored as bf16": (stored_as_bf16, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
+    "gptq, 8 bits": (lambda shape: gptq(shape, bits=8), {"quant_method": "gptq", "bits": 8}),
+    "gptq, 2 bits": (lambda shape: gptq(shape, bits=2), {"quant_method": "gptq", "bits": 2}),
     "gptq, act order": (lambda shape: gptq(shape, in_order=False), {"quant_method": "gptq", "bits": 4}),
     "gptq_v2": (
         lambda shape: gptq(shape, v2=True),
@@ -201,6 +210,15 @@ def test_a_part_that_is_missing_is_named(name: str, missing: str, tmp_path: Path
     del tensors[key]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{key} is missing"):
+        CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=True))
+
+
+def test_scales_that_a_model_of_transformers_has_no_place_for_are_refused(tmp_path: Path):
+    path = make_quantised(tmp_path / "model", "awq")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.act.scales"] = torch.ones(4)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="into an activation"):
         CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=True))
 
 

@@ -9,8 +9,8 @@ from outsize import native
 from outsize.model.spec import UnitSpec, pack_unit
 from outsize.optim.adamw import AdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
-from outsize.optim.moments import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
+from outsize.optim.spec import BLOCK_ELEMENTS
 from outsize.optim.split import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
 

@@ -243,6 +243,21 @@ def test_the_next_step_enters_while_later_units_still_step():
     assert not {"STEP 1", "STEP 2"} & ordered
 
 
+def test_in_a_ring_the_disk_reads_ahead_of_a_backward_and_the_next_backward_goes_on():
+    """State is read while a unit computes; a unit's STEPs and WRITEs hold up nobody but who needs its accumulator."""
+    layout = make_layout(3, ring=True, tiles=(2, 2, 2), num_tile_buffers=4, accumulator_bytes=(1, 1))
+    program = build_step(layout)
+    before, hazards = [], Hazards(3, None)
+    for op in program:
+        reached = set()
+        for n in hazards.dependencies(op):
+            reached |= before[n] | {n}
+        before.append(reached)
+    waits_for = {str(op): {str(program.ops[n]) for n in before[i]} for i, op in enumerate(program)}
+    assert not [name for name in waits_for["READ 1#0>t2"] if name.startswith(("B ", "FB "))]
+    assert not [name for name in waits_for["B 1.0@w0"] if name.startswith(("STEP", "WRITE", "READ"))]
+
+
 def test_memory_does_not_grow_with_the_number_of_steps():
     layout = make_layout(3, trainable=(False, True, True), tiles=(0, 3, 3), num_tile_buffers=2, clip=True)
     program = build_step(layout)

@@ -32,7 +32,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "by unit, split, on disk": {"model": BF16, "optimizer": {**RING, **SPLIT}, "memory": DISK},
     "by unit, on disk below another device": {"optimizer": RING, "memory": {**DISK, **EMULATED}},
     "by unit over two workers": {"optimizer": RING, "memory": {"device": "emulated:2"}},
-    "not clipped": {"optimizer": {"clip": "off"}, "memory": EMULATED},
+    "not clipped": {"optimizer": {"clip": "none"}, "memory": EMULATED},
     "not clipped, on disk": {"optimizer": {"max_grad_norm": 0.0}, "memory": DISK},
     "gradients in bf16": {"optimizer": {"gradients": "bf16"}, "memory": EMULATED},
     "gradients in bf16, split, on disk": {
@@ -211,3 +211,12 @@ def test_a_step_clipped_by_unit_reports_the_global_norm(tmp_path: Path) -> None:
         )
     assert norms["unit"] == pytest.approx(norms["global"], rel=1e-6)
     assert norms["global"][0] > 0.05
+
+
+def test_verify_says_that_rounded_moments_differ_and_by_how_much(tmp_path: Path) -> None:
+    said: list[str] = []
+    result = verify(make_run(tmp_path, optimizer={"state": "int8"}), announce=said.append)
+    assert any(line.startswith("note: moments in int8 are rounded") for line in said)
+    assert not result.equal
+    assert result.loss_streamed[:1] == result.loss_resident[:1]
+    assert result.loss_streamed == pytest.approx(result.loss_resident, rel=1e-3)

@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from outsize.config import Config
-from outsize.errors import CheckpointError
+from outsize.errors import CheckpointError, ConfigError
 from outsize.train.prepare import prepare
 from outsize.train.records import StepRecord
 from outsize.train.run import train
@@ -132,6 +132,13 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
     directory = tmp_path_factory.mktemp("begun")
     config = run_of(directory)
     return config, begin(config, directory / "theirs", rows_of(config, directory / "rows"))
+
+
+def test_its_moments_are_not_kept_in_fewer_bits(begun: tuple[Config, Path], tmp_path: Path) -> None:
+    config, checkpoint = begun
+    optimizer = config.optimizer.model_copy(update={"state": "int8"})
+    with pytest.raises(ConfigError, match=r"are fp32, not int8; resume with optimizer\.state=fp32"):
+        resume(config.model_copy(update={"optimizer": optimizer}), checkpoint, tmp_path / "ours")
 
 
 def test_another_learning_rate_is_taken_and_said(begun: tuple[Config, Path], tmp_path: Path) -> None:

@@ -235,6 +235,32 @@ def test_an_autocast_is_measured_and_its_recomputes_are_short(monkeypatch: pytes
     assert_equal(got, want)
 
 
+def test_a_mask_is_measured_wherever_the_padding_is(monkeypatch: pytest.MonkeyPatch):
+    """The models of transformers make none where nothing is padded, as in the first rows of this batch."""
+    plain, work = zoo.build("llama"), Work()
+    mask = torch.ones_like(BATCH["input_ids"])
+    mask[3, -5:] = 0
+    padded = {**BATCH, "attention_mask": mask}
+    with wrapped(zoo.build("llama"), slots=2, activations="recompute") as model:
+        streamed_backward(model, BATCH)
+        resident_backward(plain, BATCH, 1)
+        before = runner_of(model)._measured
+        with watching(model, work, monkeypatch):
+            for batch in (padded, BATCH, padded):
+                model(**batch).loss.backward()
+                left_out = work.left_out
+                work.restart()
+                streamed_backward(model, batch)
+                assert work.left_out == left_out > 0
+                assert set(work.forwards.values()) == {2}  # one forward, one recompute
+                for _ in range(2):
+                    resident_backward(plain, batch, 1)
+                work.restart()
+        assert_equal(gradients(model), gradients(plain))
+        assert before is not None
+        assert runner_of(model)._measured.held_bytes > before.held_bytes  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("activations", CHOICES)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_inside_units_see_what_was_computed(when: str, activations: str):

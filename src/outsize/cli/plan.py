@@ -39,7 +39,7 @@ class Clip(StrEnum):
 
     GLOBAL = "global"
     UNIT = "unit"
-    OFF = "off"
+    NONE = "none"
 
 
 class State(StrEnum):

@@ -112,7 +112,7 @@ def settings_without_effect(config: "Config") -> list[str]:
             optimizer.clip != "global" or not optimizer.max_grad_norm,
             "gradients do not wait for a global norm",
         ),
-        (optimizer, "optimizer.max_grad_norm", optimizer.clip == "off", "optimizer.clip is off"),
+        (optimizer, "optimizer.max_grad_norm", optimizer.clip == "none", "optimizer.clip is none"),
         (
             parallel,
             "parallel.ddp_powersgd_rank",

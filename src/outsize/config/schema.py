@@ -287,11 +287,11 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
     )
-    clip: Literal["global", "unit", "off"] = Field(
+    clip: Literal["global", "unit", "none"] = Field(
         default="global",
         description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
-        "it; unit: that of each unit (embedding, block, head) by itself; off: none. Without the global norm a unit "
-        "steps as soon as its backward has run, and gradients take no memory at home.",
+        "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
+        "norm a unit steps as soon as its backward has run, and gradients take no memory at home.",
     )
     gradients: Literal["fp32", "bf16"] = Field(
         default="fp32",

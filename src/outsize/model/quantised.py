@@ -34,6 +34,7 @@ Quantisation = Mapping[str, Any]
 
 _STATE = ".quant_state.bitsandbytes__"
 _PACKED = ".qweight"
+_SCALED = ".act.scales"
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _GPTQ_BITS = (2, 4, 8)
 # Codes are decoded in pieces of so many elements.
@@ -87,6 +88,12 @@ def decoded(stored: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
         _take_bitsandbytes(found, name)
     if packed:
         quantisation = _read_quantisation(directory)
+        scaled = next((name for name in stored if name.endswith(_SCALED)), None)
+        if scaled is not None:
+            raise CheckpointError(
+                f"{stored[scaled].path}: {scaled}: AWQ has moved scales into an activation, which the model of "
+                "transformers does not have; use the checkpoint that it was made from"
+            )
         take = _take_awq if quantisation.get("quant_method") == "awq" else _take_gptq
         for name in packed:
             take(found, name.removesuffix(_PACKED), quantisation)
@@ -152,6 +159,8 @@ def _take_bitsandbytes(found: dict[str, StoredTensor], state_name: str) -> None:
             f"{state_tensor.path}: {state_name} is not what bitsandbytes writes: {error}"
         ) from error
     codes, absmax, levels = (_part(found, name + end) for end in ("", ".absmax", ".quant_map"))
+    # The codes are bytes whatever dtype they are stored as (bnb_4bit_quant_storage).
+    codes = replace(codes, dtype=torch.uint8, shape=(codes.numel * codes.dtype.itemsize,))
     is_nested = absmax.dtype is torch.uint8
     outer = [_part(found, name + end) for end in (".nested_absmax", ".nested_quant_map")] if is_nested else []
     numel = torch.Size(shape).numel()

@@ -18,10 +18,13 @@ Dettmers et al., arXiv:2110.02861.
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 64
+from outsize.optim.spec import BLOCK_ELEMENTS
+
 # Bits of fraction, and whether there is a sign.
 EXP_AVG_FORM, EXP_AVG_SQ_FORM = (3, True), (3, False)
 _MAGNITUDE, _INFINITY, _WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
+# A NaN to which no cut adds so much that a sign appears.
+_HUGE = 0x7FF00000
 
 
 def chance_key(seed: int, unit: int, update: int) -> int:
@@ -36,19 +39,33 @@ def chance_key(seed: int, unit: int, update: int) -> int:
 
 
 def chances(first: int, key: int, count: int) -> Tensor:
-    """Return 32 random bits for each of the elements ``first`` to ``first + count`` of a unit, int64 ``[count]``."""
-    x = (torch.arange(first, first + count) + key) & _WORD
-    x ^= x >> 16
-    x = x * 0x7FEB352D & _WORD
-    x ^= x >> 15
-    x = x * 0x846CA68B & _WORD
-    return x ^ x >> 16
+    """Return 32 random bits for each of the elements ``first`` to ``first + count`` of a unit, int32 ``[count]``.
+
+    The hash lowbias32 of index and key. Products wrap, and shifts are made to bring zeros in.
+    """
+    x = torch.arange(count, dtype=torch.int32).add_(_signed(first + key))
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= _signed(0x846CA68B)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+def halves(chance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper 16 bits of `chances`."""
+    return chance & 0xFFFF, (chance >> 16).bitwise_and_(0xFFFF)
+
+
+def _signed(word: int) -> int:
+    """Return the int32 with the lower 32 bits of ``word``."""
+    return (word & _WORD ^ 0x80000000) - 0x80000000
 
 
 def to_bf16(values: Tensor, chance: Tensor) -> Tensor:
     """Return fp32 ``values`` in bf16; of ``chance``, 16 bits per element, follows which of the two neighbours."""
     bits = values.view(torch.int32)
-    rounded = bits.to(torch.int64) + chance >> 16
+    rounded = bits + chance >> 16
     rounded = torch.where(bits & _MAGNITUDE > _INFINITY, bits >> 16 | 0x40, rounded)
     return rounded.to(torch.int16).view(torch.bfloat16)
 
@@ -58,7 +75,7 @@ def to_codes(values: Tensor, chance: Tensor, form: tuple[int, bool], codes: Tens
 
     Args:
         values: fp32 ``[n]``.
-        chance: 16 random bits per element, int64 ``[n]``.
+        chance: 16 random bits per element, int32 ``[n]``.
         form: `EXP_AVG_FORM` or `EXP_AVG_SQ_FORM`.
         codes: uint8 ``[n]``.
         tops: uint8, one for each block, the last of which may be short.
@@ -66,15 +83,15 @@ def to_codes(values: Tensor, chance: Tensor, form: tuple[int, bool], codes: Tens
     mantissa, sign = form
     cut, largest = 23 - mantissa, 127 if sign else 255
     bits = values.view(torch.int32)
-    magnitude = _by_block((bits & _MAGNITUDE).to(torch.int64))
+    magnitude = _by_block((bits & _MAGNITUDE).clamp_(max=_HUGE))
     top = (magnitude.amax(1, keepdim=True) + (1 << cut) - 1 >> 23).clamp_(max=255)
     tops.copy_(top.view(-1))
     base = _base(top, mantissa, sign)
     chance = _by_block(chance)
     code = (magnitude + (chance << cut - 16) >> cut) - base
     least = base + 1 << cut
-    bar = chance.to(torch.float32) * 2.0**-16 * least.to(torch.int32).view(torch.float32) if sign else 0.0
-    below = magnitude.to(torch.int32).view(torch.float32) > bar
+    bar = chance.to(torch.float32) * 2.0**-16 * least.view(torch.float32) if sign else 0.0
+    below = magnitude.view(torch.float32) > bar
     code = torch.where(magnitude < least, below, code).clamp_(max=largest).view(-1)[: bits.numel()]
     codes.copy_(code | (bits < 0) * 128 if sign else code)
 
@@ -82,11 +99,11 @@ def to_codes(values: Tensor, chance: Tensor, form: tuple[int, bool], codes: Tens
 def from_codes(codes: Tensor, tops: Tensor, form: tuple[int, bool]) -> Tensor:
     """Return the fp32 values of ``codes``; arguments as those of `to_codes`."""
     mantissa, sign = form
-    code = _by_block(codes.to(torch.int64))
+    code = _by_block(codes.to(torch.int32))
     magnitude = code & (127 if sign else 255)
-    base = _base(tops.to(torch.int64).view(-1, 1), mantissa, sign)
+    base = _base(tops.to(torch.int32).view(-1, 1), mantissa, sign)
     bits = torch.where(magnitude > 0, magnitude + base << 23 - mantissa, 0)
-    values = bits.to(torch.int32).view(torch.float32)
+    values = bits.view(torch.float32)
     if sign:
         values = torch.where(code > 127, -values, values)
     return values.view(-1)[: codes.numel()]

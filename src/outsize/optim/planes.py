@@ -5,14 +5,12 @@ the weights themselves. Moments are fp32, bf16 or, beside scales, codes of 8 bit
 """
 
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from outsize.optim.moments import BLOCK_ELEMENTS
+from outsize.optim.spec import BLOCK_ELEMENTS, Moments
 
-Moments = Literal["fp32", "bf16", "int8"]
 _MOMENTS: dict[torch.dtype, Moments] = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",

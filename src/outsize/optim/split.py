@@ -72,18 +72,14 @@ def join_master(
 
 
 def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
-    bits = master.view(torch.int32)
-    upper = bits >> 16
-    hi_bits = hi.view(torch.int16)
-    hi_bits.copy_(bits + 0x7FFF + (upper & 1) >> 16)
-    lo.copy_(bits)  # the lower half, as a signed number
-    low = bits & 0xFFFF
-    nan = bits & 0x7FFFFFFF > _INFINITY
-    special = (low == 0x8000) | nan
-    if not special.any():
+    hi.copy_(master)
+    lo.copy_(master.view(torch.int16)[::2])  # the lower half: the first of the two, as bytes lie
+    if not _any_special(hi, lo):
         return
-    at = special.nonzero().view(-1)
-    upper, low, nan = upper[at] & 0xFFFF, low[at], nan[at]
+    hi_bits = hi.view(torch.int16)
+    at = ((lo == _TIE) | hi.isnan()).nonzero().view(-1)
+    bits = master.view(torch.int32)[at]
+    upper, low, nan = bits >> 16 & 0xFFFF, bits & 0xFFFF, bits & 0x7FFFFFFF > _INFINITY
     tie = torch.where(
         nan,
         upper & 0x7FFF == torch.where(low < 0x8000, _LEAST_NAN, _MOST_NAN),
@@ -104,9 +100,9 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
 
 def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
     hi_bits = hi.view(torch.int16)
-    bits = master.view(torch.int32)
-    torch.add(hi_bits.to(torch.int32) << 16, lo, out=bits)
-    if ties is None:
+    master.copy_(hi)
+    bits = master.view(torch.int32).add_(lo)
+    if ties is None or not _any_special(hi, lo):
         return
     at = _needs_tie(hi_bits, lo).nonzero().view(-1)
     at = at[(ties[at >> 3] >> (at & 7).to(torch.uint8) & 1).bool()]
@@ -114,6 +110,11 @@ def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
     nan = (upper & 0x8000) | torch.where(low < 0, _MOST_NAN, _LEAST_NAN)
     upper = torch.where(upper & 0x7FFF == _QUIET, nan, upper)
     bits[at] = (upper << 16 | low & 0xFFFF).to(torch.int32)
+
+
+def _any_special(hi: Tensor, lo: Tensor) -> bool:
+    """Whether any element may have a tie bit."""
+    return bool((lo == _TIE).any()) or bool(hi.isnan().any())
 
 
 def _needs_tie(hi_bits: Tensor, lo: Tensor) -> Tensor:

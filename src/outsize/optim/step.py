@@ -126,7 +126,7 @@ def _unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
 
 def _pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
     """Keep moments: the first goes by the lower 16 bits of the chances, the second by the upper ones."""
-    kept = zip(state, _moments(planes), (chance & 0xFFFF, chance >> 16), strict=False)
+    kept = zip(state, _moments(planes), moments.halves(chance), strict=False)
     for values, (plane, scales, form), part in kept:
         if scales is not None:
             moments.to_codes(values, part, form, plane, scales)

@@ -161,13 +161,14 @@ __all__ = [
 ]
 
 
-def by_class(model: ModelSpec, state: State) -> dict[str, int]:
-    """Return the bytes of all planes at home, once, by what they are for people."""
+def by_class(model: ModelSpec, state: State, *, commits: bool = False) -> dict[str, int]:
+    """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice."""
     layout, parts = layout_of(state), Counter[str]()
     for unit in model.units:
         planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
         for name, plane in planes.items():
-            parts[_CLASS_OF.get(name, "optimizer state")] += plane.num_bytes(unit.numel)
+            twice = commits and unit.trainable and name != GRADIENT
+            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(unit.numel)
         for part in unit.frozen:
             parts["frozen weights"] += part.home_bytes
     return dict(parts)

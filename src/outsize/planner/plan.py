@@ -27,6 +27,7 @@ from outsize.planner.memory import (
     Demand,
     Tier,
     Traffic,
+    by_class,
     count_traffic,
     memory_table,
     offload_rooms,
@@ -91,6 +92,7 @@ class Plan:
         transport: codecs on the link.
         offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
         state: how a trained unit lies at home.
+        home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
     """
 
     home: Tier
@@ -108,6 +110,7 @@ class Plan:
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
     offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
+    home_parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -139,7 +142,10 @@ class Plan:
             limit = f" of {format_bytes(budget)}" if budget is not None else ""
             name = "each worker" if tier == "device" and self.layout.num_workers > 1 else tier
             lines.append(f"{name:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
-            lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in classes.items()]
+            for name, size in classes.items():
+                lines.append(f"  {name:<24}{format_bytes(size):>12}")
+                parts = self.home_parts if name == "home" else {}
+                lines += [f"    {part:<22}{format_bytes(size):>12}" for part, size in parts.items()]
         lines.append("per step")
         lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
         return "\n".join(lines)
@@ -153,7 +159,7 @@ class Plan:
             "microbatches": layout.num_microbatches,
             "workers": layout.num_workers,
             "stages": asdict(layout.stages) if layout.stages is not None else None,
-            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "off",
+            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "none",
             "state": asdict(self.state),
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
@@ -171,6 +177,7 @@ class Plan:
             "activations": [dict(Counter(choices)) for choices in layout.kept],
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
+            "home_bytes": dict(self.home_parts),
             "bytes_per_step": asdict(self.traffic),
             "transport": asdict(self.transport),
             "program": render(self.program).splitlines(),
@@ -361,6 +368,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         transport=options.transport,
         offload_rooms=offload_rooms(layout, demand),
         state=state,
+        home_parts=by_class(sizing.model, state, commits=layout.commits),
     )
 
 

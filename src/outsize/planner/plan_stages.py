@@ -20,6 +20,7 @@ from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import (
     Demand,
+    by_class,
     count_traffic,
     disk_buffer_bytes,
     state_bytes,
@@ -328,6 +329,7 @@ def _make(
         later_programs=programs[1:],
         transport=options.transport,
         state=state,
+        home_parts=by_class(model, state, commits=layout.commits),
     )
 
 

@@ -151,7 +151,7 @@ def _activations(layout: StepLayout) -> dict[str, int]:
 
 def _by_plane(candidate: Candidate) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
-    parts = by_class(candidate.model, candidate.state)
+    parts = by_class(candidate.model, candidate.state, commits=candidate.layout.commits)
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},

@@ -48,7 +48,8 @@ class StepContext:
         touched: positions of the tensors that received a gradient, by unit.
         gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
         coefficient: what gradients are multiplied by before the update; None for nothing.
-        unit_coefficients: the same by unit, where each is clipped by its own norm.
+        unit_clips: norm and coefficient of each unit that is clipped by its own norm, where they were taken.
+        unit_coefficients: these coefficients on the host, once the gradient has left.
         skipped: whether CLIP decided that this step changes no weight.
         skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
@@ -73,6 +74,7 @@ class StepContext:
     touched: dict[int, frozenset[int]] = field(default_factory=dict)
     gradient_norm: float | None = None
     coefficient: Tensor | None = None
+    unit_clips: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
     skipped_before: AbstractSet[int] = frozenset()

@@ -137,15 +137,23 @@ class GradientOps:
         context.touched[op.unit] = self._sums.touched(op.unit)
         context.norms[op.unit] = gradient_norms(self._spec.units[op.unit], self._plane_of[op.unit])
         if self._unit_clips:
-            self._clip_unit(op.unit, context)
+            norms = self._ordered([op.unit], context)
+            context.unit_clips[op.unit] = clip_coefficient(norms, self._max_grad_norm)
 
-    def _clip_unit(self, unit: int, context: StepContext) -> None:
-        """Clip the gradient of one unit by its own norm, as ``clip_grad_norm_`` of its parameters would.
+    def _judge(self, unit: int, plane: Tensor, context: StepContext) -> None:
+        """Without CLIP: go no further with a step whose loss, or with a unit whose gradient, is not finite.
+
+        The coefficient of a unit that is clipped by its own norm is brought to the host here, where nothing that
+        computes waits for it.
 
         Raises:
-            NonFiniteError: the norm is NaN or infinite.
+            NonFiniteError: so it is.
         """
-        total, coefficient = clip_coefficient(self._ordered([unit], context), self._max_grad_norm)
+        self._check(context)
+        if unit not in context.unit_clips:
+            self._check_gradient(self._spec.units[unit], context.touched[unit], plane, context)
+            return
+        total, coefficient = context.unit_clips[unit]
         if not torch.isfinite(total):
             self._refuse(self._spec.units[unit], context)
         context.unit_coefficients[unit] = coefficient.cpu()
@@ -161,8 +169,7 @@ class GradientOps:
             context.touched[op.unit] = self._sums.close(op.unit)
             context.brought[op.unit] += 1
             if not context.skipped:
-                self._check(context)
-                self._check_gradient(unit, context.touched[op.unit], plane, context)
+                self._judge(op.unit, plane, context)
             if self._observe is not None:
                 self._observe(op.unit, context.touched[op.unit], plane)
         start = op.tile * self._tile_elements
@@ -181,8 +188,7 @@ class GradientOps:
         whole = context.brought[op.unit] == self._times_home.get(op.unit, 1)
         # A pass without losses of its own is judged by the caller, see `planner.cut`.
         if whole and not self._clips and context.losses and not context.skipped:
-            self._check(context)
-            self._check_gradient(self._spec.units[op.unit], context.touched[op.unit], plane, context)
+            self._judge(op.unit, plane, context)
         if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
         target = self._target(op.unit, op.buffer)

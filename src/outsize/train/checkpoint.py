@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
-from outsize.errors import CheckpointError
+from outsize.errors import CheckpointError, ConfigError
 from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
 from outsize.model.checkpoint_planes import find_plane, pieces, read_plane
 from outsize.model.spec import UnitSpec
@@ -104,6 +104,12 @@ def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
         ConfigError: the run had another model, seed, compute dtype, or other sequences or steps.
     """
     if trainer_checkpoint.is_trainers(directory):
+        moments = prepared.plan.state.moments
+        if moments != "fp32":
+            raise ConfigError(
+                f"optimizer.state: {directory} holds moments of a Trainer's AdamW, which are fp32, not {moments}; "
+                "resume with optimizer.state=fp32"
+            )
         trainer_checkpoint.OptimizerState(directory, prepared.split.model, prepared.split.spec)
     else:
         checkpoint_state.check_same_run(directory, config, prepared.dtype)

@@ -9,19 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from outsize.codecs.spec import LOSSLESS3, LOSSLESS4
-from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError, OutsizeError
 from outsize.planner.codec_choice import worth_it
 from outsize.planner.expectation import PlannedStep
 from outsize.train.codec_rates import codec_rates
 from outsize.train.forecast import Rates, measure_rates
 from outsize.train.prepare import Prepared, choose_plan, kept_bytes
+from outsize.train.residency import AUTO, CODECS, with_codec
 from outsize.units import format_seconds
-
-AUTO = "auto"
-# The faster codec first: the shorter one has to be worth it.
-CODECS = (LOSSLESS4.name, LOSSLESS3.name)
 
 
 def choose_codec(
@@ -76,14 +71,9 @@ def expected_s(prepared: Prepared, rates: Rates) -> float:
 
 def _with_codec(prepared: Prepared, name: str) -> Prepared | None:
     """Return the same run with weights that codec ``name`` writes; None where there is no room for it."""
-    config = _named(prepared.config, name)
+    config = with_codec(prepared.config, name)
     try:
         plan, heap = choose_plan(config, prepared.split, prepared.machine, prepared.measured)
     except (InfeasiblePlanError, ConfigError):
         return None
     return replace(prepared, plan=plan, heap=heap)
-
-
-def _named(config: Config, name: str) -> Config:
-    transport = config.transport.model_copy(update={"weights": name})
-    return config.model_copy(update={"transport": transport})

@@ -82,7 +82,7 @@ def _other(record: Record, prepared: Prepared) -> str:
         if record.layout == layout_digest(spec, other.planes):
             changed = [f"optimizer.masters={own}"] * (own != ours.masters)
             waits = (
-                "does not keep gradients (optimizer.clip=unit or off)"
+                "does not keep gradients (optimizer.clip=unit or none)"
                 if kept == "none"
                 else f"keeps {kept} gradients"
             )

@@ -38,6 +38,7 @@ from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.residency import settle_home
 from outsize.train.state import clip_of, layout_for
 from outsize.units import format_bytes, format_count
 
@@ -141,11 +142,16 @@ def prepare(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
-    config, measured, chunk_tokens, (plan, heap) = _measure_and_plan(
-        config, hf_config, parts, machine, announce
+    machine, (config, measured, chunk_tokens, (plan, heap)) = settle_home(
+        config,
+        spec,
+        machine,
+        state_bytes,
+        home_file(config.memory, run_dir),
+        lambda config, machine: _measure_and_plan(config, hf_config, parts, machine, announce),
     )
     announce(
-        f"training state {format_bytes(state_bytes)} on {machine.home}; device budget "
+        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {machine.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
     )
     return Prepared(
@@ -169,6 +175,11 @@ def _lora(config: Config, model: nn.Module) -> Any:
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
     return peft_config(settings, config.model.path, causal)
+
+
+def _encoded(plan: Plan) -> str:
+    codec = plan.transport.weights
+    return "" if plan.transport.is_raw("weights") else f", weights that do not train as {codec},"
 
 
 def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:

@@ -10,7 +10,7 @@ from outsize.optim.spec import StateLayout, masters_for
 from outsize.runtime.workers import device_names
 from outsize.train.machine import choose_device
 
-Clip = Literal["global", "unit", "off"]
+Clip = Literal["global", "unit", "none"]
 
 
 def clip_of(config: Config, spec: ModelSpec) -> Clip:
@@ -23,7 +23,7 @@ def clip_of(config: Config, spec: ModelSpec) -> Clip:
         ConfigError: units are to be clipped by their own norm, and the run may have to skip a step.
     """
     optimizer = config.optimizer
-    clip = optimizer.clip if optimizer.max_grad_norm else "off"
+    clip = optimizer.clip if optimizer.max_grad_norm else "none"
     if "fp16" not in spec.dtypes and config.train.on_nonfinite != "skip":
         return clip
     if clip == "unit":
@@ -37,7 +37,7 @@ def clip_of(config: Config, spec: ModelSpec) -> Clip:
 def max_norm_of(config: Config) -> float:
     """Return the norm that gradients are clipped to; infinity where they are not."""
     limit = config.optimizer.max_grad_norm
-    return limit if limit and config.optimizer.clip != "off" else float("inf")
+    return limit if limit and config.optimizer.clip != "none" else float("inf")
 
 
 def layout_for(config: Config, spec: ModelSpec) -> StateLayout:

@@ -47,6 +47,11 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         store = Path(config.memory.store_dir or directory / "store")
         streamed_losses: list[float] = []
         streamed: dict[str, Tensor] = {}
+        moments = prepared.plan.state.moments
+        if moments != "fp32":
+            announce(
+                f"note: moments in {moments} are rounded, and those of the resident run are not: expect differences"
+            )
         announce("streamed run")
         begin_run(heap=prepared.heap)
         with StreamedTrainer(prepared, store) as trainer:

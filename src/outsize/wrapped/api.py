@@ -202,7 +202,7 @@ def _transport(named: Mapping[str, str] | None) -> Transport:
         ) from error
     if not transport.is_raw("weights"):
         raise ConfigError(
-            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which an "
+            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which any "
             "optimizer may change at any time; for frozen ones use base_codec"
         )
     if transport.feedback:

@@ -34,7 +34,6 @@ from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
 from outsize.train.prepare import check_transport
 from outsize.wrapped import planning
-from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers
 
@@ -87,8 +86,8 @@ class Planned:
         self._extent_bytes = 0
         self._measured: Measured | None = None
         self._known: list[planning.Shape] = []
-        self._needed: dict[Autocast, Mapping[int, Needed]] = {}  # how far recomputes have to go
-        self._shortened_for: Autocast | None = None  # what the engine has been told of that
+        self._needed: dict[planning.Saving, Mapping[int, Needed]] = {}  # how far recomputes have to go
+        self._shortened_for: planning.Saving | None = None  # what the engine has been told of that
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
@@ -176,8 +175,9 @@ class Planned:
             former = self._measured
             kind = self._device.type
             self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
-            self._needed[shape.autocast] = self._measured.needed
-            self._shortened_for = None
+            if shape.training or shape.saving not in self._needed:
+                self._needed[shape.saving] = self._measured.needed
+                self._shortened_for = None
             try:
                 self._plan_anew()
             except BaseException:  # what was known to fit still does
@@ -192,9 +192,9 @@ class Planned:
         self._abandoned.clear()
         assert self._engine is not None
         assert self._plan is not None
-        if self._shortened_for != shape.autocast:
-            self._engine.shorten(self._needed.get(shape.autocast, {}))
-            self._shortened_for = shape.autocast
+        if self._shortened_for != shape.saving:
+            self._engine.shorten(self._needed.get(shape.saving, {}))
+            self._shortened_for = shape.saving
         return self._engine, self._plan
 
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:

@@ -20,6 +20,8 @@ from outsize.wrapped.autocast import Autocast
 # Of each microbatch the caller holds the outputs until the backward; the graph of a loss in the model holds two more of
 # their size (its softmax in fp32, and the copy that outputs are joined in).
 OUTPUT_COPIES = 3
+# What models of transformers are told by which tokens are padding: [B, S], zero where they are.
+MASK = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +33,39 @@ class Shape:
         length: of a row; 1 where rows have no length.
         autocast: what the caller has on, which decides what is saved.
         training: whether a backward may follow in training mode, where dropout saves its masks.
+        padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
     """
 
     rows: int
     length: int
     autocast: Autocast = field(default_factory=Autocast)
     training: bool = True
+    padded: bool = False
 
     def covers(self, other: "Shape") -> bool:
         """Whether what fits this one fits ``other``."""
-        at_least = self.rows >= other.rows and self.length >= other.length and self.training >= other.training
-        return at_least and self.autocast == other.autocast
+        larger = self.rows >= other.rows and self.length >= other.length
+        more = self.training >= other.training and self.padded >= other.padded
+        return larger and more and self.autocast == other.autocast
+
+    @property
+    def saving(self) -> "Saving":
+        """What decides which tensors a unit saves."""
+        return self.autocast, self.padded
 
 
-def shape_of(main: Tensor, rows: int, autocast: Autocast, training: bool) -> Shape:
+Saving = tuple[Autocast, bool]
+
+
+def shape_of(main: Tensor, rows: int, inputs: Mapping[str, Any], autocast: Autocast, training: bool) -> Shape:
     """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
     is_ids = main.dim() == 2 and not main.is_floating_point()
-    return Shape(rows, main.shape[1] if is_ids or main.dim() == 3 else 1, autocast, training)
+    length = main.shape[1] if is_ids or main.dim() == 3 else 1
+    return Shape(rows, length, autocast, training, _is_padded(inputs.get(MASK)))
+
+
+def _is_padded(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
 
 
 def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[[int, int], dict[str, Any]]:
@@ -68,6 +86,9 @@ def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[
         small: dict[str, Any] = pytree.tree_map_only(Tensor, take, dict(inputs))
         if small.get("past_key_values") is not None:
             small["past_key_values"] = None
+        if length > 1 and _is_padded(inputs.get(MASK)):  # perhaps not in these rows, nor at this length
+            small[MASK] = small[MASK].clone()
+            small[MASK][:, -1] = 0
         return small
 
     return make

@@ -79,7 +79,7 @@ class Runner(Inferring):
         count = 1 if cached else self.microbatches
         sizes = batching.sizes_of(rows, count)
         autocast = Autocast.of_now({"cpu", self._device.type})
-        shape = planning.shape_of(main, sizes[0], autocast, training=keeps and model.training)
+        shape = planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)
