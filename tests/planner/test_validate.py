@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
@@ -22,6 +22,13 @@ LAYOUT = make_layout(
 @given(layouts())
 def test_every_step_that_is_built_obeys_the_rules(layout):
     validate(build_step(layout), layout)
+
+
+@given(layouts(), layouts())
+def test_a_plan_for_another_model_is_refused(layout, other):
+    assume(layout.num_streamed != other.num_streamed)
+    with pytest.raises(ProgramError):
+        validate(build_step(other), layout)
 
 
 @given(layouts(), st.data())

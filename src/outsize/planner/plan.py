@@ -109,8 +109,8 @@ class Plan:
     state: StateLayout
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
-    offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
     home_parts: Mapping[str, int] = field(default_factory=dict)
+    offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:

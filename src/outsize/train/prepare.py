@@ -232,13 +232,17 @@ def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
 
 
 def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
-    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask."""
+    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
+
+    Something is padded where anything may be: without padding models of transformers make no mask.
+    """
     vocabulary = hf_config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
     inputs = {"input_ids": ids, "labels": ids}
     if not config.data.pack:
         inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
     return inputs
 
 
