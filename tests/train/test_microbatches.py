@@ -8,7 +8,7 @@ from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
 from outsize.train.microbatches import as_before
 from outsize.train.prepare import Prepared, prepare
-from outsize.train.run import train
+from outsize.train.run import plan, train
 from outsize.train.verify import verify
 from support import make_run
 
@@ -87,3 +87,19 @@ def test_a_number_of_its_own_or_of_another_step_is_left_alone(tmp_path):
     assert told(**{**CUT, "microbatches": 2}, resume="auto") == 2
     assert told(**CUT, resume="none") is None
     assert told(microbatches=None, tokens_per_step=4 * SEQ_LEN, resume="auto") is None
+
+
+def test_the_plan_of_a_run_that_goes_on_from_another_has_its_microbatches(tmp_path):
+    train(make_run(tmp_path, data=DATA, train={**CUT, "microbatches": 2, "steps": 1}))
+    again = {**CUT, "steps": 2, "run_dir": str(tmp_path / "again"), "resume": str(tmp_path / "run")}
+    assert plan(make_run(tmp_path, data=DATA, train=again)).layout.num_microbatches == 2
+
+
+def test_files_of_other_people_say_nothing_of_microbatches(tmp_path):
+    """Beside a checkpoint of the Trainer a config.yaml is anybody's; one without a number is not a run's."""
+    config = make_run(tmp_path, data=DATA, train={**CUT, "resume": "auto"})
+    (tmp_path / "config.yaml").write_text("learning_rate: 1\n")
+    assert as_before(config, tmp_path / "run", tmp_path / "out" / "checkpoint-4") == config
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("{model: {path: m}, data: {path: d}}\n")
+    assert as_before(config, tmp_path / "run", None) == config

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from outsize.config import Config, load_config
+from outsize.train.checkpoint_dir import CHECKPOINTS
 
 CONFIG_FILE = "config.yaml"
 
@@ -21,10 +22,15 @@ def as_before(config: Config, run_dir: Path, resumed: Path | None) -> Config:
     if config.train.microbatches is not None or config.train.resume == "none":
         return config
     runs = [run_dir] if config.train.resume == "auto" else []
-    runs += [resumed.parent.parent] if resumed is not None else []
+    # Others lie where a file of that name is anybody's.
+    places = [] if resumed is None else [resumed.resolve().parent]
+    runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
-        if (run / CONFIG_FILE).is_file():
-            former = load_config(run / CONFIG_FILE, environ={}).microbatches
+        former = load_config(run / CONFIG_FILE, environ={}) if (run / CONFIG_FILE).is_file() else config
+        if (
+            former.train.microbatches is not None
+        ):  # what a run has written names them; a user's own file may not
             # A run of other steps is refused later, in words.
-            return config.in_microbatches(former) if former <= config.sequences_per_step else config
+            fits = former.microbatches <= config.sequences_per_step
+            return config.in_microbatches(former.microbatches) if fits else config
     return config

@@ -79,7 +79,7 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     """
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        config = as_before(config, run_dir, None)
+        config = as_before(config, run_dir, checkpoint.find(config.train.resume, run_dir))
         prepared = prepare(config, run_dir, lambda _: None)
         prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
         prepared, rates = choose_activations(prepared, run_dir, lambda _: None, rates)
