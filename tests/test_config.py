@@ -287,6 +287,9 @@ def test_a_setting_without_effect_is_noted(overrides, key):
         ["train.resume=auto", "train.run_dir=run"],
         ["data.format=jsonl", "data.text_field=body"],
         ["memory.device=emulated:2", "memory.activations=recompute"],
+        ["optimizer.clip=none", "optimizer.gradients=bf16", "train.on_nonfinite=skip"],
+        ["optimizer.clip=none", "optimizer.gradients=bf16", "model.dtype=fp16"],
+        ["optimizer.clip=none", "optimizer.gradients=bf16", "transport.gradients=int8"],
     ],
 )
 def test_settings_with_effect_are_not_noted(overrides):

@@ -113,7 +113,11 @@ def settings_without_effect(config: "Config") -> list[str]:
         (
             optimizer,
             "optimizer.gradients",
-            optimizer.clip != "global" or not optimizer.max_grad_norm,
+            (optimizer.clip != "global" or not optimizer.max_grad_norm)
+            and not (
+                train.on_nonfinite == "skip" or config.model.dtype == "fp16"
+            )  # which take it all the same
+            and config.transport.gradients == "raw",
             "gradients do not wait for a global norm",
         ),
         (optimizer, "optimizer.max_grad_norm", optimizer.clip == "none", "optimizer.clip is none"),
