@@ -16,7 +16,7 @@ from outsize.model.adapters import base_name
 from outsize.train.checkpoint_dir import latest
 from outsize.train.export import export
 from outsize.train.prepare import Prepared, prepare
-from outsize.train.run import train
+from outsize.train.run import plan, train
 from outsize.train.sources import open_dataset
 from outsize.train.stream import StreamedTrainer
 from outsize.train.verify import verify
@@ -301,3 +301,13 @@ def test_a_run_with_an_encoded_base_goes_on(tmp_path: Path):
     assert all(torch.equal(one[name], other[name]) for name in one)
     with pytest.raises(ConfigError, match=r"lora\.base_codec"):
         train(lora_run(tmp_path, train={"resume": "auto"}, memory={"home": "disk"}))
+
+
+def test_the_parts_of_a_home_of_encoded_weights_are_the_home(tmp_path: Path) -> None:
+    memory, lora = {"device": "emulated:1"}, {"method": "lora"}
+    for codec in ("raw", "lossless4"):
+        run = make_run(
+            tmp_path, model={"dtype": "bf16"}, train=lora, memory=memory, transport={"weights": codec}
+        )
+        found = plan(run)
+        assert sum(found.home_parts.values()) == found.memory["host"]["home"]

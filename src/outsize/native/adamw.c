@@ -17,7 +17,7 @@ union word {
     float value;
 };
 
-/* optim/kernels.py has the same fields in the same order. Pointers are to the first element of the range. */
+/* optim/adamw_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
 struct adamw {
     uint16_t *hi;
     int16_t *lo;

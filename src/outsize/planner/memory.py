@@ -54,6 +54,7 @@ from outsize.planner.transport import (
     host_bytes,
     load_bytes,
     packed_bytes,
+    packed_bytes_of,
 )
 from outsize.units import align_up
 
@@ -165,11 +166,17 @@ __all__ = [
 
 
 def by_class(
-    model: ModelSpec, state: State, *, commits: bool = False, own: Sequence[int] = ()
+    model: ModelSpec,
+    state: State,
+    *,
+    commits: bool = False,
+    own: Sequence[int] = (),
+    transport: Transport = NO_CODECS,
 ) -> dict[str, int]:
     """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
 
-    Of several nodes each has all weights, and the others of ``own`` elements of each unit.
+    Of several nodes each has all weights, and the others of ``own`` elements of each unit. Weights that do not train
+    lie in host memory as ``transport`` sends them.
     """
     layout, parts = layout_of(state), Counter[str]()
     for unit in model.units:
@@ -178,8 +185,10 @@ def by_class(
             twice = commits and unit.trainable and name != GRADIENT
             numel = own[unit.index] if own and name != WEIGHTS else unit.numel
             parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(numel)
+        parts["weights"] -= packed_bytes_of(transport, unit, WEIGHTS, model.dtype)
         for part in unit.frozen:
             parts["frozen weights"] += part.home_bytes
+            parts["frozen weights"] -= packed_bytes_of(transport, unit, part.plane, model.dtype)
     return dict(parts)
 
 

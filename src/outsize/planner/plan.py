@@ -375,7 +375,9 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         offload_rooms=offload_rooms(layout, demand),
         wire=options.wire,
         state=state,
-        home_parts=by_class(sizing.model, state, commits=layout.commits, own=layout.own_elements),
+        home_parts=by_class(
+            sizing.model, state, commits=layout.commits, own=layout.own_elements, transport=options.transport
+        ),
     )
 
 

@@ -269,7 +269,7 @@ def _make(
         later_programs=programs[1:],
         transport=options.transport,
         state=state,
-        home_parts=by_class(model, state, commits=layout.commits),
+        home_parts=by_class(model, state, commits=layout.commits, transport=options.transport),
     )
 
 

@@ -50,14 +50,22 @@ def host_bytes(transport: Transport, model: ModelSpec) -> int:
 
 def packed_bytes(transport: Transport, model: ModelSpec) -> int:
     """Return by how much a home in host memory shrinks, since weights that do not train are kept encoded."""
+    return sum(
+        packed_bytes_of(transport, unit, plane, model.dtype)
+        for unit in model.units
+        for plane, _, _ in encoded_planes(unit, model.dtype)
+    )
+
+
+def packed_bytes_of(transport: Transport, unit: UnitSpec, name: str, dtype: str) -> int:
+    """Return by how much one plane of ``unit`` shrinks there; 0 for one that lies as it is."""
     if transport.is_raw("weights"):
         return 0
     spec = transport.spec("weights")
     return sum(
-        numel * ITEMSIZE[dtype] - room_bytes(spec, numel, dtype)
-        for unit in model.units
-        for plane, numel, dtype in encoded_planes(unit, model.dtype)
-        if is_packed(unit, plane)
+        numel * ITEMSIZE[kind] - room_bytes(spec, numel, kind)
+        for plane, numel, kind in encoded_planes(unit, dtype)
+        if plane == name and is_packed(unit, plane)
     )
 
 
