@@ -25,7 +25,16 @@ ARROWS = {
     "codecs": GROUND | {"native"},
     "model": GROUND | FILES | {"codecs.spec"},
     "optim": GROUND | {"codecs", "model.spec", "native"},
-    "planner": GROUND | {"hardware.spec", "model.spec", "codecs.spec", "codecs.transport", "optim.spec"},
+    "planner": GROUND
+    | {
+        "hardware.spec",
+        "model.spec",
+        "codecs.spec",
+        "codecs.transport",
+        "codecs.wire",
+        "optim.shares",
+        "optim.spec",
+    },
     "storage": GROUND | FILES | {"codecs", "model.spec", "optim.spec"},
     "group": GROUND,
     "runtime": GROUND | {"codecs", "group", "hardware", "model", "optim", "planner", "storage"},
@@ -67,6 +76,7 @@ ARROWS = {
     },
     "cli": GROUND
     | {
+        "codecs.wire",
         "config",
         "doctor",
         "group",
@@ -100,6 +110,8 @@ TORCH_FREE = [
     "cli/doctor_text.py",
     "codecs/spec.py",
     "codecs/transport.py",
+    "codecs/wire.py",
+    "optim/shares.py",
     "optim/spec.py",
 ]
 

@@ -46,11 +46,26 @@ def test_lora_trains_little_and_says_so(model_dir, capsys, gpus, tmp_path):
 
 def test_nodes_share_the_step(model_dir, capsys):
     options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice")
-    one = answer(capsys, *options, "--tokens-per-step", 64 * 128)
-    four = answer(capsys, *options, "--tokens-per-step", 256 * 128, "--nodes", 4, "--net", "100Gb")
-    assert (four["nodes"], four["tokens_per_step"]) == (4, 256 * 128)
+    one = answer(capsys, *options, "--tokens-per-step", 1024 * 128)
+    four = answer(capsys, *options, "--tokens-per-step", 4096 * 128, "--nodes", 4, "--net", "100Gb")
+    assert (four["nodes"], four["tokens_per_step"]) == (4, 4096 * 128)
     assert four["tokens_per_s"] > 2 * one["tokens_per_s"]
     assert "network" in four["usage"]
+    coded = (
+        *options,
+        "--tokens-per-step",
+        4096 * 128,
+        "--nodes",
+        4,
+        "--net",
+        "1Gb",
+        "--net-weights",
+        "delta",
+    )
+    slow, less = answer(capsys, *coded[:-2]), answer(capsys, *coded, "--net-gradients", "int8-ef")
+    assert less["tokens_per_s"] > 2 * slow["tokens_per_s"]
+    assert run(*options, "--net-gradients", "bf16") == 2
+    assert "no effect with one node" in capsys.readouterr().err
     assert run(*options, "--nodes", 2, "--net", "3GB") == 0
     assert "on 2 nodes of 1x4090" in " ".join(capsys.readouterr().out.split())
 

@@ -84,6 +84,27 @@ def test_a_rank_that_leaves_with_an_error_is_named_by_all_others(kind, tmp_path)
         assert "this one has had enough" in str(result)
 
 
+def test_a_rank_that_freezes_is_named_after_the_timeout(tmp_path):
+    """It neither beats nor answers, and its connections stay open: a stopped process, a dead link."""
+    noticed = threading.Event()
+
+    def freezes(group):
+        group.barrier()
+        if group.rank == 1:
+            group._liveness._stop.set()  # no heartbeat any more, and no farewell
+            noticed.wait(60)
+            return
+        try:
+            group.all_reduce(torch.ones(1))
+        finally:
+            noticed.set()
+
+    waiting, _ = over_gloo(tmp_path / "store", 2, freezes, timeout_s=1.0)
+    assert isinstance(waiting, LostRankError)
+    assert waiting.rank == 1
+    assert "no heartbeat" in str(waiting)
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     def alone(path):
         with pytest.raises(LostRankError, match="rank 1 of 2 did not come") as caught:

@@ -84,6 +84,32 @@ def first_kept(counts: Sequence[int], num_microbatches: int, choice: Choice = Ch
 
 
 @st.composite
+def shared_layouts(draw: st.DrawFn) -> list[StepLayout]:
+    """Layouts of two to four nodes that share a step: each has memory and tiles of its own, all else is the same."""
+    base = draw(layouts())
+    on_disk = base.tiles_on_disk and any(base.tiles)
+    base = replace(base, ring=False, unit_clip=False, tiles=base.tiles if on_disk else (0,) * base.num_units)
+    num_nodes = draw(st.integers(2, 4))
+    found = []
+    for _ in range(num_nodes):
+        extra = draw(st.lists(st.integers(1, 3), max_size=3))
+        tiles = tuple(draw(st.integers(0, 3)) * trains for trains in base.trainable)
+        found.append(
+            replace(
+                base,
+                slot_bytes=(max(base.slot_bytes), *extra),
+                prefetch_depth=draw(st.integers(0, 4)),
+                num_host_buffers=draw(st.integers(1, 4)),
+                num_tile_buffers=draw(st.integers(1, 4)),
+                tiles=tiles if any(base.tiles) else base.tiles,
+                num_nodes=num_nodes,
+                own_elements=(1,) * base.num_units,
+            )
+        )
+    return found
+
+
+@st.composite
 def cuts(draw: st.DrawFn, total: int) -> list[int]:
     """Any sizes of one or more that add up to ``total``."""
     sizes = []

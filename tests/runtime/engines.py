@@ -11,16 +11,22 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from outsize.codecs.wire import EXACT, Wire
+from outsize.group.group import Group
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
+from outsize.optim.shares import shares
 from outsize.optim.spec import planes_for
 from outsize.planner.choice import Kept
+from outsize.planner.net_memory import net_staging
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.schedule import build_step
+from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.exchange import Shared
 from outsize.runtime.scratches import open_rooms
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
@@ -48,7 +54,8 @@ class Rig:
         found = {}
         for unit in self.parts.spec.units:
             if unit.tensors:
-                plane = self.arena.take(unit.numel * 4, "weights").view(torch.float32)
+                dtype = TORCH_DTYPE[self.parts.spec.dtype]
+                plane = self.arena.take(unit.numel * dtype.itemsize, "weights").view(dtype)
                 self.home.read(unit.index, "weights", 0, plane)
                 found.update(
                     {t.name: plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors}
@@ -83,11 +90,22 @@ def engine_over(
     settings: dict[str, Any] | None = None,
     room_bytes: int = 2**20,
     kept: Kept = (),
+    group: Group | None = None,
+    wire: Wire = EXACT,
+    dtype: str = "fp32",
     **options: Any,
 ) -> Iterator[Rig]:
-    """An engine that trains ``model`` in fp32; ``options`` are those of the planner."""
+    """An engine that trains ``model``; ``options`` are those of the planner.
+
+    One rank of ``group``, where there is one.
+    """
     decaying = set(Trainer.get_decay_parameter_names(None, model))
-    parts = split(model, decays=decaying.__contains__, freeze=freeze)
+    parts = split(model, dtype, decays=decaying.__contains__, freeze=freeze)
+    shared, own = None, None
+    if group is not None:
+        options = {**options, "nodes": group.size, "rank": group.rank, "wire": wire}
+        shared = Shared(group, wire, net_staging(parts.spec, group.size, wire, home))
+        own = [ranges[group.rank] for ranges in shares(parts.spec, group.size)]
     plan = plan_for(parts, device=device, home=home, clip=max_grad_norm > 0, **options)
     if kept:
         layout = replace(plan.layout, kept=kept)
@@ -97,14 +115,14 @@ def engine_over(
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena())
         pool = stack.enter_context(IOPool(2))
-        planes = planes_for("fp32")
+        planes = planes_for(dtype)
         where: HostHome | DiskHome
         if home == "host":
-            where = HostHome(parts.spec, planes, arena)
+            where = HostHome(parts.spec, planes, arena, own=own)
         elif plan.layout.commits:
-            where = CommittedHome(parts.spec, planes, directory / "home", pool, arena=arena)
+            where = CommittedHome(parts.spec, planes, directory / "home", pool, arena=arena, own=own)
         else:
-            where = DiskHome(parts.spec, planes, directory / "home", pool)
+            where = DiskHome(parts.spec, planes, directory / "home", pool, own=own)
         stack.enter_context(where)
         named = dict(model.named_parameters())
         for unit in parts.spec.units:
@@ -112,7 +130,10 @@ def engine_over(
                 plane = arena.take(unit.numel * 4, "filling").view(torch.float32)
                 for t in unit.tensors:
                     plane[t.offset : t.offset + t.numel] = named[t.name].detach().flatten()
-                where.write(unit.index, "weights", 0, plane)
+                where.write(unit.index, "weights", 0, plane.to(TORCH_DTYPE[dtype]))
+                held = range(unit.numel) if own is None else own[unit.index]
+                if dtype != "fp32" and unit.trainable and held:
+                    where.write(unit.index, "master", held.start, plane[held.start : held.stop])
         opened = stack.enter_context(contextlib.closing(open_device(device)))
         scratch = None
         if plan.layout.offload:
@@ -136,6 +157,7 @@ def engine_over(
                 **(settings or {}),
             ),
             rooms,
+            shared,
         )
         stack.callback(engine.close)
         yield Rig(engine, parts, where, arena)

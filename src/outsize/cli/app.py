@@ -1,5 +1,6 @@
 """The application: its commands, and what becomes of an error."""
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -30,11 +31,17 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except OutsizeError as error:
-            typer.echo(f"outsize: {type(error).__name__}: {error}", err=True)
+            typer.echo(f"{_speaker()}: {type(error).__name__}: {error}", err=True)
             sys.exit(2)
         except KeyboardInterrupt:
-            typer.echo("outsize: interrupted", err=True)
+            typer.echo(f"{_speaker()}: interrupted", err=True)
             sys.exit(130)
+
+
+def _speaker() -> str:
+    """Return who writes a line: of several processes that torchrun has started, which."""
+    rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    return "outsize" if rank is None else f"outsize (rank {rank})"
 
 
 app = typer.Typer(

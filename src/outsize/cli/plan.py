@@ -34,6 +34,24 @@ class Home(StrEnum):
     DISK = "disk"
 
 
+class NetGradients(StrEnum):
+    """How gradients are written between nodes."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT8_EF = "int8-ef"
+    INT8_STOCHASTIC = "int8-stochastic"
+    INT4_EF = "int4-ef"
+
+
+class NetWeights(StrEnum):
+    """How weights that have stepped are written between nodes."""
+
+    RAW = "raw"
+    DELTA = "delta"
+
+
 class Clip(StrEnum):
     """Which norm is clipped."""
 
@@ -116,6 +134,12 @@ def plan(
     net: Annotated[
         str | None, typer.Option(metavar="RATE", help="Network of each node, e.g. 25Gb (bits) or 3GB.")
     ] = None,
+    net_gradients: Annotated[
+        NetGradients, typer.Option(help="How gradients are written between nodes.")
+    ] = NetGradients.FP32,
+    net_weights: Annotated[
+        NetWeights, typer.Option(help="How weights that have stepped are written between nodes.")
+    ] = NetWeights.RAW,
     largest: Annotated[
         bool, typer.Option("--largest", help="Also find the largest models of this family that fit.")
     ] = False,
@@ -157,6 +181,7 @@ def plan(
             lora_modules=lora_modules,
             nodes=nodes,
             net=net,
+            wire=(net_gradients.value, net_weights.value),
             dtype=dtype.value,
             seq_len=seq_len,
             tokens_per_step=tokens_per_step,

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from outsize.cli.model_config import read_config
 from outsize.cli.plan_largest import Scaled, largest
+from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.from_probe import read_machine
@@ -94,6 +95,7 @@ def ask(
     lora_modules: str | None,
     nodes: int,
     net: str | None,
+    wire: tuple[str, str],
     dtype: str,
     seq_len: int | None,
     tokens_per_step: int | None,
@@ -114,6 +116,8 @@ def ask(
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
+    if nodes > 1 and clip == "unit":
+        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
     box = _machine(gpus, machine)
     path, hf_config = read_config(model)
     adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None
@@ -141,6 +145,8 @@ def ask(
             "memory.device_memory": device_memory,
             "memory.host_memory": host_memory,
             "memory.home": home,
+            "parallel.gradients": wire[0],
+            "parallel.weights": wire[1],
             **({"train.method": "lora", "lora.r": lora_r} if adapters else {}),
             **({"lora.target_modules": _named(lora_modules)} if adapters and lora_modules else {}),
         },
@@ -160,6 +166,7 @@ def ask(
         workload_of=lambda sequences: workload_of(sequences, seq_len),
         nodes=nodes,
         net_bytes_per_s=_net(nodes, net),
+        wire=_wire(nodes, wire, dtype),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
         fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in box.gpus) else 0,
     )
@@ -261,6 +268,17 @@ def _share_of(sequences: int, nodes: int) -> int:
     if sequences % nodes:
         raise ConfigError(f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes")
     return sequences // nodes
+
+
+def _wire(nodes: int, wire: tuple[str, str], dtype: str) -> Wire:
+    found = Wire(gradients=wire[0], weights=wire[1])
+    if nodes == 1 and found != EXACT:
+        raise ConfigError(
+            "--net-gradients and --net-weights have no effect with one node; say how many with --nodes"
+        )
+    if found.weights == "delta" and dtype == "fp32":
+        raise ConfigError("--net-weights: delta is of 16-bit weights; leave it raw, or choose --dtype bf16")
+    return found
 
 
 def _net(nodes: int, text: str | None) -> Figure | None:

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 def train(config: "Config", output: Output, dry_run: bool) -> None:
     """Train a model larger than its memory.
 
-    Ctrl-C ends after the step under way, saves, and exits with status 0; a second one stops at once, with 130.
+    Ctrl-C ends after the step under way, saves, and exits with status 0; a second one stops at once, with 130. Started
+    by torchrun, the processes train together, see docs/nodes.md.
     """
     from outsize.cli.plan_text import print_plan
     from outsize.cli.progress import Progress
+    from outsize.group.launched import launched
     from outsize.train import run
 
     if dry_run:
         print_plan(config, output)
+        return
+    place = launched()
+    if place is not None and place.rank > 0:  # rank 0 speaks for all
+        run.train(config)
         return
     with Progress(output.console, num_steps=config.train.steps) as progress:
         result = run.train(config, progress=progress.update, announce=progress.say)

@@ -105,6 +105,10 @@ def settings_without_effect(config: "Config") -> list[str]:
             (config.lora, f"lora.{key}", full, "train.method is full")
             for key in type(config.lora).model_fields
         ),
+        *(
+            (parallel, f"parallel.{key}", parallel.mode == "ddp", "parallel.mode is ddp")
+            for key in ("gradients", "weights")
+        ),
         (optimizer, "optimizer.clip", not optimizer.max_grad_norm, "optimizer.max_grad_norm is 0"),
         (
             optimizer,

@@ -54,6 +54,7 @@ class GlooGroup(Collectives):
         wait_s: seconds that a call waits for a rank that beats but does not come.
 
     Attributes:
+        timeout_s: as given.
         store: the same, for keys of this start alone; for process groups of torch's.
 
     Raises:
@@ -64,7 +65,7 @@ class GlooGroup(Collectives):
         self, store: c10d.Store, rank: int, size: int, *, timeout_s: float = 60.0, wait_s: float = WAIT_S
     ) -> None:
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._tag = 0
         self._wait = timedelta(seconds=wait_s)
         self._closed = False
@@ -73,7 +74,13 @@ class GlooGroup(Collectives):
         beats = c10d.PrefixStore(f"outsize/{session}/alive", store.clone())  # type: ignore[attr-defined]
         self._liveness = Liveness(beats, rank, size, timeout_s=timeout_s, on_loss=self._break_off)
         self.store = c10d.PrefixStore(f"outsize/{session}", store)
-        self._messages: Messages | None = _messages(self.store, rank, size, wait_s)
+        self._messages: Messages | None = None
+        try:
+            self._messages = _messages(self.store, rank, size, timeout_s)
+        except RuntimeError as error:
+            lost = self.blame(error) or LostRankError(f"not all ranks can be connected to: {error}")
+            self._liveness.leave(lost)
+            raise lost from error
         self._liveness.start()
 
     def channel(self, name: str) -> "GlooChannel":
@@ -123,6 +130,8 @@ class GlooGroup(Collectives):
             return
         self._closed = True
         self._liveness.leave(error)
+        if error is not None:
+            self._break_off()  # threads of this rank may still wait for the others
         if error is None or self.rank == 0:
             self._liveness.wait_until_all_left(_LEAVE_S)
         self._messages = None  # with it its connections, and whoever still waits for this rank knows
@@ -166,8 +175,9 @@ class GlooChannel(Collectives):
         """Nothing: a channel is closed with its group."""
 
 
-def _messages(store: c10d.Store, rank: int, size: int, wait_s: float) -> Messages:
-    made = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timedelta(seconds=wait_s))
+def _messages(store: c10d.Store, rank: int, size: int, timeout_s: float) -> Messages:
+    """Connect to all ranks; what waits for messages later has a time limit of its own."""
+    made = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
     return cast(Messages, made)
 
 
@@ -177,8 +187,8 @@ def break_off(messages: Messages) -> None:
     Gloo has no call for that (``abort`` of torch 2.13 does nothing), but a wait that runs out of time closes all
     connections of its process group.
     """
-    never = messages.recv([torch.empty(1)], (messages.rank() + 1) % messages.size(), _NEVER_SENT)
     with contextlib.suppress(RuntimeError):
+        never = messages.recv([torch.empty(1)], (messages.rank() + 1) % messages.size(), _NEVER_SENT)
         never.wait(timedelta(milliseconds=1))
 
 

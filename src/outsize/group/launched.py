@@ -79,7 +79,9 @@ def launched(variables: Mapping[str, str] = os.environ) -> Launched | None:
     )
 
 
-def open_group(place: Launched | None, *, timeout_s: float) -> "Group":
+def open_group(
+    place: Launched | None, *, timeout_s: float, variables: Mapping[str, str] = os.environ
+) -> "Group":
     """Return the group of a launch: of one, or over gloo.
 
     Raises:
@@ -90,11 +92,18 @@ def open_group(place: Launched | None, *, timeout_s: float) -> "Group":
 
     if place is None or place.size == 1:
         return SingleGroup()
-    from torch.distributed.rendezvous import rendezvous
+    from torch._C._distributed_c10d import TCPStore
 
+    # torchrun keeps the store in its agent, where it has one; otherwise rank 0 does.
+    agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store, rank, size = next(
-            iter(rendezvous("env://", place.rank, place.size, timeout=timedelta(seconds=timeout_s)))
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=place.rank == 0 and not agent,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # `GlooGroup` does, and can say who did not come
+            multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
@@ -102,7 +111,7 @@ def open_group(place: Launched | None, *, timeout_s: float) -> "Group":
             f"rank {place.rank} cannot reach {place.address}:{place.port} (MASTER_ADDR, MASTER_PORT): {first_line}",
             0,
         ) from error
-    return GlooGroup(store, rank, size, timeout_s=timeout_s)
+    return GlooGroup(store, place.rank, place.size, timeout_s=timeout_s)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -23,7 +23,7 @@ from typing import Protocol
 from outsize.errors import LostRankError, OutsizeError
 
 # Periods without a beat after which a rank whose connection is broken is taken to be dead, not just slow to beat.
-_SILENT_PERIODS = 4
+_SILENT_PERIODS = 3
 
 
 class Store(Protocol):
@@ -31,6 +31,9 @@ class Store(Protocol):
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these exist."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Read values, all of which exist."""
@@ -90,7 +93,9 @@ class Liveness:
         self._period_s = min(timeout_s / 8, 1.0)
         self._on_loss = on_loss
         self._count = 0
-        self._heard: dict[int, _Heard] = {}
+        now_s = time.monotonic()
+        self._heard = {peer: _Heard("0", now_s) for peer in self._others}
+        self._begun: set[int] = set()
         self._lost: LostRankError | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()  # beats are sent and read by the thread, and by whoever asks for blame
@@ -103,8 +108,7 @@ class Liveness:
         return self._lost
 
     def start(self) -> None:
-        """Begin to listen; every rank has begun to beat by then."""
-        self._listen()
+        """Begin to listen."""
         self._thread.start()
 
     def leave(self, error: BaseException | None) -> None:
@@ -114,8 +118,8 @@ class Liveness:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        why = "" if error is None else f"{type(error).__name__}: {error}"
         lost = error.rank if isinstance(error, LostRankError) else None
+        why = "" if error is None else str(error) if lost is not None else f"{type(error).__name__}: {error}"
         with self._lock:
             _quietly(lambda: self._store.set(_key(self._rank), Farewell(why=why, lost=lost).text()))
 
@@ -146,7 +150,9 @@ class Liveness:
                 if peer is None:
                     return None
                 self._lost = self._lost or LostRankError(
-                    f"rank {peer} is alive, but the connection to it failed or it did not come: {cause}", peer
+                    f"rank {peer} is alive, but the connection to it failed or it did not come: "
+                    f"{str(cause).partition(chr(10))[0]}",
+                    peer,
                 )
                 break
             time.sleep(self._period_s / 4)
@@ -166,12 +172,19 @@ class Liveness:
             self._count += 1
             if not self._stop.is_set():
                 self._store.set(_key(self._rank), str(self._count))
-            texts = self._store.multi_get([_key(peer) for peer in self._others]) if self._others else []
+            self._begun |= {
+                peer for peer in self._others if peer not in self._begun and self._has_begun(peer)
+            }
+            begun = sorted(self._begun)
+            texts = self._store.multi_get([_key(peer) for peer in begun]) if begun else []
             now_s = time.monotonic()
-            for peer, text in zip(self._others, (raw.decode() for raw in texts), strict=True):
-                former = self._heard.get(peer)
-                if former is None or former.text != text:
+            for peer, text in zip(begun, (raw.decode() for raw in texts), strict=True):
+                if self._heard[peer].text != text:
                     self._heard[peer] = _Heard(text, now_s)
+
+    def _has_begun(self, peer: int) -> bool:
+        """Whether a rank has ever beaten: reading what was never written would wait for it."""
+        return self._store.check([_key(peer)])
 
     def _told(self, peer: int | None = None, *, broken: bool = False) -> LostRankError | None:
         """Return who is lost by what was heard.

@@ -43,22 +43,28 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> str:
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size}: ranks are numbered from 0; look at RANK and WORLD_SIZE")
     word = uuid.uuid4().hex
-    if rank == 0:
-        return _invite(store, size, word, timeout_s)
-    return _join(store, rank, word, timeout_s)
+    try:
+        return (
+            _invite(store, size, word, timeout_s) if rank == 0 else _join(store, rank, size, word, timeout_s)
+        )
+    except RuntimeError as error:
+        raise LostRankError(
+            f"the meeting place of the ranks (MASTER_ADDR:MASTER_PORT) no longer answers: rank 0 is lost: {error}",
+            0,
+        ) from error
 
 
 def _invite(store: Store, size: int, session: str, timeout_s: float) -> str:
     store.set("outsize/session", session)
     answers = {peer: f"outsize/{session}/answer/{peer}" for peer in range(1, size)}
     if not _until(lambda: store.check(list(answers.values())), timeout_s):
-        missing = [peer for peer, key in answers.items() if not store.check([key])]
+        missing = [peer for peer, key in answers.items() if not store.check([key])] or [size - 1]
         raise _did_not_come(missing, size, timeout_s)
     store.set(f"outsize/{session}/met", json.dumps([store.get(key).decode() for key in answers.values()]))
     return session
 
 
-def _join(store: Store, rank: int, word: str, timeout_s: float) -> str:
+def _join(store: Store, rank: int, size: int, word: str, timeout_s: float) -> str:
     session = ""
 
     def met() -> bool:
@@ -70,10 +76,9 @@ def _join(store: Store, rank: int, word: str, timeout_s: float) -> str:
         return bool(session) and store.check([done]) and word in json.loads(store.get(done))
 
     if not _until(met, timeout_s):
-        raise LostRankError(
-            f"rank {rank} waited {timeout_s:g} s for the others: rank 0 or another one did not come; look at the "
-            "output of each, and at MASTER_ADDR and MASTER_PORT there"
-        )
+        answers = [f"outsize/{session}/answer/{peer}" for peer in range(1, size)]
+        missing = [peer for peer, key in enumerate(answers, start=1) if not store.check([key])]
+        raise _did_not_come(missing if session and missing else [0], size, timeout_s)
     return session
 
 
@@ -92,4 +97,4 @@ def _did_not_come(missing: list[int], size: int, timeout_s: float) -> LostRankEr
         f"rank {named} of {size} did not come within {timeout_s:g} s: look at its output, at MASTER_ADDR and "
         "MASTER_PORT there, and at firewalls between"
     )
-    return LostRankError(text, missing[0] if missing else None)
+    return LostRankError(text, missing[0])

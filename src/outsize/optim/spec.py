@@ -231,19 +231,32 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
 
 
-def home_bytes(unit: UnitSpec, state: State) -> int:
-    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient."""
+def home_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
+
+    Of several ranks each has all weights, and of everything else ``own_elements``; None is all.
+    """
     layout = layout_of(state)
     if not unit.trainable:
         return unit.link_bytes(layout.dtype)
-    return layout.bytes_of(unit.numel) + sum(part.home_bytes for part in unit.frozen)
+    return _kept_bytes(unit, layout, tuple(layout.planes), own_elements) + sum(
+        part.home_bytes for part in unit.frozen
+    )
 
 
-def committed_bytes(unit: UnitSpec, state: State) -> int:
+def committed_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
     """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
     layout = layout_of(state)
-    twice = layout.bytes_of(unit.numel, layout.write_planes) if unit.trainable else 0
-    return home_bytes(unit, layout) + twice
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements) + twice
+
+
+def _kept_bytes(unit: UnitSpec, layout: StateLayout, names: tuple[str, ...], own_elements: int | None) -> int:
+    """Return the bytes of planes of a unit: its weights whole, and ``own_elements`` of the others, or all of them."""
+    if own_elements is None:
+        return layout.bytes_of(unit.numel, names)
+    others = tuple(name for name in names if name != WEIGHTS)
+    return layout.bytes_of(unit.numel, (WEIGHTS,)) + layout.bytes_of(own_elements, others)
 
 
 def commit_record_bytes(

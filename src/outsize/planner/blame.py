@@ -26,6 +26,7 @@ CAUSES = {
     "READ": "disk reads",
     "WRITE": "disk writes",
     "REDUCE": "gradients of other nodes",
+    "AGREE": "norms of other nodes",
     "GATHER": "weights of other nodes",
 }
 COMPUTE = "another GPU's compute"

@@ -2,13 +2,14 @@
 
 Resources: ``up:w0`` and ``down:w0`` (a worker's link), ``uplink:NAME:up`` and ``:down`` (a switch shared by
 several links), ``host memory`` (reads and writes together), ``optimizer`` (what its cores can do), ``disk
-read`` and ``disk write``.
+read`` and ``disk write``, and ``network`` (what a node sends, and receives at the same time).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
@@ -27,6 +28,8 @@ from outsize.planner.transport import activation_bytes, encoded_planes, gradient
 ADAMW_BYTES = 28
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
+# An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
+EXCHANGE_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +72,15 @@ def cost_model(
     tile_elements: int = 0,
     transport: Transport = NO_CODECS,
     state: StateLayout | None = None,
-    nodes: int = 1,
     net_bytes_per_s: float = 0.0,
     kept_bytes: KeptBytes = NOTHING,
     codec_rates: CodecRates | None = None,
+    wire: Wire = EXACT,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
-    Where nobody has measured ``codec_rates``, weights are taken to be encoded as their codec assumes, and decoded in no
-    time.
+    Of several nodes that share the step, each is such a machine. Where nobody has measured ``codec_rates``, weights are
+    taken to be encoded as their codec assumes, and decoded in no time.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -93,6 +96,8 @@ def cost_model(
     }
     if disk is not None:
         capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
+    if layout.num_nodes > 1:
+        capacity["network"] = net_bytes_per_s
     pricing = _Pricing(
         machine,
         model,
@@ -104,15 +109,11 @@ def cost_model(
         tile_elements,
         transport,
         layout_of(model.dtype if state is None else state),
-        nodes,
         kept_bytes,
         codec_rates,
+        wire,
     )
-    cost_of = _remembered(pricing.cost_of, layout)
-    if nodes == 1:
-        return CostModel(cost_of=cost_of, capacity=capacity)
-    capacity["network"] = net_bytes_per_s
-    return CostModel(cost_of=cost_of, capacity=capacity, exchange=pricing.exchange)
+    return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
 
 
 def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
@@ -148,9 +149,9 @@ class _Pricing:
     tile_elements: int
     transport: Transport
     state: StateLayout
-    nodes: int
     kept_bytes: KeptBytes
     codec_rates: CodecRates | None
+    wire: Wire
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
@@ -187,9 +188,9 @@ class _Pricing:
             return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            # Nodes that share a step step a share of each unit.
-            amount = ADAMW_BYTES * self._elements(op) / self.nodes
-            return Cost(seconds=self._encode_s(op), amount=amount, through=through)
+            return Cost(seconds=self._encode_s(op), amount=ADAMW_BYTES * self._elements(op), through=through)
+        if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
+            return self._exchange(op)
         if op.kind in (Kind.READ, Kind.WRITE):
             return self._disk(op)
         if op.kind is Kind.COMMIT:
@@ -226,14 +227,18 @@ class _Pricing:
         link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
         return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
 
-    def exchange(self, op: Op) -> Cost:
-        """Return what a node sends, and receives, for the gradient (GRAD) or the weights (STEP) of a unit.
+    def _exchange(self, op: Op) -> Cost:
+        """Return the cost of what a node sends to all others, and receives from them at the same time.
 
         A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction.
         """
-        size = ITEMSIZE[self.model.dtype] if op.kind is Kind.STEP else 4
-        amount = self._elements(op) * size * (self.nodes - 1) / self.nodes
-        return Cost(amount=amount, through=("network", "host memory"))
+        if op.kind is Kind.AGREE:
+            return Cost(seconds=EXCHANGE_S)
+        numel, dtype = self.model.units[op.unit or 0].numel, self.model.dtype
+        reduces = op.kind is Kind.REDUCE
+        size = self.wire.gradient_bytes(numel) if reduces else self.wire.weight_bytes(numel, dtype)
+        others = (self.layout.num_nodes - 1) / self.layout.num_nodes
+        return Cost(seconds=EXCHANGE_S, amount=size * others, through=("network", "host memory"))
 
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""
@@ -260,7 +265,9 @@ class _Pricing:
         return self.model.units[unit].link_bytes(self.model.dtype)
 
     def _elements(self, op: Op) -> int:
-        numel = self.model.units[op.unit or 0].numel
+        """Return the elements that a STEP, or a READ or WRITE of a tile, is about; of several nodes, their share."""
+        unit = op.unit or 0
+        numel = self.layout.own_elements[unit] if self.layout.own_elements else self.model.units[unit].numel
         if op.tile is None:
             return numel
         return min(self.tile_elements, numel - op.tile * self.tile_elements)

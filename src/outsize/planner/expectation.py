@@ -34,6 +34,7 @@ class PlannedStep:
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
         kept_bytes: of what forwards keep, by its extent.
+        net_bytes_per_s: what this node sends, and receives, where several share the step.
         codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
     """
 
@@ -41,6 +42,7 @@ class PlannedStep:
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
     kept_bytes: KeptBytes = field(default_factory=dict)
+    net_bytes_per_s: float = 0.0
     codec_rates: CodecRates | None = None
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
@@ -57,6 +59,8 @@ class PlannedStep:
             tile_elements=tile_elements,
             transport=self.plan.transport,
             kept_bytes=self.kept_bytes,
+            net_bytes_per_s=self.net_bytes_per_s,
+            wire=self.plan.wire,
             state=self.plan.state,
             codec_rates=self.codec_rates,
         )
@@ -90,5 +94,5 @@ def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:
     elements = max(plan.tile_elements, -(-largest // SIMULATED_TILES))
     if not any(plan.layout.tiles) or elements == plan.tile_elements:
         return plan.layout, plan.tile_elements
-    numels = (size // 4 for size in plan.layout.gradient_bytes)
+    numels = plan.layout.own_elements or tuple(size // 4 for size in plan.layout.gradient_bytes)
     return replace(plan.layout, tiles=tuple(-(-numel // elements) for numel in numels)), elements

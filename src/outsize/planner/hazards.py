@@ -6,19 +6,19 @@ writes.
 ==============  ===============================================  =============================================
 resource        read by                                          written by
 ==============  ===============================================  =============================================
-home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP u: all tiles; WRITE u#p: tile p;
+home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP, GATHER u: all tiles; WRITE u#p: tile p;
                 COMMIT: all tiles of all units                   STEP u#p that no READ u#p came before: tile p
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
-host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h
+host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h, REDUCE u<h
 act(u, m)       -                                                F, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD
                                                                  u.m; F (u-1).m
 dact(u, m)      B (u-1).m                                        B, FB, SEND, RECV u.m
 acc(w, a)       NORM u                                           ACC, SUM, GRAD, FB, B u; the rest's: all FB, B
-norm(u)         CLIP                                             NORM u
-coef            STEP                                             CLIP
-gradhome(u)     STEP u, READ u#p, ACC u, SUM u                   GRAD u, WRITE u<h
+norm(u)         CLIP, AGREE                                      NORM u, REDUCE u
+coef            STEP                                             CLIP, AGREE
+gradhome(u)     STEP u, READ u#p, ACC u, SUM u, GATHER u         GRAD u, WRITE u<h, REDUCE u
 tile buffer t   WRITE u#p<t                                      READ u#p>t, GRAD u#p>t, STEP u#p@t
-commit          STEP                                             COMMIT
+commit          STEP, AGREE                                      COMMIT
 ==============  ===============================================  =============================================
 
 FA, FP and FK are Fs: what they keep is part of act(u, m).
@@ -33,6 +33,10 @@ Two more rules keep what is live on the device as small as the program says, how
 an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
 there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
 there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH.
+
+Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
+An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
+one before it. A GATHER reads gradhome(u) too, since there lies what a STEP has changed, if that is what is sent.
 
 A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
 """
@@ -98,6 +102,9 @@ class Hazards:
             Kind.NORM: self._norm,
             Kind.GRAD: self._grad,
             Kind.CLIP: self._clip,
+            Kind.REDUCE: self._reduce,
+            Kind.AGREE: self._agree,
+            Kind.GATHER: self._gather,
             Kind.READ: self._read,
             Kind.STEP: self._step,
             Kind.WRITE: self._write,
@@ -224,6 +231,20 @@ class Hazards:
         for norm in self._norms.values():
             norm.read(seq, deps)
         self._coefficient.write(seq, deps)
+
+    def _agree(self, op: Op, seq: int, deps: Deps) -> None:
+        self._committed.read(seq, deps)
+        self._clip(op, seq, deps)
+
+    def _reduce(self, op: Op, seq: int, deps: Deps) -> None:
+        if op.buffer is not None:
+            self._cell("host", 0, op.buffer).write(seq, deps)
+        self._gradient_homes[op.unit].write(seq, deps)
+        self._norms[op.unit].write(seq, deps)
+
+    def _gather(self, op: Op, seq: int, deps: Deps) -> None:
+        self._gradient_homes[op.unit].read(seq, deps)
+        self._homes[op.unit].write_all(seq, deps)
 
     def _read(self, op: Op, seq: int, deps: Deps) -> None:
         home = self._homes[op.unit]

@@ -11,9 +11,14 @@ lane              ops
 ``write``         WRITE of optimizer tiles
 ``read:units``    READ of whole units into host buffers
 ``write:units``   WRITE of gradients from host buffers
+``net:reduce``    REDUCE, AGREE: with other nodes
+``net:gather``    GATHER
 ``store``         STORE: behind everything else, at low priority
 ``commit``        COMMIT
 ================  ====================================================================================
+
+What nodes exchange has two lanes, since a GATHER waits for a STEP while gradients of other units are reduced. Each is a
+channel of its own between nodes, on which all of them do the same in the same order.
 
 Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step
 still wait for their turn. Where the disk lies directly below the device there are no whole units to READ or
@@ -48,6 +53,9 @@ _OF_WORKER = {
 _OF_MACHINE = {
     Kind.CLIP: "host",
     Kind.STEP: "host",
+    Kind.REDUCE: "net:reduce",
+    Kind.AGREE: "net:reduce",
+    Kind.GATHER: "net:gather",
     Kind.READ: "read",
     Kind.WRITE: "write",
     Kind.STORE: "store",

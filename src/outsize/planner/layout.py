@@ -42,6 +42,8 @@ class StepLayout:
         num_workers: devices, each with slots and accumulators of these sizes.
         stages: how the step is dealt out to them; None for the V-cycle of one worker.
         rest_users: in a step of stages, the units whose backward adds to the gradient of a rest that trains.
+        num_nodes: processes that share the step, each with this program.
+        own_elements: of several nodes, the elements of each unit that this one steps; empty of a single one.
         cut: whether somebody else decides when the backward begins, as in a training loop of one's own; then the last
             unit runs F and B like any other, see `planner.cut`.
     """
@@ -69,6 +71,8 @@ class StepLayout:
     num_workers: int = 1
     stages: Stages | None = None
     rest_users: frozenset[int] = frozenset()
+    num_nodes: int = 1
+    own_elements: tuple[int, ...] = ()
     cut: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +97,7 @@ class StepLayout:
             raise ValueError("staged transfers need a host buffer")
         if any(self.tiles) and self.num_tile_buffers < 1:
             raise ValueError("tiles need a tile buffer")
+        self._check_nodes()
         if self.ring and (self.clip or self.cut or self.stages is not None):
             raise ValueError(
                 "a ring of gradients goes with no global norm, no step that is cut and no stages"
@@ -104,6 +109,18 @@ class StepLayout:
         if not self.tiles_on_disk and any(self.tiles) and not self.ring:
             raise ValueError("a home that is stepped in place has tiles of gradients only, for a ring")
         self._check_stages()
+
+    def _check_nodes(self) -> None:
+        if self.num_nodes < 1 or len(self.own_elements) != (self.num_units if self.num_nodes > 1 else 0):
+            raise ValueError(
+                f"own_elements needs one entry for each of {self.num_units} units of several nodes"
+            )
+        if self.num_nodes > 1 and self.cut:
+            raise ValueError("a step that is cut is not shared by several nodes")
+        if self.num_nodes > 1 and (self.ring or self.unit_clip):
+            raise ValueError("nodes share whole gradients, clipped by one norm")
+        if self.reduces_buffers and any(self.trainable) and not self.num_host_buffers:
+            raise ValueError("gradients that are reduced need a host buffer")
 
     def _check_kept(self) -> None:
         if not self.kept:
@@ -136,6 +153,11 @@ class StepLayout:
             raise ValueError("stages hand inputs over and offload none of their own")
         if self.rest_trains != bool(self.rest_users) or not self.rest_users <= set(range(self.num_streamed)):
             raise ValueError(f"a rest that trains has users among units 0 to {self.last}")
+
+    @property
+    def reduces_buffers(self) -> bool:
+        """Whether gradients go into host buffers for other nodes: those of stages are summed at home first."""
+        return self.num_nodes > 1 and self.stages is None
 
     @property
     def num_rounds(self) -> int:

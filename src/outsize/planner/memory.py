@@ -24,7 +24,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from outsize.codecs.transport import Transport
-from outsize.model.spec import ModelSpec, granule_elements_for
+from outsize.codecs.wire import EXACT, Wire
+from outsize.model.spec import ModelSpec
+from outsize.optim.shares import home_granule
 from outsize.optim.spec import (
     GRADIENT,
     ITEM_BYTES,
@@ -42,6 +44,7 @@ from outsize.optim.spec import (
 from outsize.planner.choice import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import NOTHING, Live
+from outsize.planner.net_memory import net_bytes
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.planner.transport import (
@@ -161,14 +164,20 @@ __all__ = [
 ]
 
 
-def by_class(model: ModelSpec, state: State, *, commits: bool = False) -> dict[str, int]:
-    """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice."""
+def by_class(
+    model: ModelSpec, state: State, *, commits: bool = False, own: Sequence[int] = ()
+) -> dict[str, int]:
+    """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
+
+    Of several nodes each has all weights, and the others of ``own`` elements of each unit.
+    """
     layout, parts = layout_of(state), Counter[str]()
     for unit in model.units:
         planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
         for name, plane in planes.items():
             twice = commits and unit.trainable and name != GRADIENT
-            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(unit.numel)
+            numel = own[unit.index] if own and name != WEIGHTS else unit.numel
+            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(numel)
         for part in unit.frozen:
             parts["frozen weights"] += part.home_bytes
     return dict(parts)
@@ -226,11 +235,12 @@ def memory_table(
     host_buffer_bytes: int,
     transport: Transport = NO_CODECS,
     state: StateLayout | None = None,
+    wire: Wire = EXACT,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
-    Tile buffers and the checkpoint's buffer lie in host memory, which is the device's own where the disk is
-    below it.
+    Buffers for tiles, whole units, other nodes and checkpoints lie in host memory, which is the device's own where the
+    disk is below it.
     """
     kept = layout_of(model.dtype if state is None else state)
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
@@ -239,7 +249,8 @@ def memory_table(
     buffers.update(disk_buffer_bytes(model, layout, home, tile_elements, kept))
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
-    table["host"]["host buffers"] = layout.num_host_buffers * host_buffer_bytes
+    buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
+    buffers |= net_bytes(model, layout, wire, home)
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     rooms = offload_rooms(layout, demand).values()
     table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
@@ -253,7 +264,7 @@ def disk_buffer_bytes(
     """Return what memory a home takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
     kept = layout_of(state)
     tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
-    granule = granule_elements_for(tile_elements)
+    granule = home_granule(model, tile_elements, layout.num_nodes)
     record = commit_record_bytes(model, granule, kept.planes) if layout.commits else 0
     return {
         tiles: layout.num_tile_buffers * kept.tile_bytes(tile_elements, whole=layout.tiles_on_disk),
@@ -265,10 +276,11 @@ def disk_buffer_bytes(
 def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport, state: State) -> int:
     """Return the bytes of a home: all units, those that change twice where it commits."""
     kept = layout_of(state)
+    own = layout.own_elements or tuple(unit.numel for unit in model.units)
     if layout.commits:
-        twice = sum(committed_bytes(unit, kept) for unit in model.units)
+        twice = sum(committed_bytes(unit, kept, own[unit.index]) for unit in model.units)
         return twice + 2 * commit_record_bytes(model, planes=kept.planes)
-    size = sum(home_bytes(unit, kept) for unit in model.units)
+    size = sum(home_bytes(unit, kept, own[unit.index]) for unit in model.units)
     return size - packed_bytes(transport, model) if home == "host" else size
 
 
@@ -291,7 +303,8 @@ def count_traffic(
     narrow = 4 // ITEM_BYTES.get(kept.gradients, 4)  # gradients that are rounded leave in fewer bytes
 
     def elements(op: Op) -> int:
-        numel = model.units[op.unit or 0].numel
+        unit = op.unit or 0
+        numel = layout.own_elements[unit] if layout.own_elements else model.units[unit].numel
         return min(tile_elements, numel - (op.tile or 0) * tile_elements)
 
     def handed_over(op: Op) -> int:

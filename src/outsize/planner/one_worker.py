@@ -101,4 +101,6 @@ def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
         microbatches=microbatches,
         transport=transport,
         activations=question.activations,
+        nodes=question.nodes,
+        wire=question.wire,
     )

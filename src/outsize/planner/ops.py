@@ -33,6 +33,10 @@ text                          meaning
 ``WRITE 3#0<t2``              what the step changed, back to disk
 ``STEP 3``                    optimizer step of the whole unit, in place in host memory
 ``STORE 3``                   weights and optimizer state of unit 3, from their home to a checkpoint
+``REDUCE 3<h1``               the gradient of unit 3 in host buffer 1 is summed over all nodes, each keeping its share
+``REDUCE 3``                  the same, of a gradient that is home
+``AGREE``                     all nodes learn the loss and the norms of all
+``GATHER 3``                  the weights of unit 3 that each node has stepped go to all others
 ``COMMIT``                    what the step wrote becomes durable, and the state that a crash goes back to
 ============================  ================================================================================
 """
@@ -64,6 +68,9 @@ class Kind(StrEnum):
     NORM = "NORM"
     GRAD = "GRAD"
     CLIP = "CLIP"
+    REDUCE = "REDUCE"
+    AGREE = "AGREE"
+    GATHER = "GATHER"
     READ = "READ"
     STEP = "STEP"
     WRITE = "WRITE"
@@ -77,7 +84,7 @@ class Op:
 
     Attributes:
         kind: the verb.
-        unit: unit index; None only for CLIP and COMMIT.
+        unit: unit index; None only for CLIP, AGREE and COMMIT.
         microbatch: for F, FA, FP, FK, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.

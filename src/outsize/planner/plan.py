@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import StateLayout
@@ -91,6 +92,7 @@ class Plan:
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
         offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
+        wire: codecs between nodes.
         state: how a trained unit lies at home.
         home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
     """
@@ -109,6 +111,7 @@ class Plan:
     state: StateLayout
     later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
+    wire: Wire = EXACT
     home_parts: Mapping[str, int] = field(default_factory=dict)
     offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
 
@@ -180,6 +183,7 @@ class Plan:
             "home_bytes": dict(self.home_parts),
             "bytes_per_step": asdict(self.traffic),
             "transport": asdict(self.transport),
+            **({"nodes": layout.num_nodes, "wire": asdict(self.wire)} if layout.num_nodes > 1 else {}),
             "program": render(self.program).splitlines(),
         }
 
@@ -211,6 +215,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             tile_elements=knobs.tile_elements,
             host_buffer_bytes=sizing.host_buffer_bytes,
             transport=options.transport,
+            wire=options.wire,
             state=sizing.state,
         )
 
@@ -332,6 +337,7 @@ def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
             host_buffer_bytes=sizing.host_buffer_bytes,
             transport=options.transport,
             state=sizing.state,
+            wire=options.wire,
         )
 
     return not _shortage(memory_of(_kept_for_the_host(sizing, sizing.least(), memory_of, budgets)), budgets)
@@ -367,8 +373,9 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         traffic=traffic,
         transport=options.transport,
         offload_rooms=offload_rooms(layout, demand),
+        wire=options.wire,
         state=state,
-        home_parts=by_class(sizing.model, state, commits=layout.commits),
+        home_parts=by_class(sizing.model, state, commits=layout.commits, own=layout.own_elements),
     )
 
 

@@ -10,7 +10,6 @@ from outsize.planner.candidate import Candidate, Table
 from outsize.planner.choice import Choice
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier, by_class
-from outsize.planner.ops import Kind
 from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
 from outsize.planner.stages import Stages
@@ -158,7 +157,8 @@ def _activations(layout: StepLayout) -> dict[str, int]:
 
 def _by_plane(candidate: Candidate) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
-    parts = by_class(candidate.model, candidate.state, commits=candidate.layout.commits)
+    layout = candidate.layout
+    parts = by_class(candidate.model, candidate.state, commits=layout.commits, own=layout.own_elements)
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},
@@ -192,10 +192,6 @@ def _usage(candidate: Candidate, busy_s: float, step_s: float) -> dict[str, floa
     amounts: dict[str, float] = defaultdict(float)
     program = candidate.programs[-1]
     costs = [candidate.costs.cost_of(op) for op in program]
-    if candidate.costs.exchange is not None:
-        whole = {op.unit: op for op in program if op.kind is Kind.GRAD}.values()
-        steps = (op for op in program if op.kind is Kind.STEP)
-        costs += [candidate.costs.exchange(op) for op in (*whole, *steps)]
     for cost in costs:
         for name in cost.through:
             amounts[name] += cost.amount

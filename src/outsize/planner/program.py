@@ -43,6 +43,9 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
         _UNIT_TILE | {"worker"},
     ),
     Kind.CLIP: (frozenset(),),
+    Kind.REDUCE: (frozenset({"unit"}), frozenset({"unit", "buffer"})),
+    Kind.AGREE: (frozenset(),),
+    Kind.GATHER: (frozenset({"unit"}),),
     Kind.READ: (frozenset({"unit", "buffer"}), _UNIT_TILE),
     Kind.STEP: (frozenset({"unit"}), _UNIT_TILE),
     Kind.WRITE: (frozenset({"unit", "buffer"}), _UNIT_TILE),
@@ -52,7 +55,7 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
 _KINDS = {kind.value: kind for kind in Kind}
 _FIELDS = tuple(field.name for field in fields(Op) if field.name != "kind")
 # How the buffer is joined: filled (``>``), drained (``<``) or worked on where it lies (``@``).
-_JOIN = {Kind.READ: ">", Kind.GRAD: ">", Kind.LOAD: "<", Kind.WRITE: "<", Kind.STEP: "@"}
+_JOIN = {Kind.READ: ">", Kind.GRAD: ">", Kind.LOAD: "<", Kind.WRITE: "<", Kind.REDUCE: "<", Kind.STEP: "@"}
 _OP = re.compile(
     r"(?P<kind>[A-Z]+)"
     r"(?: (?P<unit>[0-9]+)(?:#(?P<tile>[0-9]+))?(?:\.(?P<microbatch>[0-9]+))?"

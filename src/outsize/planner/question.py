@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec import ModelSpec, Workload
 from outsize.optim.spec import StateLayout
@@ -16,15 +17,17 @@ from outsize.planner.stages import Stages
 NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
     "whole, each node steps its share of the unit, and the weights are gathered; both overlap with what else goes on",
-    "several nodes: each has room for the whole training state; `outsize train` runs on one node so far",
+)
+NODES_OF_SEVERAL = (
+    "several nodes of several GPUs: `outsize train` gives each process one GPU, and is told of all of them as nodes",
 )
 
 
 class Exchange(TypedDict):
     """What `cost_model` is told of nodes."""
 
-    nodes: int
     net_bytes_per_s: float
+    wire: Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,7 @@ class Question:
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
         activations: what becomes of what backwards need of their forwards on one GPU, see `planner.choice`.
+        wire: codecs on the network.
     """
 
     model: ModelSpec
@@ -68,6 +72,7 @@ class Question:
     nodes: int = 1
     net_bytes_per_s: Figure | None = None
     activations: Activations = "auto"
+    wire: Wire = EXACT
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):
@@ -104,9 +109,11 @@ def demand_of(question: Question, work: Workload, shared_bytes: int) -> Demand:
 def exchange_of(question: Question) -> Exchange:
     """Return what `cost_model` is told of nodes."""
     rate = question.net_bytes_per_s
-    return {"nodes": question.nodes, "net_bytes_per_s": 0.0 if rate is None else rate.value}
+    return {"net_bytes_per_s": 0.0 if rate is None else rate.value, "wire": question.wire}
 
 
 def node_assumptions(question: Question) -> tuple[str, ...]:
     """Return what is taken for granted of several nodes, for people."""
-    return NODES if question.nodes > 1 else ()
+    if question.nodes == 1:
+        return ()
+    return NODES if len(question.machine.gpus) == 1 else (*NODES, *NODES_OF_SEVERAL)

@@ -15,12 +15,15 @@
 7. A step is committed, where it is, once, behind everything else.
 8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has stepped.
 9. A step holds no STORE: what a checkpoint takes is the state between two steps, in a program of its own.
+10. Of several nodes, each reduces the whole gradient of a unit once before the unit steps, agrees with the others on
+   the norms once before CLIP, and gathers a unit once after it has stepped. A single node does none of it.
 
 A step that is cut into stages obeys the same rules, on the worker that runs the op: its gradients leave once the
 backwards of a round have run, and the next round sums on. Where inputs and their gradients lie then is checked
 by `planner.rules_handover`.
 
-Rules 5 and 6 are checked by `planner.rules_home`. Bytes are the business of `planner.liveness`.
+Rules 5 and 6 are checked by `planner.rules_home`, rule 10 by `planner.rules_exchange`. Bytes are the business of
+`planner.liveness`.
 """
 
 from collections import Counter

@@ -4,16 +4,9 @@ from collections import Counter, defaultdict
 
 from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
+from outsize.planner.rules_exchange import BrokenRuleError, ExchangeRules, require
 
-
-class BrokenRuleError(Exception):
-    """What is wrong with an op; `validate` turns it into a `ProgramError` that shows where."""
-
-
-def require(condition: object, message: str) -> None:
-    """Raise `BrokenRuleError` with ``message`` unless ``condition`` holds."""
-    if not condition:
-        raise BrokenRuleError(message)
+__all__ = ["BrokenRuleError", "HomeRules", "require"]
 
 
 class HomeRules:
@@ -28,6 +21,7 @@ class HomeRules:
         self._whole: set[int] = set()  # units whose gradient has left the device, of all rounds
         self._started: set[tuple[int, int]] = set()  # tiles read
         self._committed = False
+        self._exchange = ExchangeRules(layout) if layout.num_nodes > 1 else None
         self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
         self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
         # tile buffer -> READ, GRAD or STEP, unit, tile
@@ -37,7 +31,7 @@ class HomeRules:
         )  # unit -> tiles of its gradient that have left
 
     def check(self, op: Op, unit: int) -> None:
-        """Follow CLIP, READ, STEP, WRITE or COMMIT.
+        """Follow CLIP, READ, STEP, WRITE, COMMIT, REDUCE, AGREE or GATHER.
 
         Raises:
             BrokenRuleError: it may not come here.
@@ -46,12 +40,15 @@ class HomeRules:
             self._clip()
         elif op.kind is Kind.COMMIT:
             self._commit()
+        elif op.kind in (Kind.REDUCE, Kind.AGREE, Kind.GATHER):
+            self._with_others(op, unit)
         elif op.tile is not None:
             self._tile(op, unit, op.tile)
         elif op.kind is Kind.READ:
             self._fill(op, unit)
             self._check_before_step(unit)
         elif op.kind is Kind.WRITE:
+            require(not self._layout.reduces_buffers, "a gradient of several nodes is reduced")
             self._drain(op, Kind.GRAD, unit)
             self._come_home(unit)
         else:
@@ -71,6 +68,7 @@ class HomeRules:
         """Follow a NORM."""
         clips = self._layout.clip or self._layout.unit_clip
         require(clips, "norms are taken only where gradients are clipped")
+        require(self._exchange is None, "the norms of several nodes are those of what was reduced")
         require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
         self._normed.add(unit)
 
@@ -86,13 +84,16 @@ class HomeRules:
     def gradient(self, op: Op, unit: int, final: bool = True) -> None:
         """Follow the part of a GRAD that puts the gradient down."""
         clips = self._layout.clip or self._layout.unit_clip
-        normed = not clips or unit in self._normed or not final
+        normed = not clips or unit in self._normed or not final or self._exchange is not None
         require(normed, f"the norm of unit {unit} has not been taken")
         require((op.tile is not None) == self._layout.ring, f"gradients leave {_whole_or_not(self._layout)}")
         if op.tile is not None:
             self._into_ring(op, unit, op.tile)
             return
-        self._check_staged(op)
+        if self._layout.reduces_buffers:
+            require(op.buffer is not None, "a gradient that is to be reduced goes into a host buffer")
+        else:
+            self._check_staged(op)
         if final:
             self._whole.add(unit)
         if op.buffer is not None:
@@ -124,11 +125,15 @@ class HomeRules:
         for unit, trains in enumerate(self._layout.trainable):
             due = max(1, self._layout.tiles[unit]) if trains else 0
             require(self._stepped[unit] == due, f"unit {unit} has not stepped")
+        if self._exchange is not None:
+            self._exchange.check_done()
 
     def _clip(self) -> None:
         require(self._layout.clip, "gradients are not clipped")
         require(not self._clipped, "gradients are clipped once")
-        missing = set(self._layout.step_order) - self._normed
+        if self._exchange is not None:
+            self._exchange.check_agreed()
+        missing = set(self._layout.step_order) - self._normed if self._exchange is None else ()
         require(not missing, f"the norms of units {sorted(missing)} have not been taken")
         self._clipped = True
 
@@ -155,8 +160,7 @@ class HomeRules:
         held = self._ring.get(op.buffer)
         if op.kind is Kind.READ:
             require(held is None, f"tile buffer {op.buffer} is still in use")
-            ready = self._layout.ring or unit in self._gradients
-            require(ready, f"the gradient of unit {unit} is not home")
+            self._check_gradient(unit)
             require((unit, tile) not in self._started, "it has been read already")
             self._started.add((unit, tile))
             self._ring[op.buffer] = (Kind.READ, unit, tile)
@@ -196,9 +200,33 @@ class HomeRules:
 
     def _check_ready(self, unit: int) -> None:
         require(self._layout.trainable[unit], f"unit {unit} does not train")
+        self._check_gradient(unit)
+        require(not self._layout.clip or self._clipped, "gradients have not been clipped")
+
+    def _check_gradient(self, unit: int) -> None:
         ready = self._layout.ring or unit in self._gradients
         require(ready, f"the gradient of unit {unit} is not home")
-        require(not self._layout.clip or self._clipped, "gradients have not been clipped")
+        if self._exchange is not None:
+            self._exchange.check_reduced(unit)
+
+    def _with_others(self, op: Op, unit: int) -> None:
+        """Follow REDUCE, AGREE or GATHER."""
+        require(self._exchange is not None, "a single node exchanges nothing")
+        if self._exchange is None:
+            return
+        if op.kind is Kind.REDUCE:
+            if op.buffer is not None:
+                self._drain(op, Kind.GRAD, unit)
+                self._gradients.add(unit)
+            require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+            self._exchange.reduce(unit)
+        elif op.kind is Kind.AGREE:
+            self._exchange.agree()
+        else:
+            due = max(1, self._layout.tiles[unit])
+            written = all(held[1] != unit for held in self._ring.values())
+            require(written and self._stepped[unit] == due, f"unit {unit} has not stepped")
+            self._exchange.gather(unit)
 
 
 def _whole_or_not(layout: StepLayout) -> str:

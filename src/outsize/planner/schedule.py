@@ -8,6 +8,7 @@ optimizer stepped. Stages go the same way, see `planner.staged`.
 from dataclasses import replace
 
 from outsize.planner.disk import insert_disk
+from outsize.planner.exchange import insert_exchange
 from outsize.planner.layout import StepLayout
 from outsize.planner.ops import Kind, Op
 from outsize.planner.passes import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
@@ -26,7 +27,7 @@ def build_step(layout: StepLayout) -> Program:
         program = v_cycle(layout)
         for insert in (insert_loads, insert_saves, insert_gradients):
             program = insert(program, layout)
-    for insert in (insert_steps, insert_disk):
+    for insert in (insert_steps, insert_disk, insert_exchange):
         program = insert(program, layout)
     return program
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_part, pack_unit
+from outsize.optim.shares import largest_share
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.expectation import SIMULATED_TILES
@@ -64,6 +65,7 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
     layout = in_room(
         model, layout, options, replace(_room(model, options, layout), tile_elements=tile_elements)
     )
+    layout = _shared_out(question, model, layout)
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -185,6 +187,14 @@ def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
     return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches, state=state)
 
 
+def _shared_out(question: Question, model: ModelSpec, layout: StepLayout) -> StepLayout:
+    """Return ``layout`` as that of one of the nodes that share the step: the one that steps most."""
+    if question.nodes == 1:
+        return layout
+    own = largest_share(model, question.nodes)
+    return replace(layout, num_nodes=question.nodes, own_elements=own)
+
+
 def _room(model: ModelSpec, options: PlanOptions, layout: StepLayout) -> Room:
     """Return what a home on disk is given in host memory: as much as helps, which is little beside a GPU's memory."""
     return next(rooms(model, options, layout.num_workers))
@@ -207,9 +217,15 @@ def _fit(
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES + question.fixed_bytes
     layout_of = partial(_layout, model, options, len(machine.gpus))
-    least = layout_of(_single_units(model, HALVES[-1], options))
+    least = _shared_out(question, model, layout_of(_single_units(model, HALVES[-1], options)))
     room = _room(model, options, least)
     below = bytes_below(model, in_room(model, least, options, room), options, room)
+    if question.nodes > 1:
+        # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
+        below[options.home]["home"] += sum(
+            (unit.gradient_bytes - 4 * own) * unit.trainable
+            for unit, own in zip(model.units, least.own_elements, strict=True)
+        )
     table = partial(_memory, model, work, options.microbatches, shared, below)
     for halves in HALVES:
         stages = _single_units(model, halves, options)

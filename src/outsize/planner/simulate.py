@@ -33,13 +33,10 @@ class CostModel:
     Attributes:
         cost_of: time and bytes of an op.
         capacity: bytes per second of each resource that costs name.
-        exchange: what nodes that share a step exchange for an op: behind the last GRAD of a unit its gradient is
-            reduced and scattered over them, behind a STEP its weights are gathered. None for one node.
     """
 
     cost_of: Callable[[Op], Cost]
     capacity: Mapping[str, float]
-    exchange: Callable[[Op], Cost] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,24 +159,11 @@ def simulate(
     for program in programs:
         first = len(work)
         gate = (decided[-1],) if decided else ()
-        whole = {op.unit: op for op in program if op.kind is Kind.GRAD} if costs.exchange else {}
-        reduced: dict[int | None, int] = {}
         for op in program:
             waits = [index_of[seq] for seq in hazards.dependencies(op)]
-            waits += _reduced(op, reduced)
             index_of.append(len(work))
             work.append(Work(lane_of(op), costs.cost_of(op), (*gate, *waits)))
             ops.append(op)
-            if costs.exchange is None or not (op.kind is Kind.STEP or op is whole.get(op.unit)):
-                continue
-            # The accumulator is free as soon as the gradient has left; what reads home waits for the exchange.
-            lane, of = ("reduce", reduced) if op.kind is Kind.GRAD else ("gather", None)
-            work.append(Work(f"net:{lane}", costs.exchange(op), (index_of[-1],)))
-            ops.append(None)
-            if of is None:
-                index_of[-1] = len(work) - 1
-            else:
-                of[op.unit] = len(work) - 1
         decided.append(len(work))
         work.append(Work("", Cost(), tuple(_decisive(ops[first:], first, layout))))
         ops.append(None)
@@ -204,14 +188,6 @@ def _decisive(ops: Sequence[Op | None], first: int, layout: StepLayout) -> Itera
     """Yield the indices of what the engine waits for before it submits the next step."""
     kinds = {Kind.CLIP} if layout.clip and layout.step_order else _COMPUTE | {Kind.GRAD}
     return (first + i for i, op in enumerate(ops) if op is not None and op.kind in kinds)
-
-
-def _reduced(op: Op, reduced: Mapping[int | None, int]) -> Iterable[int]:
-    """Return the reductions that ``op`` waits for: that of its unit's gradient, or of all for their norm."""
-    if op.kind is Kind.CLIP:
-        return reduced.values()
-    reads_gradient = op.kind is Kind.STEP or (op.kind is Kind.READ and op.tile is not None)
-    return [reduced[op.unit]] if reads_gradient and op.unit in reduced else []
 
 
 def _held(

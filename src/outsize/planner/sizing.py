@@ -10,7 +10,9 @@ from itertools import count, takewhile
 from typing import Literal
 
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
+from outsize.optim.shares import largest_share, shares
 from outsize.optim.spec import StateLayout
 from outsize.planner.balance import Rates
 from outsize.planner.choice import Kept
@@ -67,6 +69,9 @@ class PlanOptions:
         activations: what becomes of what backwards need of their forwards, see `planner.choice`; ``auto`` keeps on the
             device what has room when all else has, and offloads where that is known to be faster.
         rates: of the worker; None leaves what waits on the device and offloads nothing unasked.
+        nodes: processes that share the step.
+        rank: number of this one; None for the one that steps most.
+        wire: codecs between them.
     """
 
     home: Tier
@@ -84,6 +89,9 @@ class PlanOptions:
     activations: Activations = "auto"
     rates: Rates | None = None
     transport: Transport = field(default_factory=Transport)
+    nodes: int = 1
+    rank: int | None = None
+    wire: Wire = EXACT
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -132,6 +140,9 @@ class Sizing:
         self.model = model
         self.options = options
         self.state = options.state or StateLayout(dtype=model.dtype)
+        self.own_elements: tuple[int, ...] = ()
+        if options.nodes > 1:
+            self.own_elements = own_elements(model, options.nodes, options.rank)
         streamed = model.units[: model.num_streamed]
         weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.all_tensors]
         gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
@@ -142,14 +153,13 @@ class Sizing:
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Size of a host buffer: any unit's weights, or its gradient."""
-        if not self.options.staged:
-            return 0
+        """Size of a host buffer: any unit's weights, or its gradient, or that alone where nothing else goes through."""
         units = self.model.units
+        gradients = max(unit.gradient_bytes * unit.trainable for unit in units)
+        if not self.options.staged:
+            return gradients if self.options.nodes > 1 else 0
         weights = max(unit.weight_bytes(self.model.dtype) for unit in units)
-        if self.options.ring:
-            return weights
-        return max(weights, *(unit.gradient_bytes * unit.trainable for unit in units))
+        return weights if self.options.ring else max(weights, gradients)
 
     def least(self) -> Knobs:
         """Return the knobs of the plan that needs the least device memory."""
@@ -162,15 +172,16 @@ class Sizing:
             num_accumulators=min(1, len(self._accumulator_sizes)),
             num_kept=0,
             tile_elements=tile_elements if self._has_tiles else 0,
-            num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged else 0,
+            num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
         )
 
     def layout(self, knobs: Knobs) -> StepLayout:
         """Return the layout that ``knobs`` make."""
         model, options = self.model, self.options
         has_rest = len(model.units) > model.num_streamed
+        own = self.own_elements or tuple(unit.numel for unit in model.units)
         tiles = tuple(
-            -(-unit.numel // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
+            -(-own[unit.index] // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
             for unit in model.units
         )
         layout = StepLayout(
@@ -193,6 +204,8 @@ class Sizing:
             staged=options.staged,
             commits=options.commits and options.home == "disk",
             kept=knobs.kept,
+            num_nodes=options.nodes,
+            own_elements=self.own_elements,
             cut=options.cut,
         )
         if options.offload is False:
@@ -272,3 +285,10 @@ def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     largest = max(size for _, size in units)
     block = max((size for kind, size in units if kind == "block"), default=largest)
     return (largest, *[block] * (len(units) - 1))
+
+
+def own_elements(model: ModelSpec, nodes: int, rank: int | None = None) -> tuple[int, ...]:
+    """Return the elements of each unit that one of several nodes steps; ``rank`` None is the one that steps most."""
+    if rank is None:
+        return largest_share(model, nodes)
+    return tuple(len(ranges[rank]) for ranges in shares(model, nodes))

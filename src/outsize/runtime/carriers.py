@@ -167,7 +167,7 @@ class GradientCarrier:
         remembered without the step's loss scale, which may be another one the next time; and not after a step that
         changed no weight, for then nothing has arrived that is to be made up for.
         """
-        for start, stop in _gaps(unit, context.touched[unit.index]):
+        for start, stop in gaps(unit, context.touched[unit.index]):
             plane[start:stop].zero_()
         residual = self._residuals.get(unit.index)
         if residual is not None:
@@ -196,8 +196,8 @@ class GradientCarrier:
         return wire_bytes
 
 
-def _gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a plane of ``unit`` that belong to no touched tensor."""
+def gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a plane of ``unit`` that belong to no touched tensor: they hold anything."""
     end = 0
     for position, tensor in enumerate(unit.tensors):
         if position in touched:

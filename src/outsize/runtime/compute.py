@@ -215,11 +215,12 @@ class ComputeOps:
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.
         seed, step, on_cuda = self._seed, context.number, self._device.torch_device.type == "cuda"
+        among_all = context.first_microbatch + microbatch
 
         def reseed(unit: int, glue: bool) -> None:
-            torch.default_generator.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+            torch.default_generator.manual_seed(seed_of(seed, step, unit, among_all, glue))
             if on_cuda:
-                torch.cuda.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+                torch.cuda.manual_seed(seed_of(seed, step, unit, among_all, glue))
 
         inputs = pytree.tree_map_only(
             Tensor,

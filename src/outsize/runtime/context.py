@@ -45,9 +45,12 @@ class StepContext:
         runs: passages under way, by microbatch.
         losses: loss of each microbatch, unscaled, in order of completion; they add up to the loss of the step.
         norms: gradient norms by unit, one for each tensor that received a gradient.
+        squares: of several ranks, sums of squares of this one's share of the summed gradients by unit, fp64 [tensors].
         touched: positions of the tensors that received a gradient, by unit.
         gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
         coefficient: what gradients are multiplied by before the update; None for nothing.
+        agreed_loss: of all ranks together, as soon as they have agreed; None before, and of a single rank.
+        first_microbatch: number of this rank's first microbatch among those of all ranks; seeds randomness.
         unit_clips: norm and coefficient of each unit that is clipped by its own norm, where they were taken.
         unit_coefficients: these coefficients on the host, once the gradient has left.
         skipped: whether CLIP decided that this step changes no weight.
@@ -71,9 +74,12 @@ class StepContext:
     runs: dict[int, MicrobatchRun] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     norms: dict[int, Tensor] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)
     touched: dict[int, frozenset[int]] = field(default_factory=dict)
     gradient_norm: float | None = None
     coefficient: Tensor | None = None
+    agreed_loss: float | None = None
+    first_microbatch: int = 0
     unit_clips: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
@@ -100,7 +106,9 @@ class StepContext:
         return self.unit_coefficients.get(unit, self.coefficient)
 
     def loss(self) -> float:
-        """Loss of the step: the sum over microbatches, each already weighted by its targets."""
+        """Loss of the step: the sum over microbatches, each weighted by its targets; of all ranks once agreed."""
+        if self.agreed_loss is not None:
+            return self.agreed_loss
         return sum(self.losses[m].item() for m in range(len(self.microbatches)))
 
 

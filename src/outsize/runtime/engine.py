@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
@@ -28,12 +29,15 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
+from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.carriers import encode_weights
+from outsize.runtime.collecting import Collector
 from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps
 from outsize.runtime.context import StepContext
 from outsize.runtime.crew import Worker, make_crew, make_single
 from outsize.runtime.device import Device
+from outsize.runtime.exchange import ExchangeOps, Shared
 from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
@@ -121,6 +125,7 @@ class Engine:
         scratch: room for saved activations; None where none are saved.
         settings: the rest.
         rooms: for what forwards keep that leaves the device, by its extent.
+        shared: the ranks that share the steps; None for a single one.
     """
 
     def __init__(
@@ -134,6 +139,7 @@ class Engine:
         scratch: Scratch | None,
         settings: EngineSettings,
         rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
+        shared: Shared | None = None,
     ) -> None:
         self.plan = plan
         self._split = split
@@ -147,13 +153,18 @@ class Engine:
         )
         spec = split.spec
         encoded = encode_weights(plan.transport, split.spec, home, host)
+        self.exchange = None
+        if shared is not None:
+            self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
         self.optimizer = OptimizerOps(
             spec,
             home,
             settings.optimizer,
             tiles,
             plan.tile_elements,
-            encoded,
+            encoded if shared is None else None,  # weights are whole, and encoded, once they are gathered
+            own=None if self.exchange is None else self.exchange.own,
+            keeps_changes=shared is not None and shared.wire.weights == "delta",
             state=plan.state,
             seed=settings.seed,
         )
@@ -175,7 +186,10 @@ class Engine:
         slots = [plane for worker in self._crew.workers for plane in worker.slots]
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
-        self._storing = StoreOps(spec, home, self.optimizer, store_buffer)
+        collector, beside = None, None
+        if shared is not None:
+            collector, beside = _collector(spec, shared, home, host)
+        self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
@@ -326,7 +340,7 @@ class Engine:
         self._last = None
 
     def moved(self) -> dict[str, Moved]:
-        """What went up to workers and down from them so far, by lane."""
+        """What went up to workers, down from them, and out to other ranks so far, by lane."""
         found: dict[str, Moved] = {}
         for index, worker in enumerate(self._crew.workers):
             summed_on = worker.gradients.bytes_up
@@ -334,6 +348,8 @@ class Engine:
             found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
             downs = (worker.gradients.down, worker.activations.down)
             found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        if self.exchange is not None:
+            found |= {"net:reduce": self.exchange.reduced, "net:gather": self.exchange.gathered}
         return found
 
     def link_bytes(self) -> dict[str, int]:
@@ -383,6 +399,10 @@ class Engine:
             (Kind.COMMIT, False): self._commits.commit,
             (Kind.STORE, False): self._storing.store,
         }
+        if self.exchange is not None:
+            table[Kind.REDUCE, False] = self.exchange.reduce
+            table[Kind.AGREE, False] = self.exchange.agree
+            table[Kind.GATHER, False] = self.exchange.gather
         if isinstance(worker.compute, StagedComputeOps) and isinstance(worker.activations, HandoverOps):
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
@@ -391,6 +411,16 @@ class Engine:
             table[Kind.OFFLOAD, False] = worker.activations.offload
             table[Kind.ONLOAD, False] = worker.activations.onload
         return table
+
+
+def _collector(
+    spec: ModelSpec, shared: Shared, home: HostHome | DiskHome, host: Arena
+) -> tuple[Collector, torch.Tensor]:
+    """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
+    numel = shared.staging.stored_elements
+    beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
+    piece = host.take(numel * 4, "network").view(torch.float32)
+    return Collector(spec, shared.group, home, piece), beside
 
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:

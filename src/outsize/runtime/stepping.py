@@ -5,7 +5,7 @@ Where gradients do not wait at home, a GRAD of the tile fills its gradient in as
 over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -33,6 +33,9 @@ class OptimizerOps:
         tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
         tile_elements: elements per tile.
         encoded: told of units that have stepped in place; None where nobody wants to know.
+        own: of several ranks, the elements of each unit that this one steps; None for all.
+        keeps_changes: whether a STEP of a whole unit leaves, in the memory of its gradient, the bits in which its
+            16-bit weights have changed.
         state: how a trained unit lies at home; None for the plain layout of the model's dtype.
         seed: of the chances by which moments of fewer bits are rounded.
 
@@ -51,10 +54,14 @@ class OptimizerOps:
         tile_elements: int,
         encoded: EncodedWeights | None = None,
         *,
+        own: Sequence[range] | None = None,
+        keeps_changes: bool = False,
         state: StateLayout | None = None,
         seed: int = 0,
     ) -> None:
         self._encoded = encoded
+        self._own = [range(unit.numel) for unit in spec.units] if own is None else own
+        self._keeps_changes = keeps_changes
         self.state = state or StateLayout(dtype=spec.dtype)
         self._seed = seed
         self._spec = spec
@@ -82,13 +89,7 @@ class OptimizerOps:
             return
         if op.tile is None:
             assert op.unit is not None
-            assert isinstance(self._home, HostHome)
-            unit = self._spec.units[op.unit]
-            planes = {name: self._home.view(op.unit, name) for name in self.state.planes}
-            weights = planes[WEIGHTS] if self._master != WEIGHTS else None
-            self._apply(unit, 0, unit.numel, planes, weights, context)
-            if self._encoded is not None:
-                self._encoded.stepped(op.unit)
+            self._step_whole(self._spec.units[op.unit], context)
             return
         unit, start, stop, planes = self._tile(op)
         if isinstance(self._home, HostHome):
@@ -113,6 +114,23 @@ class OptimizerOps:
         if self._encoded is not None and stop == unit.numel:
             self._encoded.stepped(unit.index)
 
+    def _step_whole(self, unit: UnitSpec, context: StepContext) -> None:
+        """Step all that this rank steps of a unit, in place."""
+        own = self._own[unit.index]
+        if not own:
+            self._count(unit, context)
+            return
+        assert isinstance(self._home, HostHome)
+        planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
+        weights = planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
+        apart = self._master != WEIGHTS
+        rounded = weights if apart and not self._keeps_changes else None
+        self._apply(unit, own.start, own.stop, planes, rounded, context)
+        if self._keeps_changes:
+            _round_and_keep(planes[self._master], weights, planes[GRADIENT])
+        if self._encoded is not None:
+            self._encoded.stepped(unit.index)
+
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a tile: tile buffer → disk."""
         if context.skipped:
@@ -133,7 +151,7 @@ class OptimizerOps:
         context: StepContext,
     ) -> None:
         length = stop - start
-        if start == 0:
+        if start == self._own[unit.index].start:
             self._count(unit, context)
         if not self.state.plain or planes[GRADIENT].dtype is not torch.float32:
             step_state(
@@ -183,8 +201,9 @@ class OptimizerOps:
         assert op.tile is not None
         assert op.buffer is not None
         unit = self._spec.units[op.unit]
-        start = op.tile * self._tile_elements
-        return unit, start, min(start + self._tile_elements, unit.numel), self._buffers[op.buffer]
+        own = self._own[unit.index]
+        start = own.start + op.tile * self._tile_elements
+        return unit, start, min(start + self._tile_elements, own.stop), self._buffers[op.buffer]
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
@@ -198,6 +217,15 @@ class OptimizerOps:
             planes[name] = buffer[offset : offset + num_bytes].view(ITEM_DTYPE[plane.item])
             offset += num_bytes
         return planes
+
+
+def _round_and_keep(master: Tensor, weights: Tensor, gradient: Tensor) -> None:
+    """Set 16-bit ``weights`` to rounded masters, and the first half of ``gradient`` to the bits that this changes."""
+    changed = gradient.view(weights.dtype)[: weights.numel()]
+    changed.copy_(master)
+    bits, before = changed.view(torch.int16), weights.view(torch.int16)
+    bits ^= before  # new ^ old
+    before ^= bits  # new
 
 
 def _part(planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, numel: int) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.spec import ModelSpec, UnitSpec
-from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS
+from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split import join_master
 from outsize.planner.ops import Op
-from outsize.runtime.stepping import OptimizerOps
+from outsize.runtime.collecting import Collector
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import Layout
 
@@ -50,6 +50,18 @@ class Sink(Protocol):
         """Keep one unit; what this raises ends the run."""
 
 
+class Counted(Protocol):
+    """What is asked of an optimizer."""
+
+    @property
+    def updates(self) -> Mapping[str, int]:
+        """How often each parameter has been stepped."""
+
+    @property
+    def state(self) -> StateLayout:
+        """How a trained unit lies at home."""
+
+
 class StoreOps:
     """Reads units for checkpoints.
 
@@ -59,11 +71,21 @@ class StoreOps:
         optimizer: knows how often each parameter has been stepped.
         buffer: for pieces of a disk home's planes: takes a granule of two of them, or the largest unit; None for a host
             home.
+        collector: of several ranks, brings their shares to the first; None for a single process.
+        beside: for the weights beside a piece of a collected plane.
     """
 
     def __init__(
-        self, spec: ModelSpec, home: HostHome | DiskHome, optimizer: OptimizerOps, buffer: Tensor | None
+        self,
+        spec: ModelSpec,
+        home: HostHome | DiskHome,
+        optimizer: Counted,
+        buffer: Tensor | None,
+        collector: Collector | None = None,
+        beside: Tensor | None = None,
     ) -> None:
+        self._collector = collector
+        self._beside = beside
         self._spec = spec
         self._home = home
         self._optimizer = optimizer
@@ -74,12 +96,22 @@ class StoreOps:
         """STORE: home → whoever the program was submitted for."""
         assert op.unit is not None
         unit = self._spec.units[op.unit]
+        if self._collector is not None and not self._collector.is_first:
+            self._collector.serve(unit)
+            return
         counts = self._optimizer.updates
         updates = {t.name: counts[t.name] for t in unit.tensors if t.name in counts}
-        sink(UnitAtRest(unit, updates, self))
+        try:
+            sink(UnitAtRest(unit, updates, self))
+        finally:
+            if self._collector is not None:
+                self._collector.done()
 
     def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """See `UnitAtRest.chunks`; the masters can be asked for where they are split, too."""
+        if self._collector is not None and set(planes) != {WEIGHTS}:
+            yield from self._collected(self._collector, unit, planes)
+            return
         if MASTER in planes and MASTER not in self._optimizer.state.planes:
             yield from self._joined(unit, planes)
             return
@@ -95,6 +127,19 @@ class StoreOps:
             chunk = {plane: part[: self._items(unit, plane, length)] for plane, part in parts.items()}
             self._home.read_planes(unit.index, start, chunk)
             yield start, tuple(chunk.values())
+
+    def _collected(
+        self, collector: Collector, unit: UnitSpec, planes: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of one plane of which each rank has a share, and of the weights beside it if they are asked for."""
+        (shared,) = (plane for plane in planes if plane != WEIGHTS)
+        for start, piece in collector.plane(unit, shared):
+            found = {shared: piece}
+            if WEIGHTS in planes:
+                assert self._beside is not None
+                found[WEIGHTS] = self._beside[: len(piece)]
+                self._home.read(unit.index, WEIGHTS, start, found[WEIGHTS])
+            yield start, tuple(found[plane] for plane in planes)
 
     def _joined(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pieces of planes of which one is the masters, where these are split."""

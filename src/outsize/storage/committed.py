@@ -10,7 +10,7 @@ Gradients are not part of a state: they lie there once, and no commit speaks of 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,24 @@ from outsize.storage.layout import Layout, Planes, made_of
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
-from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack
+from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack, whole_records
 from outsize.units import align_up
 
 
-def layout_digest(model: ModelSpec, planes: Planes | None = None) -> str:
+def layout_digest(model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None) -> str:
     """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what.
 
     Args:
         model: the units.
         planes: that it keeps; None for those of a plain layout.
+        own: elements of each unit whose optimizer state it holds; None for all.
     """
     plain, made = layout_of(model.dtype).planes, _made(model, planes)
-    other = [(name, plane.item, plane.group) for name, plane in made.items()] if made != plain else []
+    other: list[object] = []
+    if made != plain:
+        other += [(name, plane.item, plane.group) for name, plane in made.items()]
+    if own is not None:
+        other.append(list(own))
     text = repr((model.dtype, [_digested(u) for u in model.units], *other))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -55,7 +60,9 @@ def _made(model: ModelSpec, planes: Planes | None) -> dict[str, Plane]:
     return layout_of(model.dtype).planes if planes is None else made_of(model.dtype, planes)
 
 
-def find_record(path: Path, model: ModelSpec, planes: Planes | None = None) -> tuple[Record | None, str]:
+def find_record(
+    path: Path, model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None
+) -> tuple[Record | None, str]:
     """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
 
     ``planes`` are those of the home, None for those of a plain layout.
@@ -67,10 +74,27 @@ def find_record(path: Path, model: ModelSpec, planes: Planes | None = None) -> t
         return None, ""
     made = _made(model, planes)
     record, wrong = newest_record(path, commit_record_bytes(model, planes=made))
-    ours = record is not None and record.layout == layout_digest(model, made)
-    if ours and path.stat().st_size != _layout_of(model, made).num_bytes:
+    ours = record is not None and record.layout == layout_digest(model, made, own)
+    if ours and path.stat().st_size != _layout_of(model, made, own).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
+
+
+def find_records(
+    path: Path, model: ModelSpec, planes: Planes | None, own: Sequence[range] | None
+) -> tuple[list[Record], str]:
+    """Return the whole commit records of the home of a share at ``path``, newest first, and what is wrong otherwise.
+
+    The one before the newest holds until the next step writes, which is when all ranks have committed.
+
+    Raises:
+        StorageError: the file cannot be read, or was written in another format.
+    """
+    newest, wrong = find_record(path, model, planes, own)
+    if newest is None:
+        return [], wrong
+    records, wrong = whole_records(path, commit_record_bytes(model, planes=_made(model, planes)))
+    return [record for record in records if record.layout == layout_digest(model, planes, own)], wrong
 
 
 class CommittedHome(DiskHome):
@@ -88,6 +112,7 @@ class CommittedHome(DiskHome):
         request_bytes: largest single disk request, rounded up to whole granules.
         temporary: the file has no name and is gone when the process ends; it commits all the same.
         ledger: where the file's bytes are reserved, in tier ``disk``.
+        own: elements of each unit whose optimizer state is held; None for all.
 
     Raises:
         StorageError: see `DirectFile`.
@@ -107,8 +132,10 @@ class CommittedHome(DiskHome):
         request_bytes: int = DEFAULT_REQUEST_BYTES,
         temporary: bool = False,
         ledger: Ledger | None = None,
+        own: Sequence[range] | None = None,
     ) -> None:
         self._model = model
+        self._own = own
         self._made = _made(model, planes)
         self._slot_bytes = commit_record_bytes(model, planes=self._made)
         if record is not None:
@@ -124,6 +151,7 @@ class CommittedHome(DiskHome):
             temporary=temporary,
             ledger=ledger,
             existing=record is not None,
+            own=own,
         )
         self.granule_elements = granule_elements
         self._granules = {key: self._cut(key, found) for key in self._layout.extents}
@@ -155,7 +183,7 @@ class CommittedHome(DiskHome):
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
-            layout=layout_digest(self._model, self._made),
+            layout=layout_digest(self._model, self._made, self._own),
             sides=np.concatenate([granules.newest for granules in kept]),
             checksums=np.concatenate([granules.newest_checksums for granules in kept]),
         )
@@ -179,7 +207,7 @@ class CommittedHome(DiskHome):
         for (unit, plane), granules in self._granules.items():
             if plane != GRADIENT:
                 buffer = borrow(granules.extent.num_bytes)
-                self.read(unit, plane, 0, buffer.view(granules.extent.dtype))
+                self.read(unit, plane, granules.extent.first, buffer.view(granules.extent.dtype))
                 wanted = self._granule_items((unit, plane), self.granule_elements)
                 if granules.granule_elements > wanted:
                     self._granules[unit, plane] = granules.refine(wanted, buffer.numpy().data)
@@ -198,23 +226,34 @@ class CommittedHome(DiskHome):
             size = size or extent.numel
             for start in range(0, extent.numel, size):
                 part = piece.view(extent.dtype)[: min(size, extent.numel - start)]
-                self.read(unit, plane, start * extent.group, part)
-                home.write(unit, plane, start * extent.group, part)
+                at = extent.first + start * extent.group
+                self.read(unit, plane, at, part)
+                home.write(unit, plane, at, part)
 
     def _restore(self, record: Record) -> None:
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
-        if bad or record.layout != layout_digest(self._model, self._made):
+        if bad or record.layout != layout_digest(self._model, self._made, self._own):
             raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
         for granules, sides, checksums in zip(
             kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
         ):
             granules.restore(sides, checksums)
         self._sequence = record.sequence
+        self._forget_later(record)
 
-    def _lay_out(self, model: ModelSpec, planes: Planes) -> Layout:
-        return _layout_of(model, made_of(model.dtype, planes))
+    def _forget_later(self, record: Record) -> None:
+        """Where the run goes on from the record before the newest one, see that nobody ever goes on from that."""
+        newest, _ = newest_record(self.file.path, self._slot_bytes)
+        if newest is not None and newest.sequence > record.sequence:
+            self._buffer[:SECTOR_BYTES].zero_()
+            view = self._buffer.numpy().data[:SECTOR_BYTES]
+            self.file.run([lambda: self.file.write_request(view, newest.slot * self._slot_bytes)])
+            self.file.sync()
+
+    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> Layout:
+        return _layout_of(model, made_of(model.dtype, planes), own)
 
     def _granule_items(self, key: tuple[int, str], granule_elements: int) -> int:
         """Items of a plane that a checksum covers."""
@@ -230,7 +269,7 @@ class CommittedHome(DiskHome):
         for plane, tensor in into.items():
             self._layout.locate(unit, plane, start, tensor)
             granules = self._granules[unit, plane]
-            at = start // granules.extent.group
+            at = granules.extent.item_of(start)
             for side, first, last in granules.to_read(at, tensor.numel()):
                 spans.append(_span(granules, tensor, at, side, first, last))
                 checks.append(self._checked(unit, plane, granules, granules.check(side, first)))
@@ -243,7 +282,7 @@ class CommittedHome(DiskHome):
         for plane, tensor in sources.items():
             self._layout.locate(unit, plane, start, tensor)
             granules = self._granules[unit, plane]
-            at = start // granules.extent.group
+            at = granules.extent.item_of(start)
             for side, first, last in granules.to_write(at, tensor.numel()):
                 spans.append(_span(granules, tensor, at, side, first, last))
                 notes.append(granules.note(side, first))
@@ -264,11 +303,11 @@ class CommittedHome(DiskHome):
         return inspect
 
     def _describe(self, unit: int, plane: str, granules: Granules, damage: DamagedError) -> str:
-        group, size = granules.extent.group, granules.granule_elements
+        extent, size = granules.extent, granules.granule_elements
         first = damage.granule * size
         where = (
-            f"unit {self._model.units[unit].name}, plane {plane}, elements {first * group} to "
-            f"{min(first + size, granules.extent.numel) * group}"
+            f"unit {self._model.units[unit].name}, plane {plane}, elements {extent.first + first * extent.group} to "
+            f"{extent.first + min(first + size, extent.numel) * extent.group}"
         )
         said = f"{self.file.path} is damaged: {where} are not what was written; look at the disk"
         if self.record is None:
@@ -282,12 +321,13 @@ class CommittedHome(DiskHome):
         return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
 
 
-def _layout_of(model: ModelSpec, made: Mapping[str, Plane]) -> Layout:
+def _layout_of(model: ModelSpec, made: Mapping[str, Plane], own: Sequence[range] | None = None) -> Layout:
     return Layout(
         model,
         made,
         base=NUM_SLOTS * commit_record_bytes(model, planes=made),
         twice=[name for name in made if name != GRADIENT],
+        own=own,
     )
 
 

@@ -88,13 +88,21 @@ class HostHome:
         arena: where the memory comes from. It stays the owner: close it after the home.
         packed: lossless codec that writes weights which do not train; such planes are not lent out by `view`. None
             keeps them as they are.
+        own: elements of each unit whose optimizer state is held; None for all.
 
     Raises:
         BudgetExceededError: the arena's tier has too little left.
     """
 
-    def __init__(self, model: ModelSpec, planes: Planes, arena: Arena, packed: Codec | None = None) -> None:
-        self._layout = Layout(model, planes)
+    def __init__(
+        self,
+        model: ModelSpec,
+        planes: Planes,
+        arena: Arena,
+        packed: Codec | None = None,
+        own: Sequence[range] | None = None,
+    ) -> None:
+        self._layout = Layout(model, planes, own=own)
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
@@ -110,7 +118,7 @@ class HostHome:
         self._lock = threading.Lock()
 
     def view(self, unit: int, plane: str) -> Tensor:
-        """Return the plane itself, all elements, flat.
+        """Return the plane itself, all elements that are held, flat.
 
         Raises:
             ValueError: there is no such plane, or it is packed.
@@ -138,7 +146,7 @@ class HostHome:
 
     def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         """See `Home.read`; ``into`` may lie on any device."""
-        self._layout.locate(unit, plane, start, into)
+        start -= self._layout.locate(unit, plane, start, into).first
         started = time.perf_counter()
         packed = self._packed.get((unit, plane))
         if packed is not None:
@@ -155,7 +163,7 @@ class HostHome:
 
     def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         """See `Home.write`; ``source`` may lie on any device."""
-        self._layout.locate(unit, plane, start, source)
+        start -= self._layout.locate(unit, plane, start, source).first
         started = time.perf_counter()
         packed = self._packed.get((unit, plane))
         if packed is not None:
@@ -213,6 +221,7 @@ class DiskHome:
         temporary: the file has no name and is gone when the process ends.
         ledger: where the file's bytes are reserved, in tier ``disk``.
         existing: open the file of an earlier home, with what it holds.
+        own: elements of each unit whose optimizer state is held; None for all.
 
     Attributes:
         granule_elements: what is read and written begins and ends at multiples of it, or with the plane.
@@ -235,8 +244,9 @@ class DiskHome:
         temporary: bool = False,
         ledger: Ledger | None = None,
         existing: bool = False,
+        own: Sequence[range] | None = None,
     ) -> None:
-        self._layout = self._lay_out(model, planes)
+        self._layout = self._lay_out(model, planes, own)
         self.file = DirectFile(
             path,
             self._layout.num_bytes,
@@ -290,8 +300,8 @@ class DiskHome:
     ) -> None:
         self.close()
 
-    def _lay_out(self, model: ModelSpec, planes: Planes) -> Layout:
-        return Layout(model, planes)
+    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> Layout:
+        return Layout(model, planes, own=own)
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
@@ -301,6 +311,5 @@ class DiskHome:
 
     def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> Span:
         extent = self._layout.locate(unit, plane, start, tensor)
-        return tensor.detach().view(
-            torch.uint8
-        ), extent.offset + start // extent.group * extent.dtype.itemsize
+        offset = extent.offset + extent.item_of(start) * extent.dtype.itemsize
+        return tensor.detach().view(torch.uint8), offset

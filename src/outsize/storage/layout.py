@@ -1,6 +1,6 @@
 """Which plane of which unit lies where in a home, and which ranges of it may be asked for."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,12 @@ class Extent:
 
     Attributes:
         offset: first byte of its only side, or of side 0.
-        numel: items; elements where each has one.
+        numel: items that are held; elements where each has one.
         dtype: of the items.
         num_sides: 2 where the plane is kept twice, one copy behind the other.
         group: elements of the unit that one item stands for.
         least: items of which a range is a multiple.
+        first: element of the unit that is the first one held; 0 unless the home holds a share.
     """
 
     offset: int
@@ -34,11 +35,16 @@ class Extent:
     num_sides: int = 1
     group: int = 1
     least: int = PLANE_ELEMENTS
+    first: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the plane, once; a multiple of 4096."""
         return self.numel * self.dtype.itemsize
+
+    def item_of(self, start: int) -> int:
+        """Return which of the items that are held is that of element ``start`` of the unit."""
+        return (start - self.first) // self.group
 
 
 class Layout:
@@ -50,13 +56,21 @@ class Layout:
             only.
         base: first byte of the first plane.
         twice: planes of trained units that are kept twice.
+        own: elements of each unit whose optimizer state is held, by unit index, see `outsize.optim.shares`; None for
+            all. Weights are held whole in any case.
 
     Raises:
         ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
     """
 
     def __init__(
-        self, model: ModelSpec, planes: Planes, *, base: int = 0, twice: Collection[str] = ()
+        self,
+        model: ModelSpec,
+        planes: Planes,
+        *,
+        base: int = 0,
+        twice: Collection[str] = (),
+        own: Sequence[range] | None = None,
     ) -> None:
         if "weights" not in planes:
             raise ValueError(f"planes {sorted(planes)} lack 'weights'")
@@ -65,15 +79,18 @@ class Layout:
         self.num_bytes = base
         for unit in model.units:
             for name, plane in made.items():
-                if unit.numel and (name == "weights" or unit.trainable):
+                whole = range(unit.numel)
+                held = whole if own is None or name == "weights" else own[unit.index]
+                if len(held) and (name == "weights" or unit.trainable):
                     num_sides = 2 if unit.trainable and name in twice else 1
                     extent = Extent(
                         offset=self.num_bytes,
-                        numel=plane.items(unit.numel),
+                        numel=plane.items(len(held)),
                         dtype=ITEM_DTYPE[plane.item],
                         num_sides=num_sides,
                         group=plane.group,
                         least=max(plane.sector_items, PLANE_ELEMENTS if plane.group == 1 else 1),
+                        first=held.start,
                     )
                     self.extents[unit.index, name] = extent
                     self.num_bytes += num_sides * extent.num_bytes
@@ -98,16 +115,17 @@ class Layout:
     def locate(self, unit: int, plane: str, start: int, tensor: Tensor) -> Extent:
         """Return the plane's extent after checking that ``tensor`` is a range of it from element ``start`` on."""
         extent = self.extent(unit, plane)
-        first = start // extent.group
+        first = extent.item_of(start)
         stop = first + tensor.numel()
         if tensor.dtype != extent.dtype:
             raise ValueError(f"plane {plane!r} of unit {unit} is {extent.dtype}, the tensor {tensor.dtype}")
         odd = start % extent.group or first % extent.least or stop % extent.least
         if odd or not 0 <= first <= stop <= extent.numel:
             what = "elements" if extent.group == 1 else f"items of {extent.group} elements"
+            begin = extent.first // extent.group
             raise ValueError(
-                f"{what} {first}..{stop} of plane {plane!r} of unit {unit}:"
-                f" need multiples of {extent.least} within 0..{extent.numel}"
+                f"{what} {begin + first}..{begin + stop} of plane {plane!r} of unit {unit}:"
+                f" need multiples of {extent.least} within {begin}..{begin + extent.numel}"
             )
         return extent
 

@@ -148,6 +148,16 @@ def newest_record(path: Path, slot_bytes: int) -> tuple[Record | None, str]:
     """Return the newest whole record in the slots of ``path``, and what is wrong with the others, empty if nothing is.
 
     Raises:
+        StorageError: see `whole_records`.
+    """
+    found, wrong = whole_records(path, slot_bytes)
+    return found[0] if found else None, wrong
+
+
+def whole_records(path: Path, slot_bytes: int) -> tuple[list[Record], str]:
+    """Return the whole records in the slots of ``path``, the newest first, and what is wrong with the others.
+
+    Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
     found: list[Record] = []
@@ -161,7 +171,7 @@ def newest_record(path: Path, slot_bytes: int) -> tuple[Record | None, str]:
             raise StorageError(f"{path}: {error}; use that version, or remove the file") from error
         else:
             found += [record] if record is not None else []
-    return max(found, key=lambda record: record.sequence, default=None), "; ".join(wrong)
+    return sorted(found, key=lambda record: -record.sequence), "; ".join(wrong)
 
 
 def _digest(data: memoryview) -> int:

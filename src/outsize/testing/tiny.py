@@ -68,5 +68,5 @@ def tiny_run(directory: Path, **sections: Mapping[str, Any]) -> Config:
         },
     }
     for name, section in sections.items():
-        settings[name] = {**settings[name], **section}
+        settings[name] = {**settings.get(name, {}), **section}
     return parse_config(settings)

@@ -29,7 +29,7 @@ def choose_activations(
 
     Args:
         prepared: a run; one that says something else, that has no link of a rate of its own, or that computes nothing
-            twice is returned as it is.
+            twice is returned as it is, and so is one of several ranks, whose plans exchange things in the same order.
         run_dir: its directory, which may hold rates.
         announce: told what was chosen and why.
         rates: that the run reaches; None where nobody has looked yet.
@@ -41,6 +41,7 @@ def choose_activations(
         memory.activations != AUTO
         or not linked
         or machine.num_workers > 1
+        or prepared.group.size > 1
         or not _recomputes(prepared.plan.layout)
     ):
         return prepared, rates
@@ -74,7 +75,7 @@ def _balanced(prepared: Prepared, rates: Rates) -> Prepared:
         down_bytes_per_s=link.down_bytes_per_s.value,
     )
     parts, machine, measured = prepared.split, prepared.machine, prepared.measured
-    options = replace(options_of(prepared.config, parts, machine, measured), rates=found)
+    options = replace(options_of(prepared.config, parts, machine, measured, prepared.group), rates=found)
     options = replace(options, transport=prepared.plan.transport)
     plan, heap = plan_with_heap(parts, machine, measured, options, measured.held_bytes)
     return replace(prepared, plan=plan, heap=heap)

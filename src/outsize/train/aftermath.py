@@ -1,7 +1,7 @@
 """After a run has failed: from which step the next one goes on."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outsize.config import Config
@@ -21,14 +21,21 @@ class Aftermath:
         run_dir: its directory.
         spec: its model.
         announce: told.
+        own: elements of each unit that this rank steps; None for all.
 
     Attributes:
         begun: whether there have been steps.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, spec: ModelSpec, announce: Callable[[str], None]
+        self,
+        config: Config,
+        run_dir: Path,
+        spec: ModelSpec,
+        announce: Callable[[str], None],
+        own: Sequence[range] | None = None,
     ) -> None:
+        self._own = own
         self.begun = False
         self._config = config
         self._run_dir = run_dir
@@ -48,7 +55,7 @@ class Aftermath:
         saved = latest(self._run_dir)
         found = [(position_of(saved).step, saved.name)] if saved is not None else []
         home = home_file(self._config.memory, self._run_dir)
-        record, _ = find_record(home, self._spec)
+        record, _ = find_record(home, self._spec, own=self._own)
         if record is not None:
             found.append((record.state["step"], str(home)))
         if not found:

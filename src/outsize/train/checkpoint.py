@@ -6,10 +6,10 @@
 see `outsize.train.trainer_checkpoint`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
 from outsize.model.checkpoint_planes import find_plane, pieces, read_plane
-from outsize.model.spec import UnitSpec
+from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.halves import PIECE_ELEMENTS, join_low
 from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, WEIGHTS, Plane
 from outsize.storage.arena import Arena
+from outsize.storage.home import Home
 from outsize.train import checkpoint_state, standing, trainer_checkpoint
 from outsize.train.checkpoint_dir import STATE, latest
 from outsize.train.checkpoint_state import (
@@ -33,13 +34,38 @@ from outsize.train.checkpoint_state import (
     state_planes,
 )
 from outsize.train.fill import FILL_ELEMENTS
+from outsize.train.loss_scale import LossScale
 from outsize.train.masters import MasterWriter
 from outsize.train.prepare import Prepared
 from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer, schedule_of
+from outsize.train.stream import schedule_of
 from outsize.units import align_up
 
 Stored = Mapping[str, StoredTensor]
+
+
+class Restorable(Protocol):
+    """What a checkpoint is brought back into: a `StreamedTrainer`, or a replica of plain data parallel."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The units."""
+
+    @property
+    def home(self) -> Home:
+        """Where they rest."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The run."""
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by."""
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """How often each parameter was stepped."""
 
 
 def find(resume: str, run_dir: Path) -> Path | None:
@@ -140,7 +166,7 @@ def check_files(directory: Path) -> None:
 
 
 def restore(
-    trainer: StreamedTrainer, directory: Path, announce: Callable[[str], None] = lambda _: None
+    trainer: Restorable, directory: Path, announce: Callable[[str], None] = lambda _: None
 ) -> Position:
     """Bring optimizer state and position back; weights are those of the checkpoint that ``prepared`` reads.
 
@@ -161,12 +187,12 @@ def restore(
                     _restore_masters(trainer, unit, stored, excepted, arena)
                 else:
                     _restore_plane(trainer, seen, plane, dtype, stored, arena)
-    trainer.engine.optimizer.updates.update(state["updates"])
+    trainer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return checkpoint_state.position_of(directory)
 
 
-def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callable[[str], None]) -> Position:
+def _restore_foreign(trainer: Restorable, directory: Path, announce: Callable[[str], None]) -> Position:
     """Bring the moments of a ``Trainer``'s AdamW back, as fp32."""
     state = trainer_checkpoint.OptimizerState(directory, trainer.prepared.split.model, trainer.spec)
     position = trainer_checkpoint.position_of(directory)
@@ -180,7 +206,7 @@ def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callab
                     trainer, unit, plane, {name: m for name, m in moments.items() if m is not None}, arena
                 )
     trained = (t.name for unit in trainer.spec.units for t in unit.tensors if t.trainable)
-    trainer.engine.optimizer.updates.update({name: state.updates(name) for name in trained})
+    trainer.updates.update({name: state.updates(name) for name in trained})
     for line in state.other_settings(trainer.prepared.config.optimizer):
         announce(f"note: {directory.name}: {line}")
     ours = schedule_of(trainer.prepared.config).learning_rate(position.step)
@@ -193,13 +219,13 @@ def _restore_foreign(trainer: StreamedTrainer, directory: Path, announce: Callab
 
 
 def _fill_plane(
-    trainer: StreamedTrainer, unit: UnitSpec, plane: str, tensors: Mapping[str, Tensor], arena: Arena
+    trainer: Restorable, unit: UnitSpec, plane: str, tensors: Mapping[str, Tensor], arena: Arena
 ) -> None:
     """Write a plane of a unit from flat tensors by name, piece by piece; what has none is zero."""
     size = min(FILL_ELEMENTS, unit.numel)
     values = arena.take(4 * size, "restore").view(torch.float32)
-    for start in range(0, unit.numel, size):
-        chunk = values[: min(size, unit.numel - start)].zero_()
+    for start, length in _held(trainer, unit, size):
+        chunk = values[:length].zero_()
         for name, first, piece in pieces(unit, start, chunk):
             if name in tensors:
                 piece.copy_(tensors[name][first : first + piece.numel()])
@@ -207,37 +233,45 @@ def _fill_plane(
 
 
 def _restore_plane(
-    trainer: StreamedTrainer, seen: UnitSpec, plane: str, dtype: torch.dtype, stored: Stored, arena: Arena
+    trainer: Restorable, seen: UnitSpec, plane: str, dtype: torch.dtype, stored: Stored, arena: Arena
 ) -> None:
-    """Bring a plane back; ``seen`` is the unit as the plane sees it."""
+    """Bring a plane back, as far as the home holds it; ``seen`` is the unit as the plane sees it."""
     made = trainer.prepared.plan.state.planes.get(plane, Plane("fp32"))
     numel = align_up(seen.numel, made.sector_items)
     size = min(FILL_ELEMENTS, numel)
     values = arena.take(dtype.itemsize * size, "restore").view(dtype)
-    for start in range(0, numel, size):
-        chunk = values[: min(size, numel - start)]
+    own = trainer.prepared.own
+    held = range(numel) if own is None else own[seen.index]
+    for start in range(held.start, held.stop, size):
+        chunk = values[: min(size, held.stop - start)]
         read_plane(stored, seen, start, chunk)
         trainer.home.write(seen.index, plane, start * made.group, chunk)
 
 
 def _restore_masters(
-    trainer: StreamedTrainer, unit: UnitSpec, stored: Stored, excepted: tuple[Tensor, Tensor], arena: Arena
+    trainer: Restorable, unit: UnitSpec, stored: Stored, excepted: tuple[Tensor, Tensor], arena: Arena
 ) -> None:
     """Join masters of the weights, which are at home already, and what the checkpoint holds beyond them."""
     size = min(PIECE_ELEMENTS, unit.numel)
     low = arena.take(2 * size, "lower halves").view(torch.int16)
     weights = arena.take(2 * size, "weights").view(torch.bfloat16)
     master = arena.take(4 * size, "masters").view(torch.float32)
-    writer = MasterWriter(trainer.home, trainer.prepared.plan.state, arena, size)
+    writer = MasterWriter(trainer.home, trainer.prepared.plan.state, arena, size, trainer.prepared.own)
     positions, bits = excepted
-    for start in range(0, unit.numel, size):
-        length = min(size, unit.numel - start)
+    for start, length in _held(trainer, unit, size):
         read_plane(stored, unit, start, low[:length])
         trainer.home.read(unit.index, WEIGHTS, start, weights[:length])
         master[:length].copy_(join_low(weights[:length], low[:length]))
         here = (positions >= start) & (positions < start + length)
         master.view(torch.int32)[positions[here] - start] = bits[here]
         writer.write(unit.index, start, master[:length])
+
+
+def _held(trainer: Restorable, unit: UnitSpec, size: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(first element, elements)`` of pieces of a plane of the optimizer's state that the home holds."""
+    own = trainer.prepared.own
+    held = range(unit.numel) if own is None else own[unit.index]
+    return ((start, min(size, held.stop - start)) for start in range(held.start, held.stop, size))
 
 
 def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:

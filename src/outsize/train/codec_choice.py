@@ -31,6 +31,9 @@ def choose_codec(
     """
     if prepared.config.transport.weights != AUTO:
         return prepared, None
+    if prepared.group.size > 1:
+        announce("transport.weights: auto is raw where several ranks share each step")
+        return prepared, None
     if prepared.machine.device == "cpu" or prepared.machine.home == "disk":
         announce("transport.weights: auto is raw: there is no link between host memory and a device")
         return prepared, None

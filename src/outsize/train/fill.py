@@ -1,6 +1,6 @@
 """From a model's checkpoint into the home: weights, and masters where there are any, in bounded memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ def fill(
     source: WeightSource,
     progress: Callable[[int, int], None] | None = None,
     state: StateLayout | None = None,
+    own: Sequence[range] | None = None,
 ) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
 
@@ -35,6 +36,7 @@ def fill(
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
         state: how a trained unit lies in ``home``; None for the plain layout of the model's dtype.
+        own: elements of each unit whose masters ``home`` holds; None for all.
 
     Returns:
         The error of each tensor that a codec has written, by name: root mean square by that of its weights.
@@ -52,7 +54,7 @@ def fill(
         size = min(FILL_ELEMENTS, max((plane.numel for plane in planes), default=0))
         values = arena.take(size * 4, "fill").view(torch.float32)
         rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
-        masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size)
+        masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size, own)
         for plane in planes:
             for start in range(0, plane.numel, size):
                 stop = min(start + size, plane.numel)

@@ -40,7 +40,7 @@ def step_flops(prepared: Prepared) -> float | None:
     config, spec = prepared.config, prepared.split.spec
     try:
         shape = read_shape(prepared.hf_config.to_dict())
-        forward = sum(forward_flops(shape, config.sequences_per_step, config.data.seq_len))
+        forward = sum(forward_flops(shape, prepared.num_sequences, config.data.seq_len))
     except (ModelError, AttributeError):
         return None
     return (2 + spec.num_trainable / spec.num_parameters) * forward

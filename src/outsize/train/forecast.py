@@ -9,6 +9,7 @@ the directory of the run holds two files:
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from outsize.errors import ConfigError, ModelError, OutsizeError
+from outsize.group.group import Group
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.walk import Boundaries
@@ -41,6 +43,8 @@ PREDICTION_FILE = "prediction.json"
 TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Steps that are measured: not the first, in which kernels and caches are cold.
 FIRST_MEASURED, NUM_MEASURED = 1, 2
+# Exchanged by all ranks together, to know how fast that goes.
+SAMPLE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,12 @@ class Rates:
     Attributes:
         machine: rates of its lanes.
         times: of its units, for one of its microbatches.
+        net_bytes_per_s: of several ranks, what each sends while all do.
     """
 
     machine: Machine
     times: UnitTimes
+    net_bytes_per_s: float = 0.0
 
 
 class Forecast:
@@ -76,6 +82,7 @@ class Forecast:
             boundary_bytes=prepared.measured.boundary_bytes,
             codec_rates=codec_rates(prepared, prepared.plan.transport),
             kept_bytes=kept_bytes(prepared.measured),
+            net_bytes_per_s=rates.net_bytes_per_s,
         )
         self.predicted: Steps = self._planned.expect(self._planned.costs(self._machine, self._times))
         self.step_s = self.predicted.step_s
@@ -149,8 +156,10 @@ def forecast(
         announce: called with lines for people.
         rates: that were measured already.
     """
+    net = measure_exchange(prepared.group)  # first of all: what fails below may fail on one rank only
     try:
-        found = Forecast(prepared, rates or measure_rates(prepared, run_dir))
+        measured = rates or measure_rates(prepared, run_dir)
+        found = Forecast(prepared, replace(measured, net_bytes_per_s=net))
     except (OutsizeError, RuntimeError) as error:
         announce(f"no prediction of step times: {error}")
         return None
@@ -203,7 +212,7 @@ def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     config = prepared.config
     if _is_cuda(prepared) and not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here to time anything on")
-    rows, length = -(-config.sequences_per_step // config.microbatches), config.data.seq_len
+    rows, length = -(-prepared.num_sequences // config.microbatches), config.data.seq_len
     device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
     few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
@@ -268,3 +277,18 @@ def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
             return flops
     numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
     return tuple(2.0 * rows * length * size for size in numel)
+
+
+def measure_exchange(group: Group) -> float:
+    """Return the bytes per second that this rank sends while all send to all; 0 of a single process."""
+    if group.size == 1:
+        return 0.0
+    channel = group.channel("rate")
+    part = SAMPLE_BYTES // group.size
+    ranges = [range(rank * part, (rank + 1) * part) for rank in range(group.size)]
+    sample = torch.zeros(part * group.size, dtype=torch.uint8)
+    channel.all_gather(sample, ranges)  # connections are made, and buffers of the kernel grow
+    channel.barrier()
+    began_s = time.perf_counter()
+    channel.all_gather(sample, ranges)
+    return part * (group.size - 1) / (time.perf_counter() - began_s)

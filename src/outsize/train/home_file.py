@@ -15,9 +15,9 @@ from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
 from outsize.optim.spec import Gradients, Masters
-from outsize.storage.committed import find_record, layout_digest
+from outsize.storage.committed import find_record, find_records, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
-from outsize.storage.record import Record
+from outsize.storage.record import Record, has_commit
 from outsize.storage.zram import zram_below
 from outsize.train import checkpoint, standing
 from outsize.train.checkpoint_state import position_of
@@ -48,11 +48,14 @@ def newest_home(
     path = home_file(config.memory, run_dir)
     if config.train.resume != "auto":
         return None
-    spec = prepared.split.spec
+    spec, own, group = prepared.split.spec, prepared.own, prepared.group
     planes = prepared.plan.state.planes
-    record, wrong = find_record(path, spec, planes)
-    if wrong:
-        announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
+    if group.size > 1:
+        record = _common(path, prepared, resumed, announce)
+    else:
+        record, wrong = find_record(path, spec, planes)
+        if wrong:
+            announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
     if record is None:
         return None
     try:
@@ -61,7 +64,7 @@ def newest_home(
         raise StorageError(f"{error}; remove the file to go on without it") from error
     standing.check_same_method(state, path, config)
     standing.check_same_run(state, path, config, prepared.dtype)
-    if record.layout != layout_digest(spec, planes):
+    if record.layout != layout_digest(spec, planes, own):
         raise StorageError(
             f"{path} holds {_other(record, prepared)}; resume with the former settings, or remove the file to go on "
             "without it"
@@ -70,6 +73,34 @@ def newest_home(
         announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
         return None
     return record
+
+
+def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Announce) -> Record | None:
+    """Return this rank's record of the last step that all ranks have committed; None where there is none.
+
+    Raises:
+        StorageError: the homes are those of another number of ranks, and there is no checkpoint.
+    """
+    group = prepared.group
+    records, wrong = find_records(path, prepared.split.spec, prepared.plan.state.planes, prepared.own)
+    foreign = not records and has_commit(path)
+    told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign])
+    for rank, (_, wrong, _) in enumerate(told):
+        if wrong:
+            announce(f"rank {rank}: {wrong}")
+    common = set.intersection(*(set(steps) for steps, _, _ in told))
+    if common:
+        return next(record for record in records if record.state["step"] == max(common))
+    if any(foreign for *_, foreign in told) and resumed is None:
+        raise StorageError(
+            "homes on disk here are not those of this run's ranks, and there is no checkpoint to go on from; start as "
+            f"many ranks as before, or remove {path.name} of all of them to begin anew"
+        )
+    if any(steps or foreign for steps, _, foreign in told):
+        announce(
+            "homes on disk have no committed step that all ranks share: going on from the newest checkpoint"
+        )
+    return None
 
 
 def _other(record: Record, prepared: Prepared) -> str:
@@ -89,7 +120,7 @@ def _other(record: Record, prepared: Prepared) -> str:
             return " and ".join(
                 [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]
             )
-    return "a model of other parameters, or with others frozen"
+    return "a model of other parameters, or with others frozen, or the share of a rank"
 
 
 def start(
@@ -111,16 +142,19 @@ def start(
     path = home_file(config.memory, run_dir)
     if record is not None:
         with contextlib.ExitStack() as attempt:
+            failed: StorageError | None = None
             try:
                 trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record))
             except StorageError as error:
-                if resumed is None:
-                    raise
-                announce(f"{error}; this run goes back to {resumed.name}")
-            else:
+                failed = error
+            told = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
+            if not told:
                 stack.push(attempt.pop_all())
                 announce(f"resumed from step {trainer.position.step} in {path}")
                 return trainer
+            if resumed is None:
+                raise failed or StorageError(told[0])
+            announce(f"{told[0]}; this run goes back to {resumed.name}")
     if resumed is not None:
         checkpoint.check_files(resumed)
     trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))

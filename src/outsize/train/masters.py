@@ -1,5 +1,7 @@
 """Masters on their way into a home: weights, and what a trained unit keeps beside them, in whichever layout."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
@@ -19,10 +21,19 @@ class MasterWriter:
         state: how a trained unit lies there.
         arena: where the memory of a piece comes from.
         size: elements of the largest piece.
+        own: elements of each unit of which ``home`` holds more than weights; None for all.
     """
 
-    def __init__(self, home: Home, state: StateLayout, arena: Arena, size: int) -> None:
+    def __init__(
+        self,
+        home: Home,
+        state: StateLayout,
+        arena: Arena,
+        size: int,
+        own: Sequence[range] | None = None,
+    ) -> None:
         self._home = home
+        self._own = own
         self._made = {name: plane for name, plane in state.planes.items() if name in _KEPT}
         self._room = {
             name: arena.take(plane.num_bytes(size), name).view(ITEM_DTYPE[plane.item])
@@ -54,4 +65,11 @@ class MasterWriter:
         for name, plane in self._made.items():
             if plane.item == "fp32":
                 parts[name] = master
-        self._home.write_planes(unit, start, parts)
+        if self._own is None:
+            self._home.write_planes(unit, start, parts)
+            return
+        self._home.write(unit, WEIGHTS, start, parts.pop(WEIGHTS))
+        first, last = max(start, self._own[unit].start), min(start + numel, self._own[unit].stop)
+        if first < last and parts:
+            held = {name: part[first - start : last - start] for name, part in parts.items()}
+            self._home.write_planes(unit, first, held)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from outsize.codecs.spec import RAW
 from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
+from outsize.group.group import Group
+from outsize.group.single import SingleGroup
 from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
@@ -25,12 +28,14 @@ from outsize.model.spec_from_config import forward_flops, read_shape, recompute_
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
+from outsize.optim.shares import shares
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent, KeptBytes
 from outsize.planner.memory import home_bytes
 from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.sizing import own_elements
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
@@ -76,6 +81,7 @@ class Prepared:
         before_bytes: resident memory of the process, its imports included, before it did anything.
         heap: whether the plan has room for what the C allocator keeps of freed memory.
         adapters: that train beside a frozen model; None where the model itself trains.
+        group: the ranks that share the steps; of one, where none do.
     """
 
     config: Config
@@ -91,6 +97,20 @@ class Prepared:
     before_bytes: int
     heap: bool
     adapters: Adapters | None = None
+    group: Group = field(default_factory=SingleGroup)
+
+    @property
+    def own(self) -> tuple[range, ...] | None:
+        """The elements of each unit that this rank steps; None for all of a single process."""
+        group = self.group
+        if group.size == 1:
+            return None
+        return tuple(ranges[group.rank] for ranges in shares(self.split.spec, group.size))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step that this rank trains, at most."""
+        return -(-self.config.sequences_per_step // self.group.size)
 
 
 def prepare(
@@ -99,6 +119,7 @@ def prepare(
     announce: Announce,
     source: WeightSource | None = None,
     adapters_from: Path | None = None,
+    group: Group | None = None,
 ) -> Prepared:
     """Read the model's config, split it, measure it, and plan a step.
 
@@ -108,10 +129,13 @@ def prepare(
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
         adapters_from: checkpoint that adapters come from; None for fresh ones.
+        group: the ranks that share the steps; None for a single process.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
     """
+    group = group or SingleGroup()
+    check_shares(config, group.size)
     device = choose_device(config.memory.device)
     dtype = choose_dtype(config.model.dtype, device)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
@@ -135,8 +159,9 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
-    state = layout_for(config, spec)
-    state_bytes = sum(home_bytes(unit, state) for unit in spec.units)
+    own = own_elements(spec, group.size, group.rank)
+    state = layout_for(config, spec, group.size)
+    state_bytes = sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
     announce(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
@@ -148,7 +173,7 @@ def prepare(
         machine,
         state_bytes,
         home_file(config.memory, run_dir),
-        lambda config, machine: _measure_and_plan(config, hf_config, parts, machine, announce),
+        lambda config, machine: _measure_and_plan(config, hf_config, parts, machine, announce, group),
     )
     announce(
         f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {machine.home}; device budget "
@@ -168,6 +193,7 @@ def prepare(
         before_bytes=before_bytes,
         heap=heap,
         adapters=adapters,
+        group=group,
     )
 
 
@@ -184,6 +210,21 @@ def _encoded(plan: Plan) -> str:
 
 def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
     return f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
+
+
+def check_shares(config: Config, num_ranks: int) -> None:
+    """Check that every rank has something to do in every microbatch.
+
+    Raises:
+        ConfigError: there are fewer sequences.
+    """
+    least = num_ranks * config.microbatches
+    if num_ranks > 1 and config.sequences_per_step < least:
+        raise ConfigError(
+            f"train.tokens_per_step: {config.sequences_per_step} sequences per step are fewer than {num_ranks} ranks "
+            f"of {config.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
+            "train.microbatches"
+        )
 
 
 def check_length(config: Config, hf_config: Any) -> None:
@@ -246,7 +287,9 @@ def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: 
     return inputs
 
 
-def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measured) -> tuple[Plan, bool]:
+def choose_plan(
+    config: Config, parts: Split, machine: Machine, measured: Measured, group: Group | None = None
+) -> tuple[Plan, bool]:
     """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
 
     Room for the heap comes before more slots or larger tiles; where even the smallest plan leaves none, it is given up.
@@ -254,18 +297,25 @@ def choose_plan(config: Config, parts: Split, machine: Machine, measured: Measur
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    options = options_of(config, parts, machine, measured)
+    options = options_of(config, parts, machine, measured, group)
     return plan_with_heap(parts, machine, measured, options, measured.held_bytes)
 
 
-def options_of(config: Config, parts: Split, machine: Machine, measured: Measured) -> PlanOptions:
-    """What ``config`` and the machine decide about the plan.
+def options_of(
+    config: Config, parts: Split, machine: Machine, measured: Measured, group: Group | None = None
+) -> PlanOptions:
+    """What ``config`` and the machine decide about the plan; of several ranks in ``group``, each makes its own.
 
     Raises:
-        ConfigError: a codec that does not go with the machine.
+        ConfigError: a codec that does not go with the machine, or several devices of one of several ranks.
     """
-    memory = config.memory
-    clip, state = clip_of(config, parts.spec), layout_for(config, parts.spec)
+    memory, num_ranks = config.memory, 1 if group is None else group.size
+    if num_ranks > 1 and machine.num_workers > 1:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, and {num_ranks} ranks share each step; start as many "
+            "ranks as there are devices, with one device each"
+        )
+    clip, state = clip_of(config, parts.spec, num_ranks), layout_for(config, parts.spec, num_ranks)
     return PlanOptions(
         home=machine.home,
         below=machine.below,
@@ -280,6 +330,9 @@ def options_of(config: Config, parts: Split, machine: Machine, measured: Measure
         commits=memory.commits == "step",
         transport=transport_of(config, machine),
         activations=memory.activations,
+        nodes=num_ranks,
+        rank=group.rank if group is not None else None,
+        wire=wire_of(config, parts.spec, machine) if num_ranks > 1 else EXACT,
     )
 
 
@@ -354,6 +407,22 @@ def _check_choice(activations: str, demand: Demand) -> None:
         raise ConfigError(
             f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
         )
+
+
+def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
+    """Return the codecs between ranks.
+
+    Raises:
+        ConfigError: changes of weights are asked for where there are none to be had.
+    """
+    wire = Wire(gradients=config.parallel.gradients, weights=config.parallel.weights)
+    if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
+        raise ConfigError(
+            "parallel.weights: delta is of 16-bit weights in host memory, and here "
+            + ("weights are fp32" if spec.dtype == "fp32" else "the home is on disk")
+            + "; leave it raw"
+        )
+    return wire
 
 
 def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
@@ -504,7 +573,7 @@ def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
 
 
 def _measure_and_plan(
-    config: Config, hf_config: Any, parts: Split, machine: Machine, announce: Announce
+    config: Config, hf_config: Any, parts: Split, machine: Machine, announce: Announce, group: Group
 ) -> tuple[Config, Measured, int | None, tuple[Plan, bool]]:
     """Measure and plan with the microbatches that ``config`` names, or else with the first that fit.
 
@@ -512,30 +581,37 @@ def _measure_and_plan(
         InfeasiblePlanError: none fit; of the plan that is short by the least.
     """
     named = config.train.microbatches
-    counts = step_cuts(config.sequences_per_step, config.data.seq_len, machine.num_workers)
+    sequences = -(-config.sequences_per_step // group.size)
+    counts = step_cuts(sequences, config.data.seq_len, machine.num_workers)
     failures: list[InfeasiblePlanError] = []
     for count in counts if named is None else (named,):
         chosen = config.in_microbatches(count)
         with Boundaries(parts.modules) as boundaries:
-            measured, chunk_tokens = _measure(chosen, hf_config, parts, boundaries, announce)
+            measured, chunk_tokens = _measure(chosen, hf_config, parts, boundaries, announce, group.size)
         trim()
         try:
-            planned = choose_plan(chosen, parts, machine, measured)
+            planned = choose_plan(chosen, parts, machine, measured, group)
         except InfeasiblePlanError as error:
             failures.append(error)
             if "device" in error.short_by:
                 continue  # smaller ones may fit
             break
         if named is None and count > 1:
-            announce(f"steps of {config.sequences_per_step} sequences are cut into {count} microbatches")
+            announce(f"steps of {sequences} sequences are cut into {count} microbatches")
         return chosen, measured, chunk_tokens, planned
     raise min(failures, key=lambda error: sum(error.short_by.values()))
 
 
 def _measure(
-    config: Config, hf_config: Any, parts: Split, boundaries: Boundaries, announce: Announce
+    config: Config,
+    hf_config: Any,
+    parts: Split,
+    boundaries: Boundaries,
+    announce: Announce,
+    num_ranks: int,
 ) -> tuple[Measured, int | None]:
-    sequences = -(-config.sequences_per_step // config.microbatches)
+    share = -(-config.sequences_per_step // num_ranks)
+    sequences = -(-share // config.microbatches)
 
     wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
     measured = calibrate(

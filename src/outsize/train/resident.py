@@ -100,7 +100,7 @@ class ResidentTrainer:
         if not own_targets:  # a mean over nothing is NaN, and weighs nothing
             return 0.0
         given = {name: value.to(self._device) for name, value in model_inputs(part).items()}
-        with _seeding(self._split, self._config.train.seed, number, index):
+        with seeding(self._split, self._config.train.seed, number, index):
             if self._chunk_tokens is None:
                 loss = loss_of(self._model(**given)) / (targets / own_targets / scale)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -245,7 +245,7 @@ def _head_input(model: nn.Module, head: nn.Module, inputs: dict[str, Tensor]) ->
 
 
 @contextlib.contextmanager
-def _seeding(split: Split, seed: int, step: int, microbatch: int) -> Iterator[None]:
+def seeding(split: Split, seed: int, step: int, microbatch: int) -> Iterator[None]:
     """Seed random numbers before the model, before each unit, and after each unit, as the engine does."""
 
     def reseed(unit: int, glue: bool) -> None:

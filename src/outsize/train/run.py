@@ -11,7 +11,10 @@ from outsize.config import Config, dump_config
 from outsize.data.batch import Batch
 from outsize.data.packed import PackedDataset
 from outsize.data.prefetch import Prefetcher
+from outsize.data.shared import SharedData
 from outsize.errors import NonFiniteError
+from outsize.group.group import Group
+from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.idle import Window
 from outsize.planner.plan import Plan
@@ -28,7 +31,9 @@ from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.codec_choice import choose_codec
-from outsize.train.flops import peak_of, step_flops
+from outsize.train.ddp import one_share
+from outsize.train.ddp_run import run_data_parallel
+from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
@@ -36,8 +41,10 @@ from outsize.train.home_file import newest_home, remove_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.machine import choose_device
 from outsize.train.microbatches import as_before
+from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import PROFILE, StepProfiler
+from outsize.train.ranks import Ranks, own_share, together
 from outsize.train.records import StepRecord, TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
@@ -94,93 +101,145 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
-    for note in config.notes():
-        announce(f"note: {note}")
-    run_dir = choose_run_dir(config)
+    place = launched()
+    if place is None or place.rank == 0:
+        for note in config.notes():
+            announce(f"note: {note}")
+    asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(claimed(run_dir, config))
-        stack.enter_context(
-            borrowed_torch(
-                deterministic=config.train.deterministic, device=choose_device(config.memory.device)
-            )
-        )
-        set_thresholds(heap=False)
-        resumed = checkpoint.find(config.train.resume, run_dir)
-        # Last on the way out, when no lane can write any more.
+        ranks = stack.enter_context(together(config, place, announce))
+        if ranks.restarted:
+            config, asked = _resuming(config), _resuming(asked)
+        if ranks.is_first:
+            stack.enter_context(claimed(ranks.run_dir, config))
+        ranks.group.barrier()  # who may not write there has ended by now
+        return _train(stack, config, asked, ranks, interrupt, progress)
+
+
+def _train(
+    stack: contextlib.ExitStack,
+    config: Config,
+    asked: Config,
+    ranks: Ranks,
+    interrupt: Interrupt,
+    progress: Progress | None,
+) -> TrainResult:
+    """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
+    run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
+    stack.enter_context(
+        borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
+    )
+    set_thresholds(heap=False)
+    resumed = checkpoint.find(config.train.resume, run_dir)
+    if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-        if resumed is not None:
-            checkpoint.check_same_method(resumed, config)
-        config = as_before(config, run_dir, resumed)
-        started = config if resumed is None else _from_checkpoint(config, resumed)
-        prepared = prepare(started, run_dir, announce, adapters_from=resumed)
-        prepared, rates = choose_codec(prepared, run_dir, announce)
-        prepared, rates = choose_activations(prepared, run_dir, announce, rates)
-        config = config.in_microbatches(prepared.config.microbatches)
-        if resumed is not None:
-            prepared = _with_tokenizer(prepared, config)
-            checkpoint.check_same_run(resumed, config, prepared)
-        record = newest_home(config, run_dir, prepared, resumed, announce)
-        if resumed is not None:
-            done = checkpoint.position_of(resumed)
-            if done.step >= config.train.steps:
-                announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
-                return _nothing_done(prepared, run_dir, done)
-        dataset = stack.enter_context(open_dataset(config, prepared, run_dir, announce))
-        peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
-        expected = forecast(prepared, run_dir, announce, rates)
-        # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
-        begin_run(heap=prepared.heap)
-        # Entered first, so that it still watches while everything else is given back.
-        watchdog = stack.enter_context(
-            Watchdog(
-                run_dir,
-                announce,
-                action=config.train.on_stall,
-                factor=config.train.stall_factor,
-                floor_s=config.train.stall_floor_s,
-                predicted_step_s=expected.step_s if expected is not None else None,
-            )
-        )
-        # Entered before what it speaks of, so that it speaks when every lane has ended.
-        aftermath = stack.enter_context(Aftermath(config, run_dir, prepared.split.spec, announce))
-        trainer = start(stack, config, prepared, run_dir, record, resumed, announce)
-        tell_costs(prepared, run_dir, announce)
-        # Only now is there a run: one that could not start leaves nothing but tokenised data.
-        write_whole(run_dir / "config.yaml", dump_config(config))
-        write_json(run_dir / "plan.json", prepared.plan.to_dict())
-        write_json(run_dir / "run.json", about(prepared, flops, peak))
-        if trainer.errors:
-            announce(f"frozen weights are encoded: {summary(trainer.errors)}")
-            write_json(run_dir / QUANTISATION, trainer.errors)
-        heartbeat = stack.enter_context(Heartbeat(run_dir))
-        named = open_writers(
-            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
-        )
-        writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
-        profiler = stack.enter_context(
-            StepProfiler(run_dir, config.train.profile_steps, trainer.engine.ranges)
-        )
-        sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
-        saver = stack.enter_context(_saver(config, trainer, run_dir, dataset, announce))
-        run = _Run(
-            config,
-            prepared,
-            run_dir,
-            trainer,
-            Accounts(trainer, sampler, flops, peak),
-            heartbeat,
-            writers,
-            profiler,
-            watchdog,
-            saver,
-            progress,
+    if resumed is not None:
+        checkpoint.check_same_method(resumed, config)
+    config = as_before(config, run_dir, resumed)
+    started = config if resumed is None else _from_checkpoint(config, resumed)
+    replicated = ranks.group.size > 1 and config.parallel.mode == "ddp"
+    if replicated:
+        started = one_share(started, ranks.group.size)
+    shared = None if replicated else ranks.group
+    prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
+    prepared, rates = choose_codec(prepared, own_dir, announce)
+    prepared, rates = choose_activations(prepared, own_dir, announce, rates)
+    config = config.in_microbatches(prepared.config.microbatches)
+    asked = asked.in_microbatches(prepared.config.microbatches)
+    if resumed is not None:
+        prepared = _with_tokenizer(prepared, config)
+        checkpoint.check_same_run(resumed, config, prepared)
+    if replicated:
+        dataset = _dataset(stack, config, prepared, ranks, resumed)
+        return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
+    record = newest_home(config, own_dir, prepared, resumed, announce)
+    if resumed is not None:
+        done = checkpoint.position_of(resumed)
+        if done.step >= config.train.steps:
+            announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+            return _nothing_done(prepared, run_dir, done)
+    dataset = _dataset(stack, config, prepared, ranks, resumed)
+    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+    expected = forecast(prepared, own_dir, announce, rates)
+    # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
+    begin_run(heap=prepared.heap)
+    # Entered first, so that it still watches while everything else is given back.
+    watchdog = stack.enter_context(
+        Watchdog(
+            own_dir,
             announce,
-            trainer.position,
-            expected,
+            action=config.train.on_stall,
+            factor=config.train.stall_factor,
+            floor_s=config.train.stall_floor_s,
+            predicted_step_s=expected.step_s if expected is not None else None,
         )
-        aftermath.begun = True
-        return run.go(dataset, interrupt)
+    )
+    # Entered before what it speaks of, so that it speaks when every lane has ended.
+    aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce, prepared.own))
+    trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+    tell_costs(prepared, own_dir, announce)
+    _write_facts(ranks, asked, prepared, (flops, peak), trainer.errors)
+    heartbeat = stack.enter_context(Heartbeat(own_dir))
+    named = open_writers(
+        config.telemetry.writers if ranks.is_first else (),
+        run_dir,
+        config.telemetry.project,
+        config.model_dump(mode="json"),
+    )
+    writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+    profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
+    sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
+    saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
+    run = _Run(
+        config,
+        prepared,
+        ranks,
+        trainer,
+        Accounts(trainer, sampler, flops, peak),
+        heartbeat,
+        writers,
+        profiler,
+        watchdog,
+        saver,
+        progress if ranks.is_first else None,
+        trainer.position,
+        expected,
+    )
+    aftermath.begun = True
+    # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
+    stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
+    return run.go(dataset, interrupt)
+
+
+def _write_facts(
+    ranks: Ranks,
+    asked: Config,
+    prepared: Prepared,
+    computing: tuple[float | None, Peak],
+    errors: dict[str, float],
+) -> None:
+    """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
+    if ranks.is_first:
+        write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
+    write_json(ranks.own_dir / "plan.json", prepared.plan.to_dict())
+    facts = about(prepared, *computing)
+    write_json(ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size})
+    if errors:
+        ranks.announce(f"frozen weights are encoded: {summary(errors)}")
+        write_json(ranks.own_dir / QUANTISATION, errors)
+
+
+def _dataset(
+    stack: contextlib.ExitStack, config: Config, prepared: Prepared, ranks: Ranks, resumed: Path | None
+) -> PackedDataset:
+    """Open the data of whole batches; of several ranks, check that all have read the same."""
+    with ranks.first_goes_first():
+        dataset = stack.enter_context(open_dataset(config, prepared, ranks.run_dir, ranks.announce))
+    if ranks.group.size > 1:
+        first = 0 if resumed is None else checkpoint.position_of(resumed).step
+        check_same_run(prepared, dataset.batch(first, config.sequences_per_step), resumed, ranks.group)
+    return dataset
 
 
 @dataclass(slots=True)
@@ -189,7 +248,7 @@ class _Run:
 
     config: Config
     prepared: Prepared
-    run_dir: Path
+    ranks: Ranks
     trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
@@ -198,7 +257,6 @@ class _Run:
     watchdog: Watchdog
     saver: Saver
     progress: Progress | None
-    announce: Announce
     position: Position
     forecast: Forecast | None = None
     tokens: int = 0
@@ -206,14 +264,14 @@ class _Run:
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
-        config = self.config
+        config, run_dir = self.config, self.ranks.run_dir
         interrupt.can_finish = True
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
-        with _batches(dataset, config, self.position.step) as batches:
+        with _batches(dataset, config, self.ranks.group, self.position.step) as batches:
             for outcome in self.trainer.steps(batches, self.position.step):
                 self._note(outcome)
-                if interrupt.requested:
-                    self.announce(f"interrupted after step {self.position.step}; saving")
+                if self.ranks.any_wants(interrupt.requested):
+                    self.ranks.announce(f"interrupted after step {self.position.step}; saving")
                     break
                 with self.accounts.saving():
                     self.saver.between_steps(self.position)
@@ -221,10 +279,11 @@ class _Run:
             self.accounts.count()  # what the optimizer of the last step moved after that step was known
             with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
                 self.saver.finish(self.position)
-            tell_costs(self.prepared, self.run_dir, self.announce)
-            saved = latest(self.run_dir)
+            self.ranks.group.barrier()  # who holds a part of the state keeps it until the whole is saved
+            tell_costs(self.prepared, self.ranks.own_dir, self.ranks.announce)
+            saved = latest(run_dir)
             if saved is not None and self.position.step >= config.train.steps:
-                remove_home(config, self.run_dir, saved, self.announce)
+                remove_home(config, self.ranks.own_dir, saved, self.ranks.announce)
         stalled_s = self.accounts.stalled_s
         return TrainResult(
             steps=self.position.step,
@@ -235,10 +294,10 @@ class _Run:
             stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
             bytes_read=self.accounts.read_bytes,
             bytes_written=self.accounts.written_bytes,
-            run_dir=str(self.run_dir),
+            run_dir=str(run_dir),
             skipped_steps=self.position.skipped,
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
-            export_dir=str(latest(self.run_dir)),
+            export_dir=str(latest(run_dir)),
             failed_saves=self.saver.num_failed,
             **_told(self.forecast),
         )
@@ -259,10 +318,12 @@ class _Run:
         self.heartbeat.beat(record)
         self.writers.tell(record)
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
-            write_json(self.run_dir / "timeline.json", to_chrome(timeline))
+            write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.window, timeline)
         if self.profiler.step_ended():
-            self.announce(f"profile of {self.config.train.profile_steps} steps: {self.run_dir / PROFILE}")
+            self.ranks.announce(
+                f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
+            )
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
@@ -276,13 +337,14 @@ class _Run:
         if self.forecast is not None and self.forecast.step_ended(window, timeline):
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
-                self.announce(line)
-            self.forecast.write(self.run_dir)
+                self.ranks.announce(line)
+            self.forecast.write(self.ranks.own_dir)
 
 
 @contextlib.contextmanager
-def _batches(dataset: PackedDataset, config: Config, first: int) -> Iterator[Iterator[Batch]]:
-    with Prefetcher(dataset, config.sequences_per_step, first) as prefetcher:
+def _batches(dataset: PackedDataset, config: Config, group: Group, first: int) -> Iterator[Iterator[Batch]]:
+    source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
+    with Prefetcher(source, config.sequences_per_step, first) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
 
 
@@ -312,10 +374,9 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
     )
 
 
-def _saver(
-    config: Config, trainer: StreamedTrainer, run_dir: Path, dataset: PackedDataset, announce: Announce
-) -> Saver:
+def _saver(config: Config, trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
+    run_dir = ranks.run_dir
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
     scale, dtype = trainer.loss_scale, trainer.prepared.dtype
@@ -325,7 +386,9 @@ def _saver(
         config.train,
         commits=trainer.prepared.plan.layout.commits,
         state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
-        announce=announce,
+        announce=ranks.announce,
+        decide=ranks.first_decides if ranks.group.size > 1 else None,
+        writes=ranks.is_first,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
 
@@ -338,6 +401,11 @@ def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
     if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
         return prepared
     return replace(prepared, directory=Path(config.model.path))
+
+
+def _resuming(config: Config) -> Config:
+    """The same run, gone on with."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:

@@ -30,6 +30,9 @@ class Saver:
         announce: called with lines for people.
         saved_step: steps of the newest checkpoint there is already; -1 where there is none.
         clock: seconds.
+        decide: of several ranks, given whether this one would save, returns what the first one does; called on all of
+            them in the same order.
+        writes: whether this rank writes; others send it what they hold.
 
     Attributes:
         num_failed: checkpoints that were due and could not be written.
@@ -46,8 +49,12 @@ class Saver:
         announce: Callable[[str], None],
         saved_step: int = -1,
         clock: Callable[[], float] = time.monotonic,
+        decide: Callable[[bool], bool] | None = None,
+        writes: bool = True,
     ) -> None:
         self.num_failed = 0
+        self._decide = decide
+        self._writes = writes
         self._trainer = trainer
         self._run_dir = run_dir
         self._config = config
@@ -76,7 +83,9 @@ class Saver:
             counted
         ):  # one that is still under way has had the time of all these steps: the disk is slower than they
             self._report(self._collect())
-        if counted or (self._under_way is None and self._clock() - self._started_s >= self._interval_s):
+        due = counted or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
+        if due if self._decide is None else self._decide(due):
+            self._report(self._collect())
             self._start(position)
 
     def finish(self, position: Position) -> None:
@@ -86,7 +95,8 @@ class Saver:
             StorageError: it cannot be; the checkpoint before is untouched.
         """
         self._report(self._collect())
-        if self._saved_step != position.step:
+        due = self._saved_step != position.step
+        if due if self._decide is None else self._decide(due):
             self._start(position)
             saving = self._collect()
             if saving is not None and saving.error is not None:
@@ -101,9 +111,10 @@ class Saver:
     def rescue(self) -> None:
         """After an op of a later step has failed: complete the checkpoint that is under way, where that can be done.
 
-        What was to be saved is still there, and it may be the only copy of the last steps.
+        What was to be saved is still there, and it may be the only copy of the last steps. Of several ranks, others may
+        not be there to give what they hold.
         """
-        if self._under_way is None:
+        if self._under_way is None or self._decide is not None:
             return
         engine = self._trainer.engine
         saving, handle = self._under_way
@@ -130,6 +141,8 @@ class Saver:
         if self._saved_step == position.step:
             return
         self._started_s = self._clock()
+        if not self._writes:
+            self._saved_step = position.step
         state, limit = self._state_of(position), self._config.save_total_limit
         engine = self._trainer.engine
         saving = Saving(
@@ -147,7 +160,7 @@ class Saver:
         return saving
 
     def _report(self, saving: Saving | None) -> None:
-        if saving is None:
+        if saving is None or not self._writes:
             return
         if saving.path is not None:
             self._saved_step = saving.step

@@ -13,18 +13,22 @@ from outsize.train.machine import choose_device
 Clip = Literal["global", "unit", "none"]
 
 
-def clip_of(config: Config, spec: ModelSpec) -> Clip:
+def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
     """Return by which norm the gradients of a run are clipped.
 
     To skip a step is to know all its gradients before the first unit steps: the global norm is taken, if need be to
-    clip to no limit.
+    clip to no limit. So it is where several ranks share a step: they have to agree on what is skipped.
 
     Raises:
-        ConfigError: units are to be clipped by their own norm, and the run may have to skip a step.
+        ConfigError: units are to be clipped by their own norm, and the run may have to skip a step, or has ranks.
     """
     optimizer = config.optimizer
     clip = optimizer.clip if optimizer.max_grad_norm else "none"
-    if "fp16" not in spec.dtypes and config.train.on_nonfinite != "skip":
+    if clip == "unit" and num_ranks > 1:
+        raise ConfigError(
+            "optimizer.clip: several ranks clip by the norm of all gradients; use global, or none"
+        )
+    if "fp16" not in spec.dtypes and config.train.on_nonfinite != "skip" and num_ranks == 1:
         return clip
     if clip == "unit":
         raise ConfigError(
@@ -40,11 +44,11 @@ def max_norm_of(config: Config) -> float:
     return limit if limit and config.optimizer.clip != "none" else float("inf")
 
 
-def layout_for(config: Config, spec: ModelSpec) -> StateLayout:
+def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayout:
     """Return how a trained unit of a run lies at home.
 
     Raises:
-        ConfigError: the masters cannot be split, or gradients not be rounded.
+        ConfigError: the masters cannot be split, gradients not be rounded, or several ranks not share such a state.
     """
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
@@ -58,11 +62,16 @@ def layout_for(config: Config, spec: ModelSpec) -> StateLayout:
         moments=optimizer.state,
         gradients=optimizer.gradients,
     )
+    if num_ranks > 1 and not (layout.plain and layout.gradients == "fp32"):
+        raise ConfigError(
+            "optimizer.state, masters, gradients: ranks share a state of separate masters and fp32 moments and "
+            "gradients; leave them as they are by default"
+        )
     several = len(device_names(choose_device(config.memory.device))) > 1
     if several and layout.gradients != "fp32":
         raise ConfigError(
             "optimizer.gradients: several workers sum gradients at home, in fp32; leave it fp32"
         )
-    if clip_of(config, spec) != "global" and not several and config.transport.gradients == "raw":
+    if clip_of(config, spec, num_ranks) != "global" and not several and config.transport.gradients == "raw":
         return replace(layout, gradients="none")
     return layout

@@ -15,12 +15,14 @@ from torch import Tensor
 from outsize import files
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.model.spec import UnitSpec, granule_elements_for
+from outsize.model.spec import UnitSpec
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
+from outsize.optim.shares import home_granule
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.idle import Window
+from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
 from outsize.runtime.allocator import ResidentLimit
@@ -29,6 +31,7 @@ from outsize.runtime.carriers import packed_codec
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
+from outsize.runtime.exchange import Shared
 from outsize.runtime.gradients import GradientObserver
 from outsize.runtime.scratches import open_rooms, open_scratch
 from outsize.runtime.workers import open_workers, tier_of
@@ -89,10 +92,10 @@ class StepOutcome:
 def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
     """Cut a batch, and give each part the divisors that make their losses add up to the mean over all targets.
 
-    A part without a single target weighs nothing.
+    A part without a single target weighs nothing. Of a rank's share the mean is that over the targets of all ranks.
     """
     parts = [(part, num_targets(part, shifted)) for part in batch.split(count)]
-    total = num_targets(batch, shifted)
+    total = num_targets(batch.whole or batch, shifted)
     return tuple(
         Microbatch(
             inputs=model_inputs(part),
@@ -212,6 +215,7 @@ class StreamedTrainer:
                 self.scratch,
                 settings,
                 self.rooms,
+                _shared(prepared),
             )
             stack.callback(self.engine.close)
             self._stack = stack.pop_all()
@@ -219,7 +223,8 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.train.fill.fill`."""
-        self.errors = fill(self.home, self.spec, self.prepared.source, progress, self.prepared.plan.state)
+        state, own = self.prepared.plan.state, self.prepared.own
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress, state, own)
 
     def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
@@ -249,8 +254,9 @@ class StreamedTrainer:
                 number=number,
                 learning_rate=schedule.learning_rate(number),
                 microbatches=microbatches_of(batch, config.microbatches, shifted),
-                tokens=num_targets(batch, shifted),
+                tokens=num_targets(batch.whole or batch, shifted),
                 loss_scale=self.loss_scale.value,
+                first_microbatch=self.prepared.group.rank * config.microbatches,
             )
             self._last = self.engine.begin(context)
             self.engine.forward_backward_done(self._last)
@@ -300,6 +306,11 @@ class StreamedTrainer:
         if self._last is not None:
             self.engine.finish(self._last)
             self._last = None
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """How often each parameter was stepped."""
+        return self.engine.optimizer.updates
 
     def read_unit(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
         """Read one plane of a unit, as tensors by name; valid until the next call.
@@ -372,20 +383,29 @@ class StreamedTrainer:
         plan = self.prepared.plan
         planes = plan.state.planes
         if self.prepared.machine.home == "host":
-            return HostHome(self.spec, planes, self._host, packed_codec(plan.transport))
+            return HostHome(self.spec, planes, self._host, packed_codec(plan.transport), self.prepared.own)
         if not plan.layout.commits:
             path = store_dir / TEMPORARY
-            return DiskHome(self.spec, planes, path, self.pool, ledger=self.ledger, temporary=True)
+            return DiskHome(
+                self.spec,
+                planes,
+                path,
+                self.pool,
+                ledger=self.ledger,
+                temporary=True,
+                own=self.prepared.own,
+            )
         return CommittedHome(
             self.spec,
             planes,
             self._home_file or store_dir / TEMPORARY,
             self.pool,
             arena=buffers,
-            granule_elements=granule_elements_for(plan.tile_elements),
+            granule_elements=home_granule(self.spec, plan.tile_elements, self.prepared.group.size),
             record=record,
             temporary=self._home_file is None,
             ledger=self.ledger,
+            own=self.prepared.own,
         )
 
     def _close_home(self) -> None:
@@ -410,6 +430,14 @@ class StreamedTrainer:
             if buffer.device.type == "cpu" and buffer.nbytes >= num_bytes:
                 return buffer[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _shared(prepared: Prepared) -> Shared | None:
+    """With whom this rank shares its steps; None for a single process."""
+    group, wire = prepared.group, prepared.plan.wire
+    if group.size == 1:
+        return None
+    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, prepared.machine.home))
 
 
 def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:

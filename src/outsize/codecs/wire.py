@@ -1,0 +1,64 @@
+"""How gradients and weights are written on the network between ranks. No torch."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from outsize.codecs.spec import RAW, CodecSpec, codec_spec, raw_bytes
+from outsize.codecs.transport import FEEDBACK
+
+GRADIENTS: Final = ("fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef")
+WEIGHTS: Final = ("raw", "delta")
+# Elements of a share that are exchanged at once: 4 MiB of fp32, some milliseconds at 10 Gbit/s, beside which a round
+# trip is short.
+CHUNK_ELEMENTS: Final = 2**20
+# Kept in bf16 for each element that is sent, as on a link.
+RESIDUAL_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """Codecs between ranks.
+
+    Attributes:
+        gradients: ``fp32`` is exact; ``-ef`` adds what was lost to the next step's.
+        weights: ``raw``, or ``delta``: the bits that a step has changed of 16-bit weights, lossless.
+    """
+
+    gradients: str = "fp32"
+    weights: str = "raw"
+
+    def __post_init__(self) -> None:
+        for what, known in (("gradients", GRADIENTS), ("weights", WEIGHTS)):
+            if getattr(self, what) not in known:
+                raise ValueError(f"no codec {getattr(self, what)!r} for {what}; there is {', '.join(known)}")
+
+    @property
+    def gradient_dtype(self) -> str:
+        """The dtype that gradients are encoded from."""
+        return "bf16" if self.gradients == "bf16" else "fp32"
+
+    @property
+    def gradient_spec(self) -> CodecSpec:
+        """Facts of the codec of gradients, after they were rounded to `gradient_dtype`."""
+        name = self.gradients.removesuffix(FEEDBACK)
+        return RAW if name in ("fp32", "bf16") else codec_spec(name)
+
+    @property
+    def feedback(self) -> bool:
+        """Whether gradients have what they lost added the next time."""
+        return self.gradients.endswith(FEEDBACK)
+
+    def gradient_bytes(self, numel: int) -> int:
+        """Return what ``numel`` elements of a gradient take on the wire."""
+        return self.gradient_spec.max_bytes(numel, self.gradient_dtype)
+
+    def weight_bytes(self, numel: int, dtype: str) -> int:
+        """Return what ``numel`` weights in ``dtype`` are expected to take on the wire."""
+        return (
+            raw_bytes(numel, dtype)
+            if self.weights == "raw"
+            else codec_spec(self.weights).expected_bytes(numel, dtype)
+        )
+
+
+EXACT: Final = Wire()

@@ -1,0 +1,75 @@
+"""Which elements of a unit each of several ranks steps: its share of the optimizer's state. No torch.
+
+Every rank holds all weights in compute dtype, and masters, moments and the summed gradient of its share alone. A share
+is one range of elements in each unit, so that what a rank sends or keeps of a unit is one piece. Ranges are cut at
+whole granules, those of the checksums of a home on disk. What does not go up evenly in one unit goes to the ranks that
+have the least of the units before, so that over all units together no rank has two granules more than another.
+
+Shares follow from the model and the number of ranks, and from nothing else: whoever knows both knows who holds what.
+"""
+
+from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for
+
+# A granule is at most this part of a share, so that shares of large models are even within one percent.
+_GRANULES_OF_A_SHARE = 256
+
+
+def share_granule(model: ModelSpec, num_ranks: int) -> int:
+    """Return the elements that shares of ``model`` are whole multiples of: a power of two, 2048 to 131,072."""
+    trained = sum(unit.numel for unit in model.units if unit.trainable)
+    most = trained // (num_ranks * _GRANULES_OF_A_SHARE)
+    granule = GRANULE_ELEMENTS
+    while granule > PLANE_ELEMENTS and granule > most:
+        granule //= 2
+    return granule
+
+
+def home_granule(model: ModelSpec, tile_elements: int, num_ranks: int) -> int:
+    """Return the elements that checksums of a home on disk cover, so that tiles and shares are whole multiples."""
+    granule = granule_elements_for(tile_elements)
+    return granule if num_ranks == 1 else min(granule, share_granule(model, num_ranks))
+
+
+def shares(model: ModelSpec, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+    """Return the elements that each rank steps: by unit, then by rank; empty ranges of a unit that does not train.
+
+    The ranges of a unit follow one another in the order of ranks and cover it.
+
+    Raises:
+        ValueError: fewer than one rank.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks share nothing")
+    granule = share_granule(model, num_ranks)
+    totals = [0] * num_ranks
+    found = []
+    for unit in model.units:
+        numel = unit.numel * unit.trainable
+        counts = _deal(numel, granule, totals)
+        ranges, end = [], 0
+        for rank, count in enumerate(counts):
+            start, end = end, min(end + count * granule, numel)
+            ranges.append(range(start, end))
+            totals[rank] += end - start
+        found.append(tuple(ranges))
+    return tuple(found)
+
+
+def _deal(numel: int, granule: int, totals: list[int]) -> list[int]:
+    """Return how many granules of a unit each rank gets, where ``totals`` are the elements that each has already."""
+    left = -(-numel // granule)
+    target = (sum(totals) + numel) / len(totals)
+    counts = []
+    for total in totals:
+        counts.append(min(left, max(0, int((target - total) // granule))))
+        left -= counts[-1]
+    for _ in range(left):
+        least = min(range(len(totals)), key=lambda rank: totals[rank] + counts[rank] * granule)
+        counts[least] += 1
+    return counts
+
+
+def largest_share(model: ModelSpec, num_ranks: int) -> tuple[int, ...]:
+    """Return the elements by unit of the rank that steps most."""
+    by_rank = zip(*shares(model, num_ranks), strict=True)
+    return max((tuple(len(part) for part in ranges) for ranges in by_rank), key=sum)

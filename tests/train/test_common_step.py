@@ -1,0 +1,90 @@
+"""Homes of several ranks on disk: a step counts when all ranks have committed it, and nobody goes on from another."""
+
+import pytest
+import torch
+
+import zoo
+from outsize.errors import LostRankError, StorageError
+from outsize.optim.spec import planes_for
+from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome, find_records
+from outsize.storage.pool import IOPool
+from outsize.testing.groups import ThreadWorld, in_ranks
+from outsize.train.home_file import newest_home
+from outsize.train.loss_scale import LossScale
+from outsize.train.machine import home_file
+from outsize.train.prepare import prepare
+from outsize.train.standing import Position, state_of
+from support import make_batches, make_config, save_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_model(zoo.build("llama"), tmp_path_factory.mktemp("model"))
+
+
+def ranks_of(size, model_dir, directory):
+    config = make_config(
+        model_dir,
+        make_batches("llama", 1, 4),
+        memory={"home": "disk"},
+        train={"resume": "auto", "microbatches": 4 // size},
+    )
+    world = ThreadWorld(size)
+    return world, [
+        prepare(config, directory / str(r), lambda _: None, group=world.rank(r)) for r in range(size)
+    ]
+
+
+def commit(prepared, path, steps, record=None):
+    """Write the number of each step into a plane, and commit it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    spec, own = prepared.split.spec, prepared.own
+    with Arena() as arena, IOPool(1) as pool:
+        home = CommittedHome(spec, planes_for("fp32"), path, pool, arena=arena, own=own, record=record)
+        with home:
+            unit = next(u for u in spec.units if own[u.index])
+            part = own[unit.index]
+            plane = arena.take(4 * len(part), "plane").view(torch.float32)
+            for step in steps:
+                home.write(unit.index, "exp_avg", part.start, plane.fill_(step))
+                home.commit(
+                    state_of(Position(step, 0, 0), {}, LossScale(enabled=False), prepared.config, "fp32")
+                )
+            home.read(unit.index, "exp_avg", part.start, plane)
+            return float(plane[0])
+
+
+def test_all_go_on_from_the_last_step_that_all_have_committed(model_dir, tmp_path):
+    world, prepared = ranks_of(2, model_dir, tmp_path)
+    paths = [home_file(p.config.memory, tmp_path / str(r)) for r, p in enumerate(prepared)]
+    commit(prepared[0], paths[0], [1, 2, 3])
+    commit(prepared[1], paths[1], [1, 2])
+
+    def work(group):
+        mine = prepared[group.rank]
+        return newest_home(mine.config, tmp_path / str(group.rank), mine, None, lambda _: None)
+
+    records = in_ranks(2, work, world=world)
+    assert [record.state["step"] for record in records] == [2, 2]
+    # What it goes on from is what it was then, and what came after is forgotten.
+    assert commit(prepared[0], paths[0], [], records[0]) == 2.0
+    found, _ = find_records(paths[0], prepared[0].split.spec, None, prepared[0].own)
+    assert [record.state["step"] for record in found] == [2]
+
+
+def test_homes_of_another_number_of_ranks_are_not_begun_anew(model_dir, tmp_path):
+    _, two = ranks_of(2, model_dir, tmp_path)
+    for rank, prepared in enumerate(two):
+        commit(prepared, home_file(prepared.config.memory, tmp_path / str(rank)), [1])
+    world, four = ranks_of(4, model_dir, tmp_path)
+
+    def work(group):
+        return newest_home(
+            four[group.rank].config, tmp_path / str(group.rank), four[group.rank], None, lambda _: None
+        )
+
+    errors = in_ranks(4, work, world=world)
+    # Whoever raises leaves, and who still listens to others then hears that.
+    assert all(isinstance(error, StorageError | LostRankError) for error in errors)
+    assert any("start as many ranks as before" in str(error) for error in errors)
