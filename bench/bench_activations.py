@@ -2,8 +2,8 @@
 
 The same model on the same tokens, each run in a process of its own, in turn: streamed from host memory with
 ``memory.activations`` recompute and auto, at the least budget, at all that everything kept takes, and between; and with
-keep. Beside them plain PyTorch, resident, with activation checkpointing and without. All losses must be equal, bit for
-bit. *recomputed* is the share of units and microbatches that are recomputed.
+every other choice. Beside them plain PyTorch, resident, with activation checkpointing and without. All losses must be
+equal, bit for bit. *recomputed* is the share of units and microbatches of which nothing is kept.
 """
 
 import argparse
@@ -20,6 +20,8 @@ import common
 
 RESIDENT = ("resident-checkpointed", "resident")
 SHARES = (0.0, 0.5, 1.0)
+# What is kept of all units, at the largest budget; what is offloaded goes from one place in RAM to another.
+FORCED = ("keep", "keep-attention", "keep-products", "offload-attention", "offload-products", "offload")
 
 
 def settings(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -29,6 +31,7 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 def plan(args: argparse.Namespace, directory: Path, activations: str, budget: int | str) -> dict[str, int]:
     """Return what a run would set aside, and how much of it is recomputed."""
     from outsize.config import load_config
+    from outsize.planner.choice import Choice
     from outsize.train.prepare import prepare
 
     overrides = [
@@ -37,8 +40,10 @@ def plan(args: argparse.Namespace, directory: Path, activations: str, budget: in
         f"memory.device_memory={budget}",
     ]
     found = prepare(load_config(None, overrides), directory / "run", lambda _: None).plan
-    whole = len(found.layout.keepable) * found.layout.num_microbatches
-    return {"bytes": found.total_bytes("device"), "recomputed": 1 - sum(found.layout.kept) / whole}
+    layout = found.layout
+    choices = [layout.choice(u, m) for u in layout.keepable for m in range(layout.num_microbatches)]
+    recomputed = sum(choice is Choice.RECOMPUTE for choice in choices) / len(choices)
+    return {"bytes": found.total_bytes("device"), "recomputed": recomputed}
 
 
 def least(args: argparse.Namespace, directory: Path) -> dict[str, int]:
@@ -113,7 +118,7 @@ def main() -> None:
         ends = run_child(directory, "least")
         between = [int(ends["least"] + share * (ends["whole"] - ends["least"])) for share in SHARES]
         variants = [f"{kind}:{budget}" for budget in between for kind in ("recompute", "auto")]
-        variants += [f"keep:{between[-1]}", *RESIDENT]
+        variants += [*(f"{choice}:{between[-1]}" for choice in FORCED), *RESIDENT]
         runs: dict[str, list[dict[str, object]]] = {variant: [] for variant in variants}
         for _ in range(args.rounds):
             for variant in variants:

@@ -90,9 +90,6 @@ def ours(
             share * (layers.head_forward_s + layers.head_backward_s),
         ),
     )
-    box = replace(parse_gpus("8x4090"), name="published")
-    # All links at once move no more than host memory gives and takes.
-    link = min(box.links[0].up_bytes_per_s.value, box.host.bytes_per_s.value / gpus)
     pipeline = Pipeline(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
@@ -101,8 +98,6 @@ def ours(
         num_workers=gpus,
         num_microbatches=case.sequences // sequences,
         hop_s=share * layers.hop_s,
-        weights_s=tuple(size / link for size in weights),
-        gradients_s=tuple(size / link for size in gradients),
         fits=lambda span, back: (
             2 * sum(weights[slice(*span)]) + back * 2 * sum(gradients[slice(*span)]) < PLACES_BYTES
         ),
@@ -123,6 +118,7 @@ def ours(
         kept=kept_at_the_turn(stages, count, pipeline.num_microbatches) if keeps else (),
     )
     boundary = (sequences * SEQ_LEN * width * 2,) * count
+    box = replace(parse_gpus("8x4090"), name="published")
     programs = []
     for _ in range(2):
         programs.append(build_step(layout))

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
 from outsize.train.prepare import prepare
 from outsize.train.verify import verify
+from planner.layouts import first_kept
 from reference import Recipe
 from runtime.engines import train as train_engine
 from runtime.oddities import Sparse
@@ -58,7 +60,8 @@ def test_any_choice_of_what_is_kept_is_exact(
     """Experts that get no gradient in a step included."""
     count, slots, offload, max_grad_norm = choices
     model = make(Sparse)
-    kept = tuple(data.draw(st.integers(0, count)) for _ in range(1 + len(model.blocks)))
+    choices_of = st.lists(st.sampled_from(Choice), min_size=count, max_size=count)
+    kept = tuple(tuple(data.draw(choices_of)) for _ in range(1 + len(model.blocks)))
     got = train_engine(
         model,
         batches(count, STEPS),
@@ -66,12 +69,42 @@ def test_any_choice_of_what_is_kept_is_exact(
         slots=slots,
         offload=offload,
         max_grad_norm=max_grad_norm,
-        kept=(*kept, 0),
+        kept=(*kept, (Choice.RECOMPUTE,) * count),
     )
     recipe = Recipe(steps=STEPS, schedule="constant", causal=False, max_grad_norm=max_grad_norm)
     want = reference.train(make(Sparse), batches(count, STEPS), recipe)
     assert got.losses == want.losses
     assert all(torch.equal(got.weights[name], weight) for name, weight in want.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("choice", "name", "sections"),
+    [
+        ("keep-attention", "llama_tied", {"train": {"microbatches": 2}}),
+        ("keep-products", "qwen3_moe", {"train": {"microbatches": 2}, "memory": {"home": "disk"}}),
+        ("keep-products", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 3}}),
+        ("keep-attention", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 2}}),
+        ("keep-products", "gpt2", {"optimizer": {"max_grad_norm": 0.05}, "model": {"freeze": ("*attn*",)}}),
+        ("keep-attention", "gpt_neox", {"train": {"microbatches": 3}, "memory": {"slots": 1}}),
+        ("offload-attention", "llama", {"model": {"dtype": "bf16"}, "train": {"microbatches": 3}}),
+        ("offload-products", "llama", {"memory": {"offload": True}, "train": {"microbatches": 2}}),
+        ("offload-products", "qwen3_moe", {"memory": {"home": "disk"}, "train": {"microbatches": 2}}),
+        ("offload", "llama", {"model": {"dtype": "bf16"}, "memory": {"offload": True}}),
+        ("offload", "qwen3_moe", {"memory": {"device": "emulated:1"}, "train": {"microbatches": 2}}),
+        ("offload", "gemma2", {"memory": {"home": "disk", "slots": 1}, "train": {"microbatches": 3}}),
+        ("offload-products", "llama", {"model": {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}}),
+    ],
+)
+def test_every_choice_is_exact(choice: str, name: str, sections: dict[str, Any], tmp_path: Path):
+    memory = {"activations": choice, **sections.get("memory", {})}
+    got = compare(name, tmp_path, **{**sections, "memory": memory})
+    assert Choice(choice).forward in kinds(got.plan)
+    assert (Kind.OFFLOAD in kinds(got.plan)) == (Kind.ONLOAD in kinds(got.plan)) == Choice(choice).leaves
+
+
+@pytest.mark.parametrize("choice", ["keep-products", "offload-products", "offload"])
+def test_dropout_draws_the_same_whatever_is_kept(choice: str, tmp_path: Path):
+    compare("gpt2", tmp_path, dropout=0.2, train={"microbatches": 2}, memory={"activations": choice})
 
 
 def test_by_default_what_has_room_is_kept_and_the_rest_recomputed(tmp_path: Path):
@@ -80,7 +113,7 @@ def test_by_default_what_has_room_is_kept_and_the_rest_recomputed(tmp_path: Path
     plenty = prepare(make_run(tmp_path, **sections), tmp_path / "run", lambda _: None).plan
     none = {"activations": "recompute"}
     least = prepare(make_run(tmp_path, memory=none, **sections), tmp_path / "run", lambda _: None).plan
-    assert plenty.layout.kept == (4, 4, 4, 4, 0)
+    assert plenty.layout.kept == first_kept((4, 4, 4, 4, 0), 4)
     between = (plenty.total_bytes("device") + least.total_bytes("device")) // 2
     config = make_run(tmp_path, memory={"device_memory": between}, **sections)
     plan = prepare(config, tmp_path / "run", lambda _: None).plan

@@ -30,6 +30,7 @@ from outsize.train.run import train
 DIRECT = {"device": "cpu", "home": "disk", "offload": True}
 STAGED = {"device": "emulated:1", "home": "disk", "offload": True}
 HOST = {"device": "cpu", "home": "host", "offload": True}
+OFFLOAD = {"device": "cpu", "home": "disk", "activations": "offload"}
 
 # where the failure happens: memory, kind of op, the function that fails, and the lane that must be named
 LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
@@ -39,6 +40,8 @@ LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
     "save": (DIRECT, Kind.SAVE, DiskScratch, "put", r"SAVE \d\.\d@w0 failed on lane down:w0"),
     "save to host": (HOST, Kind.SAVE, HostScratch, "put", r"SAVE \d\.\d@w0 failed on lane down:w0"),
     "fetch": (DIRECT, Kind.FETCH, DiskScratch, "take", r"FETCH \d\.\d@w0 failed on lane up:w0"),
+    "offload": (OFFLOAD, Kind.OFFLOAD, DiskScratch, "put_all", r"OFFLOAD \d\.\d@w0 failed on lane down:w0"),
+    "onload": (OFFLOAD, Kind.ONLOAD, DiskScratch, "take_all", r"ONLOAD \d\.\d@w0 failed on lane up:w0"),
     "gradient": (DIRECT, Kind.GRAD, DiskHome, "write", r"GRAD \d@w0.* failed on lane down:w0"),
     "write of a unit": (STAGED, Kind.WRITE, DiskHome, "write", r"WRITE \d<h\d failed on lane write:units"),
     "read of a tile": (DIRECT, Kind.READ, DiskHome, "read_planes", r"READ \d#\d>t\d failed on lane read:"),
@@ -122,10 +125,16 @@ def break_backward(trap: Trap, patched: pytest.MonkeyPatch) -> None:
     patched.setattr(LlamaMLP, "forward", forward)
 
 
+CHOICES = {Kind.FORWARD_KEEP: "keep", Kind.FORWARD_PRODUCTS: "offload-products"}
 MODEL_CODE: dict[str, tuple[Kind, Callable[[Trap, pytest.MonkeyPatch], None], str]] = {
     "forward": (Kind.FORWARD, break_forward, r"F 2\.1@w0, unit model\.layers\.1"),
     "recompute": (Kind.BACKWARD, break_forward, r"B 2\.1@w0, unit model\.layers\.1"),
     "backward": (Kind.BACKWARD, break_backward, r"B 2\.1@w0, unit model\.layers\.1"),
+    "forward that keeps products": (
+        Kind.FORWARD_PRODUCTS,
+        break_forward,
+        r"FP 2\.1@w0, unit model\.layers\.1",
+    ),
     "forward that keeps": (Kind.FORWARD_KEEP, break_forward, r"FK 2\.1@w0, unit model\.layers\.1"),
 }
 
@@ -136,7 +145,7 @@ def test_an_exception_of_the_model_names_op_and_unit(
 ) -> None:
     """In the second microbatch of the second step, in one unit's own code."""
     kind, break_it, where = MODEL_CODE[case]
-    memory = {"activations": "keep"} if kind is Kind.FORWARD_KEEP else {}
+    memory = {"activations": CHOICES[kind]} if kind in CHOICES else {}
     with monkeypatch.context() as patched:
         break_it(Trap(patched, kind, microbatch=1, unit=2), patched)
         match = rf"the model raised in {where}: FloatingPointError: no way back"
@@ -180,14 +189,14 @@ def test_the_run_before_the_exception_can_be_continued(world: World, monkeypatch
 
 
 @pytest.mark.parametrize("memory", [DIRECT, HOST], ids=["disk", "host"])
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, Kind.FORWARD_KEEP])
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD, *CHOICES])
 def test_nothing_of_a_failed_run_stays_alive(
     world: World, monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], kind: Kind
 ) -> None:
     """Coroutines, activations and slots are gone; the model has its own forwards and no weights again."""
     alive: list[weakref.ref[Any]] = []
     prepared: list[Prepared] = []
-    activations = "keep" if kind is Kind.FORWARD_KEEP else "recompute"
+    activations = CHOICES.get(kind, "recompute")
     with monkeypatch.context() as patched:
         break_forward(Trap(patched, kind, microbatch=1), patched)
         remember_runs(patched, alive)

@@ -137,7 +137,7 @@ def test_a_plan_of_several_gpus_is_written_for_all_of_them(model_dir, tmp_path, 
         (["--gpus", "4090", "--device-memory", "much"], "not a size"),
         (["--gpus", "4090", "--home", "host", "--host-memory", "1MiB"], "short: host by"),
         (["--gpus", "4090", "--what-if", "vrm=+8GB"], "did you mean vram"),
-        (["--gpus", "2x4090", "--home", "disk"], "home in host memory so far"),
+        (["--gpus", "2x4090", "--home", "disk", "--host-memory", "1MiB"], "short: host by"),
         (["--gpus", "4090", "--timeline", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
     ],
 )

@@ -145,3 +145,15 @@ def test_codecs_use_the_kernels_that_there_are(name, kernels, monkeypatch):
     codec, source = open_codec(name), normal(5000, torch.float32)
     codec.decode(encode(codec, source), torch.empty_like(source))
     assert called == kernels
+
+
+@pytest.mark.parametrize("name", ["int8-stochastic", "int4-asymmetric"])
+def test_threads_share_pieces(name, monkeypatch):
+    """Three of them, of which one gets a piece that is not whole: the bytes are those of one."""
+    codec, source = open_codec(name).seeded(3), normal(2 * 2**18 + 777, torch.bfloat16)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert_like_torch(codec, source, monkeypatch)
+    finally:
+        torch.set_num_threads(num_threads)

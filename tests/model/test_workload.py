@@ -62,8 +62,19 @@ def test_counts_are_what_a_run_measures(family, dtype):
     assert counted.forward_workspace_bytes["block"] == pytest.approx(measured.forward_bytes[1], rel=0.1)
     assert counted.saved_bytes[1] == pytest.approx(measured.saved_bytes[1], rel=SAVED.get(family, 0.001))
     assert measured.saved_bytes[-1] == counted.saved_bytes[-1] == 0
+    attention, products = measured.attention[1], measured.products[1]
+    assert counted.attention_bytes[1] == attention.num_bytes
+    assert counted.attention_flops[1] == attention.flops
+    assert counted.attention_bytes[-1] == counted.products_bytes[-1] == products_of_head(measured) == 0
+    if family != "qwen3_moe":  # its experts run in operations of their own
+        assert counted.products_bytes[1] == products.num_bytes
+        assert counted.recompute_flops[1] == products.flops
     assert (counted.recompute_flops[1] < counted.forward_flops[1]) == (1 in measured.needed)
     assert counted.held_bytes == pytest.approx(measured.held_bytes, rel=0.1)
+
+
+def products_of_head(measured):
+    return measured.products[-1].num_bytes
 
 
 def test_a_block_takes_a_token_s_share_each():

@@ -1,10 +1,12 @@
 """Layouts for tests: small ones by hand, random ones by hypothesis."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+from outsize.planner.choice import Choice, Kept
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
 from outsize.planner.stages import HALVES, Stages, slots_for, spans_down, spans_up
@@ -68,9 +70,17 @@ def layouts(draw: st.DrawFn) -> StepLayout:
         commits=on_disk and draw(st.booleans()),
     )
     offload = draw(st.sets(st.sampled_from(layout.offloadable))) if layout.offloadable else set()
-    kept = [draw(st.integers(0, layout.num_microbatches)) for _ in layout.keepable]
-    whole = (*[0] * layout.first_backward, *kept, 0) if any(kept) else ()
-    return replace(layout, offload=frozenset(offload), kept=whole)
+    choices = st.lists(
+        st.sampled_from(Choice), min_size=layout.num_microbatches, max_size=layout.num_microbatches
+    )
+    none = (Choice.RECOMPUTE,) * layout.num_microbatches
+    kept = tuple(tuple(draw(choices)) if u in layout.keepable else none for u in range(num_streamed))
+    return replace(layout, offload=frozenset(offload), kept=kept if draw(st.booleans()) else ())
+
+
+def first_kept(counts: Sequence[int], num_microbatches: int, choice: Choice = Choice.KEEP) -> Kept:
+    """``choice`` for the first ``counts[unit]`` microbatches of each unit."""
+    return tuple((choice,) * count + (Choice.RECOMPUTE,) * (num_microbatches - count) for count in counts)
 
 
 @st.composite
@@ -140,7 +150,8 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         tuple((t + u % 2) * t for u, t in enumerate(trainable)) if draw(st.booleans()) else (0,) * num_units
     )
     num_microbatches = draw(st.integers(1, 7))
-    kept = kept_at_the_turn(stages, num_streamed, num_microbatches) if draw(st.booleans()) else ()
+    choice = draw(st.sampled_from([choice for choice in Choice if not choice.leaves]))
+    kept = kept_at_the_turn(stages, num_streamed, num_microbatches, choice)
     return replace(
         base,
         rest=num_streamed if has_rest else None,

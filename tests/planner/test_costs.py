@@ -7,6 +7,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
 from outsize.model.spec import ModelSpec, pack_unit
+from outsize.planner.choice import Choice, Extent
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.discrete import Cost
 from outsize.planner.program import parse_op
@@ -45,6 +46,23 @@ def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_m
     assert price("SAVE 2.0@w0") == Cost(seconds=latency, amount=7, through=("down:w0", "host memory"))
     assert price("STEP 2") == Cost(amount=28 * SIZE, through=("optimizer", "host memory"))
     assert price("FREE 2@w0.1") == Cost()
+
+
+def test_what_is_kept_is_priced_by_its_bytes_and_by_what_it_spares():
+    choices = (Choice.OFFLOAD_PRODUCTS, Choice.KEEP_ATTENTION, Choice.KEEP)
+    kept = tuple((choice,) for choice in (Choice.RECOMPUTE, *choices[:2], Choice.RECOMPUTE))
+    sizes = {Extent.ATTENTION: (0, 5, 5, 0), Extent.PRODUCTS: (0, 70, 70, 0)}
+    spared = {Extent.ATTENTION: (0.02,) * 4, Extent.PRODUCTS: (0.08,) * 4}
+    times = replace(TIMES, recompute_s=(0.1, 0.09, 0.09, 0.1), spared_s=spared)
+    layout = replace(LAYOUT, kept=kept)
+    costs = cost_model(MACHINE, MODEL, layout, times, (0, 7, 7, 7), kept_bytes=sizes)
+    cost_of = {text: costs.cost_of(parse_op(text)) for text in ("B 0.0@w0", "B 1.0@w0", "B 2.0@w0")}
+    assert [cost.seconds for cost in cost_of.values()] == pytest.approx([0.3, 0.22, 0.28])
+    assert costs.cost_of(parse_op("FP 1.0@w0")) == costs.cost_of(parse_op("F 0.0@w0")) == Cost(seconds=0.1)
+    latency = MACHINE.links[0].latency_s.value
+    for text, way in (("OFFLOAD 1.0@w0", "down:w0"), ("ONLOAD 1.0@w0", "up:w0")):
+        assert costs.cost_of(parse_op(text)) == Cost(seconds=latency, amount=70, through=(way, "host memory"))
+    assert times.spared(Choice.KEEP, 1) == 0.09
 
 
 def test_decoding_adds_its_last_piece_and_what_it_takes_longer_than_the_link():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from outsize.planner.hazards import SAVE_WINDOW, Hazards
-from outsize.planner.ops import Kind
+from outsize.planner.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind
 from outsize.planner.program import parse, parse_op
 from outsize.planner.schedule import build_step
 from planner.layouts import layouts, make_layout
@@ -174,16 +174,16 @@ class Oracle:
             case Kind.ACC:
                 writes.add(("acc", op.slot))
                 self.acc_of[u] = op.slot
-            case Kind.FORWARD | Kind.FORWARD_KEEP | Kind.FORWARD_BACKWARD | Kind.BACKWARD:
+            case kind if kind in COMPUTE_KINDS:
                 units = {u, self.layout.rest}
                 reads |= {("slot", self.slot_of[v]) for v in units if v in self.slot_of}
                 writes.add(("act", u, m))
-                if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+                if op.kind in FORWARD_KINDS:
                     writes.add(("act", u + 1, m))
                 else:
                     writes |= {("acc", self.acc_of[v]) for v in units if v in self.acc_of} | {("dact", u, m)}
                     reads |= {("dact", u + 1, m)} if op.kind is Kind.BACKWARD else set()
-            case Kind.SAVE | Kind.FETCH:
+            case Kind.SAVE | Kind.FETCH | Kind.OFFLOAD | Kind.ONLOAD:
                 writes.add(("act", u, m))
             case Kind.NORM:
                 reads.add(("acc", self.acc_of[u]))

@@ -4,13 +4,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.planner.choice import Extent, bytes_of
 from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
 from outsize.planner.liveness import ActivationMeter, Live, peak_activations
-from outsize.planner.ops import Kind
+from outsize.planner.ops import FORWARD_KINDS, Kind
 from outsize.planner.program import parse, render_op
 from outsize.planner.schedule import build_step
-from planner.layouts import layouts, make_layout
+from planner.layouts import first_kept, layouts, make_layout
 
 
 def meter(text, layout, boundary_bytes):
@@ -28,8 +29,8 @@ def test_the_ids_are_not_counted():
 
 
 def test_what_a_backward_needs_is_live_from_its_forward_until_it_is_workspace():
-    layout = make_layout(3, num_microbatches=2, kept=(0, 1, 0))
-    found = ActivationMeter(layout, (0, 10, 3), saved_bytes=(100, 50, 0))
+    layout = make_layout(3, num_microbatches=2, kept=first_kept((0, 1, 0), 2))
+    found = ActivationMeter(layout, (0, 10, 3), {Extent.WHOLE: (100, 50, 0)})
     text = "F 0.0@w0; F 0.1@w0; FK 1.0@w0; F 1.1@w0; FB 2.0@w0; FB 2.1@w0; B 1.0@w0; B 1.1@w0"
     live = {render_op(op): found.add(op).device_bytes for op in parse(text)}
     assert live["FK 1.0@w0"] == 23  # in the making it is workspace
@@ -66,7 +67,7 @@ def test_a_save_counts_until_something_has_waited_for_it():
 @given(layouts())
 def test_everything_is_freed_in_the_end(layout):
     boundary_bytes = tuple(range(1, layout.num_streamed + 1))
-    found = ActivationMeter(layout, boundary_bytes, boundary_bytes)
+    found = ActivationMeter(layout, boundary_bytes, dict.fromkeys(Extent, boundary_bytes))
     for op in build_step(layout):
         assert min(found.add(op)) >= 0
     # What is left belongs to the lowest backward: its input gradient is not made, its input is consumed.
@@ -94,9 +95,9 @@ def test_with_offload_each_microbatch_carries_one_tensor_from_unit_to_unit():
 class LanesAtRandom:
     """Runs a program on in-order lanes that honour the hazards and nothing else, in a random order."""
 
-    def __init__(self, layout, boundary_bytes, saved_bytes, ops, draw_index):
+    def __init__(self, layout, boundary_bytes, kept_bytes, ops, draw_index):
         self.layout, self.bytes, self.ops, self.draw_index = layout, (0, *boundary_bytes[1:]), ops, draw_index
-        self.saved = saved_bytes
+        self.sizes = kept_bytes
         hazards = Hazards(layout.num_streamed, layout.rest)
         self.waits_for = [hazards.dependencies(op) for op in ops]
         self.lanes = {}
@@ -123,22 +124,34 @@ class LanesAtRandom:
                 self.peak = Live(max(self.peak[0], self.device), max(self.peak[1], self.below))
         return self.peak
 
+    def kept(self, op):
+        return bytes_of(self.layout.choice(op.unit, op.microbatch), op.unit, self.sizes)
+
     def start(self, op):
-        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+        if op.kind in FORWARD_KINDS:
             self.device += self.bytes[op.unit + 1]
         elif op.kind is Kind.FETCH:
             self.device += self.bytes[op.unit]
         elif op.kind is Kind.SAVE:
             self.below += self.bytes[op.unit]
+        elif op.kind is Kind.ONLOAD:
+            self.device += self.kept(op)
+        elif op.kind is Kind.OFFLOAD:
+            self.below += self.kept(op)
         elif op.kind in (Kind.BACKWARD, Kind.FORWARD_BACKWARD):
             self.device += self.bytes[op.unit] * (op.unit > self.layout.first_backward)
-            self.device -= self.saved[op.unit] * self.layout.is_kept(op.unit, op.microbatch)
+            self.device -= self.kept(op)
 
     def finish(self, op):
-        if op.kind is Kind.FORWARD_KEEP:
-            self.device += self.saved[op.unit]
-        elif op.kind is Kind.SAVE or (op.kind is Kind.FORWARD and op.unit < self.layout.first_backward):
+        if op.kind in FORWARD_KINDS:
+            self.device += self.kept(op)
+            self.device -= self.bytes[op.unit] if op.unit < self.layout.first_backward else 0
+        elif op.kind is Kind.SAVE:
             self.device -= self.bytes[op.unit]
+        elif op.kind is Kind.OFFLOAD:
+            self.device -= self.kept(op)
+        elif op.kind is Kind.ONLOAD:
+            self.below -= self.kept(op)
         elif op.kind is Kind.FETCH:
             self.below -= self.bytes[op.unit]
         elif op.kind in (Kind.BACKWARD, Kind.FORWARD_BACKWARD):
@@ -150,9 +163,9 @@ class LanesAtRandom:
 def test_however_far_lanes_run_apart_no_more_is_live_than_was_counted(layout, random):
     boundary_bytes = tuple(random.randrange(1, 9) for _ in range(layout.num_streamed))
     program = build_step(layout)
-    saved_bytes = tuple(random.randrange(30) for _ in range(layout.num_streamed))
-    counted = peak_activations(program, layout, boundary_bytes, saved_bytes)
-    live = LanesAtRandom(layout, boundary_bytes, saved_bytes, program.ops * 2, random.randrange).run()
+    kept_bytes = {e: tuple(random.randrange(30) for _ in range(layout.num_streamed)) for e in Extent}
+    counted = peak_activations(program, layout, boundary_bytes, kept_bytes)
+    live = LanesAtRandom(layout, boundary_bytes, kept_bytes, program.ops * 2, random.randrange).run()
     assert live.device_bytes <= counted.device_bytes
     assert live.below_bytes <= counted.below_bytes
 

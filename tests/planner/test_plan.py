@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec, pack_unit
-from outsize.optim.spec import commit_record_bytes
+from outsize.optim.spec import StateLayout, commit_record_bytes
 from outsize.planner.memory import COMMIT_COPIES
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets, Demand, PlanOptions, plan_step
@@ -250,6 +250,27 @@ def test_the_table_as_text_shows_tiers_classes_and_traffic():
     assert "  optimizer tiles" in text
     assert "  disk_written" in text
     assert "64.00 MiB" in text
+
+
+@pytest.mark.parametrize(
+    "options", [HOST, DISK, replace(DISK, commits=False)], ids=["host", "commits", "disk"]
+)
+def test_the_home_is_told_by_what_it_is_made_of(options):
+    """A home that commits has two commit records besides its planes."""
+    plan = make_plan(options)
+    besides = plan.memory[plan.home]["home"] - sum(plan.home_parts.values())
+    assert (besides > 0) == plan.layout.commits
+    assert plan.home_parts["optimizer state"] == 2 * plan.home_parts["gradients"] * (1 + plan.layout.commits)
+    assert "\n    optimizer state" in plan.table
+
+
+def test_gradients_in_a_ring_spare_the_disk_eight_bytes_per_parameter():
+    ring = replace(DISK, clip=False, state=StateLayout(dtype="fp32", gradients="none"))
+    waiting, passing = make_plan(replace(DISK, clip=False)).traffic, make_plan(ring).traffic
+    elements = sum(unit.numel for unit in make_model().units if unit.trainable)
+    assert waiting.disk_read - passing.disk_read == 4 * elements
+    assert waiting.disk_written - passing.disk_written == 4 * elements
+    assert waiting.down == passing.down
 
 
 def test_a_home_in_host_memory_cannot_lie_behind_the_disk():

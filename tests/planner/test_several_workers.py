@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure
+from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets
+from outsize.planner.prediction import predict
+from outsize.planner.search import fastest
 from outsize.planner.several_workers import TIED, estimate_s, several_workers, without_rest
 from outsize.planner.simulate import simulate
 from outsize.planner.validate import validate
@@ -65,14 +68,35 @@ def test_what_is_short_is_said():
     with pytest.raises(InfeasiblePlanError, match=r"first try") as raised:
         several_workers(ask("2x4090", budgets=budgets), 16)
     assert raised.value.short_by["device"] > 0
-    with pytest.raises(InfeasiblePlanError, match="one GPU and the home on disk") as raised:
+    with pytest.raises(InfeasiblePlanError, match="first try the home on disk") as raised:
         several_workers(ask("2x4090", budgets=Budgets(device=20 * GIB, host=GIB)), 16)
     assert raised.value.short_by["host"] > 0
 
 
-def test_a_home_on_disk_is_refused():
-    with pytest.raises(ConfigError, match="home in host memory"):
-        several_workers(ask("2x4090", home="disk"), 8)
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_home_on_disk_is_staged_and_waited_for(clip):
+    question = ask("2x4090", sequences=16, clip=clip)
+    host, disk = (several_workers(question, 16, home) for home in ("host", "disk"))
+    for program in disk.programs:
+        assert {Kind.READ, Kind.WRITE, Kind.COMMIT} <= {op.kind for op in program}
+    # The layout is that of the last program.
+    validate(disk.programs[-1], disk.layout)
+    assert disk.layout.stages.round_size == 16
+    assert "home" in disk.memory["disk"]
+    assert "home" not in disk.memory["host"]
+    assert predict(question, disk).step_s > predict(question, host).step_s
+    slow = replace(question.machine.disk, read_bytes_per_s=Figure(value=1e9, source="test"))
+    slower = several_workers(replace(question, machine=replace(question.machine, disk=slow)), 16, "disk")
+    assert predict(question, slower).step_s > 1.5 * predict(question, disk).step_s
+
+
+def test_the_home_of_several_goes_to_disk_where_host_memory_is_short():
+    budgets = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
+    assert fastest(ask("2x4090", budgets=budgets)).home == "disk"
+    assert fastest(ask("2x4090")).home == "host"
+    with pytest.raises(InfeasiblePlanError, match="a disk budget of") as raised:
+        fastest(ask("2x4090", budgets=replace(budgets, disk=GIB)))
+    assert raised.value.short_by["disk"] > 0
 
 
 def test_given_stages_are_kept():

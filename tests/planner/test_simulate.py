@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.planner.choice import Extent
 from outsize.planner.discrete import Cost
 from outsize.planner.ops import Kind
 from outsize.planner.program import parse, parse_op
@@ -71,8 +72,9 @@ def test_what_is_held_never_exceeds_what_the_plan_sets_aside(layout, costs):
 
     program = build_step(layout)
     sizes = tuple(range(1, layout.num_streamed + 1))
-    done = simulate([program] * 2, layout, costs, boundary_bytes=sizes, saved_bytes=sizes)
-    live = peak_activations(program, layout, sizes, sizes)
+    kept = dict.fromkeys(Extent, sizes)
+    done = simulate([program] * 2, layout, costs, boundary_bytes=sizes, kept_bytes=kept)
+    live = peak_activations(program, layout, sizes, kept)
     resident = 0
     if layout.rest is not None:
         resident = layout.weight_bytes[layout.rest] + layout.gradient_bytes[layout.rest] * layout.rest_trains

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
@@ -163,6 +163,14 @@ def test_a_slow_worker_slows_the_step_by_no_more_than_its_own_work(layout, rando
     own = sum(speed[op.kind] for op in program if op.worker == slow)
     even = makespan(1.0)
     assert even * (1 - 1e-9) <= makespan(2.0) <= (even + own) * (1 + 1e-9)
+
+
+@given(staged_layouts(), staged_layouts())
+def test_a_plan_for_another_model_or_other_workers_is_refused(layout, other):
+    assume((layout.num_streamed, layout.num_workers) != (other.num_streamed, other.num_workers))
+    assume(layout.num_streamed != other.num_streamed or other.num_workers > layout.num_workers)
+    with pytest.raises(ProgramError):
+        validate(build_step(other), layout)
 
 
 @given(staged_layouts(), st.data())

@@ -1,15 +1,16 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
+from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
 from outsize.planner.program import Program, parse, parse_op, render
 from outsize.planner.schedule import build_step
 from outsize.planner.validate import MemoryLimits, validate
-from planner.layouts import layouts, make_layout
+from planner.layouts import first_kept, layouts, make_layout
 
 ESSENTIAL = (Kind.LOAD, Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD, Kind.GRAD, Kind.STEP)
 # Two microbatches, one offloaded unit, clipping, tiles.
@@ -21,6 +22,13 @@ LAYOUT = make_layout(
 @given(layouts())
 def test_every_step_that_is_built_obeys_the_rules(layout):
     validate(build_step(layout), layout)
+
+
+@given(layouts(), layouts())
+def test_a_plan_for_another_model_is_refused(layout, other):
+    assume(layout.num_streamed != other.num_streamed)
+    with pytest.raises(ProgramError):
+        validate(build_step(other), layout)
 
 
 @given(layouts(), st.data())
@@ -104,6 +112,36 @@ def test_a_wrong_op_is_named(op, instead, message):
     ops[ops.index(parse_op(op))] = parse_op(instead)
     with pytest.raises(ProgramError, match=message):
         validate(Program(tuple(ops)), LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("op", "instead", "message"),
+    [
+        ("FP 1.0@w0", "F 1.0@w0", "the layout keeps what its backward needs: FP"),
+        ("FP 1.0@w0", "FA 1.0@w0", "the layout keeps what its backward needs: FP"),
+        ("F 1.1@w0", "FP 1.1@w0", "the layout keeps nothing of it"),
+        ("OFFLOAD 1.0@w0", "OFFLOAD 1.1@w0", "keeps nothing of unit 1 that leaves"),
+        ("OFFLOAD 1.0@w0", "SAVE 1.0@w0", "the layout keeps the inputs of unit 1|it has been saved"),
+        ("ONLOAD 1.0@w0", "ONLOAD 1.1@w0", "it has not been offloaded"),
+        ("ONLOAD 1.0@w0", "FREE 1@w0.1", "what its forward kept has not come back|unit 1 is in no slot"),
+    ],
+)
+def test_a_wrong_op_of_what_is_kept_is_named(op, instead, message):
+    kept = first_kept((0, 1, 0), 2, Choice.OFFLOAD_PRODUCTS)
+    layout = make_layout(3, num_microbatches=2, kept=kept, slot_bytes=(1, 1, 1))
+    ops = list(build_step(layout).ops)
+    ops[ops.index(parse_op(op))] = parse_op(instead)
+    with pytest.raises(ProgramError, match=message):
+        validate(Program(tuple(ops)), layout)
+
+
+def test_what_leaves_comes_back_once():
+    kept = first_kept((0, 1, 0), 1, Choice.OFFLOAD)
+    layout = make_layout(3, kept=kept)
+    ops = list(build_step(layout).ops)
+    at = ops.index(parse_op("ONLOAD 1.0@w0"))
+    with pytest.raises(ProgramError, match="it has come back already"):
+        validate(Program((*ops[: at + 1], ops[at], *ops[at + 1 :])), layout)
 
 
 def test_a_unit_does_not_load_after_its_step():

@@ -88,10 +88,9 @@ def test_moments_of_fewer_bits_bring_the_home_to_the_host():
 
 
 def test_what_fits_no_more_says_why():
-    question = ask(budgets=TIGHT)
-    found = outcome(question, fastest(question), "gpus=+1")
+    found = outcome(ask("15x4090"), None, "gpus=+1")
     assert found.prediction is None
-    assert "host" in found.error
+    assert "at most 15 GPUs" in found.error
 
 
 def test_a_rate_that_stays_keeps_stages_and_time():

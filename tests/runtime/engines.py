@@ -1,6 +1,7 @@
 """An engine over any module, without files, data or a configuration: for tests of what lies below `outsize.train`."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.shares import shares
 from outsize.optim.spec import planes_for
+from outsize.planner.choice import Kept
 from outsize.planner.net_memory import net_staging
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.schedule import build_step
@@ -25,9 +27,11 @@ from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings
 from outsize.runtime.exchange import Shared
+from outsize.runtime.scratches import open_rooms
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import HostScratch
 from reference import Trace, num_targets
@@ -84,7 +88,8 @@ def engine_over(
     max_grad_norm: float = 0.0,
     freeze: tuple[str, ...] = (),
     settings: dict[str, Any] | None = None,
-    kept: tuple[int, ...] = (),
+    room_bytes: int = 2**20,
+    kept: Kept = (),
     group: Group | None = None,
     wire: Wire = EXACT,
     dtype: str = "fp32",
@@ -102,9 +107,11 @@ def engine_over(
         shared = Shared(group, wire, net_staging(parts.spec, group.size, wire, home))
         own = [ranges[group.rank] for ranges in shares(parts.spec, group.size)]
     plan = plan_for(parts, device=device, home=home, clip=max_grad_norm > 0, **options)
-    if any(kept):
+    if kept:
         layout = replace(plan.layout, kept=kept)
-        plan = replace(plan, layout=layout, program=build_step(layout))
+        counts = Counter(choice.extent for choices in kept for choice in choices if choice.leaves)
+        rooms = {extent: (count, room_bytes) for extent, count in counts.items() if extent is not None}
+        plan = replace(plan, layout=layout, program=build_step(layout), offload_rooms=rooms)
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena())
         pool = stack.enter_context(IOPool(2))
@@ -132,6 +139,9 @@ def engine_over(
         if plan.layout.offload:
             extents = len(plan.layout.offload) * plan.layout.num_microbatches
             scratch = stack.enter_context(contextlib.closing(HostScratch(extents, SCRATCH_BYTES, arena)))
+        rooms = open_rooms(plan, directory / "kept.bin", pool, arena, Ledger({}))
+        for room in rooms.values():
+            stack.enter_context(contextlib.closing(room))
         boundaries = stack.enter_context(Boundaries(parts.modules))
         engine = Engine(
             parts,
@@ -146,6 +156,7 @@ def engine_over(
                 max_grad_norm=max_grad_norm or float("inf"),
                 **(settings or {}),
             ),
+            rooms,
             shared,
         )
         stack.callback(engine.close)

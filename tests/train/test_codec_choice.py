@@ -21,7 +21,7 @@ EMULATED = {"device": "emulated"}
 
 def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12):
     """Units take a millisecond each, gradients and the optimizer nothing; weights go up at ``bytes_per_s``."""
-    machine = parse_gpus("4090")
+    machine = parse_gpus("2x4090")
     link = replace(
         machine.links[0],
         up_bytes_per_s=Figure(value=bytes_per_s, source="test"),
@@ -33,7 +33,7 @@ def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12):
     def measure_rates(prepared, _):
         count = prepared.split.spec.num_streamed
         times = UnitTimes(forward_s=(1e-3,) * count, backward_s=(3e-3,) * count)
-        return Rates(replace(machine, links=(link,)), times)
+        return Rates(replace(machine, links=(link, link)), times)
 
     monkeypatch.setattr(module, "measure_rates", measure_rates)
     monkeypatch.setattr(
@@ -41,18 +41,19 @@ def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12):
     )
 
 
-def chosen(tmp_path, **sections):
+def chosen(tmp_path, device="emulated", **sections):
     said: list[str] = []
-    config = make_run(tmp_path, memory=EMULATED, transport=AUTO, **sections)
+    config = make_run(tmp_path, memory={"device": device}, transport=AUTO, **sections)
     prepared = prepare(config, tmp_path, lambda _: None)
     assert prepared.plan.transport.weights == "raw"
     found, _ = module.choose_codec(prepared, tmp_path, said.append)
     return found.plan.transport.weights, said
 
 
-def test_weights_are_encoded_where_a_step_waits_for_the_link(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("device", ["emulated", "emulated:2"])
+def test_weights_are_encoded_where_a_step_waits_for_the_link(device, tmp_path: Path, monkeypatch):
     on_a_link(monkeypatch, 1e6)
-    codec, said = chosen(tmp_path, model={"dtype": "bf16"})
+    codec, said = chosen(tmp_path, device, model={"dtype": "bf16"})
     assert codec == "lossless3"  # of bf16 it takes 0.70, and lossless4 0.75
     assert said[0].startswith("transport.weights: auto is lossless3: a step is predicted to take ")
 

@@ -43,7 +43,7 @@ def both(
         masters = {n: p.detach().clone() for n, p in model.named_parameters()}
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.model.dtype]
         model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype).train()
-    want = reference.train(model, microbatches(batches, config.train.microbatches), recipe, masters)
+    want = reference.train(model, microbatches(batches, config.microbatches), recipe, masters)
     assert losses == pytest.approx(want.losses, rel=tolerance, abs=0.0)
     assert weights.keys() == want.weights.keys()
     assert [n for n, w in want.weights.items() if (weights[n] - w).abs().max() > tolerance] == []

@@ -229,8 +229,10 @@ def _answer(
             raise
         usual = usual_changes(asked.question, prediction) if advice else ()
         outcomes = [outcome(asked.question, prediction, change) for change in changes]
-        # A step of several GPUs takes a second to simulate; what would help is told from estimates then.
-        judge = estimated_outcome if prediction.num_gpus > 1 else outcome
+        # A step of several GPUs takes a second to simulate; what would help is told from estimates then, which know
+        # links and host memory, but no disk.
+        estimated = prediction.num_gpus > 1 and prediction.home == "host"
+        judge = estimated_outcome if estimated else outcome
         helps = [judge(asked.question, prediction, change) for change in usual if change not in changes]
     return prediction, outcomes, helps
 

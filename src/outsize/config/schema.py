@@ -369,10 +369,22 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
-    activations: Literal["auto", "recompute", "keep"] = Field(
+    activations: Literal[
+        "auto",
+        "recompute",
+        "keep-attention",
+        "keep-products",
+        "keep",
+        "offload-attention",
+        "offload-products",
+        "offload",
+    ] = Field(
         default="auto",
         description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
-        "stays on the device; auto: it stays as far as there is room when all else has.",
+        "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "
+        "well, and the rest is made again; offload and offload-...: the same, but it waits below the device; auto: it "
+        "stays as far as there is room when all else has, and on CUDA waits below the device where that is predicted "
+        "to shorten a step.",
     )
     tile_elements: int | None = Field(
         default=None,

@@ -86,6 +86,10 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
         saved_bytes=tuple(
             size + _copied(unit) * work.tokens for unit, size in zip(streamed, work.saved_bytes, strict=True)
         ),
+        products_bytes=tuple(
+            size + _FP32 * work.tokens * sum(t.shape[0] for t in unit.tensors)
+            for unit, size in zip(streamed, work.products_bytes, strict=True)
+        ),
         gradient_flops=tuple(
             (base + 2 * more) * (unit.index >= bottom)
             for unit, base, more in zip(streamed, work.forward_flops, adapters, strict=True)

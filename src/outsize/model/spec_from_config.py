@@ -148,6 +148,12 @@ def forward_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ..
     return (0.0, *blocks, 2.0 * tokens * shape.hidden * shape.vocabulary)
 
 
+def attention_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
+    """Return the FLOPs of the attention of each streamed unit: causal scores, and what they weigh."""
+    scores = 2.0 * sequences * seq_len**2 * shape.attention_width
+    return (0.0, *[scores] * shape.layers, 0.0)
+
+
 def recompute_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
     """Return the FLOPs of what a backward needs of each streamed unit's forward.
 

@@ -7,7 +7,7 @@ queries, keys, values, the attention's output and what the MLP makes, and in fp3
 """
 
 from outsize.model.spec import ITEMSIZE, Workload
-from outsize.model.spec_from_config import Shape, forward_flops, recompute_flops
+from outsize.model.spec_from_config import Shape, attention_flops, forward_flops, recompute_flops
 
 # Bytes per logit of a chunk of the loss: their softmax, and in the backward two more of that size, fp32.
 LOGIT_BYTES = 12
@@ -51,6 +51,16 @@ def count_workload(
             *(tokens * _block_saved(shape, size, shape.is_mixture(layer)) for layer in range(shape.layers)),
             0,
         ),
+        attention_bytes=(0, *[tokens * _attention_returned(shape, size)] * shape.layers, 0),
+        attention_flops=attention_flops(shape, sequences, seq_len),
+        products_bytes=(
+            0,
+            *(
+                tokens * _products_returned(shape, size, shape.is_mixture(layer))
+                for layer in range(shape.layers)
+            ),
+            0,
+        ),
         held_bytes=tokens * (size * 2 * (shape.head_dim + shape.hidden) + ID_BYTES),
     )
 
@@ -86,6 +96,27 @@ def _block_saved(shape: Shape, size: int, mixture: bool) -> int:
         return norms + attention + size * 4 * shape.intermediate
     active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
     return norms + attention + size * 4 * active + _routing(shape, size)
+
+
+def _attention_returned(shape: Shape, size: int) -> int:
+    """Return the bytes per token of the attention's output, and of one fp32 for each head, its log-sum-exp."""
+    return size * shape.attention_width + 4 * shape.heads
+
+
+def _products_returned(shape: Shape, size: int, mixture: bool) -> int:
+    """Return the bytes per token of what attention and products return, the last product of a dense MLP apart.
+
+    Queries, keys, values and the projection behind them, gate and up; of a mixture those of each expert that a token
+    visits, with what the expert returns, and the router's scores.
+    """
+    width = shape.attention_width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
+    if not mixture:
+        mlp = 2 * shape.intermediate
+    else:
+        active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
+        returned = shape.active_experts + (shape.shared_intermediate > 0)
+        mlp = 2 * active + returned * shape.hidden + shape.experts
+    return _attention_returned(shape, size) + size * (width + mlp)
 
 
 def _widest_mlp(shape: Shape) -> int:

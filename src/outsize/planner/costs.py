@@ -5,8 +5,8 @@ several links), ``host memory`` (reads and writes together), ``optimizer`` (what
 read`` and ``disk write``, and ``network`` (what a node sends, and receives at the same time).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.codecs.wire import EXACT, Wire
@@ -14,10 +14,12 @@ from outsize.errors import ConfigError
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.optim.spec import ITEM_BYTES, StateLayout, layout_of
+from outsize.planner.choice import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.discrete import Cost
 from outsize.planner.layout import StepLayout
+from outsize.planner.liveness import NOTHING
 from outsize.planner.memory import NO_CODECS, Tier
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.simulate import CostModel
 from outsize.planner.transport import activation_bytes, encoded_planes, gradient_bytes, load_bytes
 
@@ -38,15 +40,24 @@ class UnitTimes:
         forward_s: of each streamed unit.
         backward_s: of each, its recompute included; of the last unit, forward and loss included.
         recompute_s: of each; a whole forward where it is empty.
+        spared_s: of each, the part of its recompute that is spared where attention, or products, were kept.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     recompute_s: tuple[float, ...] = ()
+    spared_s: Mapping[Extent, Sequence[float]] = field(default_factory=dict)
 
     def recompute(self, unit: int) -> float:
         """Return the seconds that a recompute of ``unit`` takes."""
         return (self.recompute_s or self.forward_s)[unit]
+
+    def spared(self, choice: Choice, unit: int) -> float:
+        """Return the seconds of the recompute of ``unit`` that ``choice`` spares its backward."""
+        if choice.extent is None or choice.extent is Extent.WHOLE:
+            return self.recompute(unit) if choice.extent else 0.0
+        parts = self.spared_s.get(choice.extent)
+        return min(self.recompute(unit), parts[unit]) if parts else 0.0
 
 
 def cost_model(
@@ -62,6 +73,7 @@ def cost_model(
     transport: Transport = NO_CODECS,
     state: StateLayout | None = None,
     net_bytes_per_s: float = 0.0,
+    kept_bytes: KeptBytes = NOTHING,
     codec_rates: CodecRates | None = None,
     wire: Wire = EXACT,
 ) -> CostModel:
@@ -97,6 +109,7 @@ def cost_model(
         tile_elements,
         transport,
         layout_of(model.dtype if state is None else state),
+        kept_bytes,
         codec_rates,
         wire,
     )
@@ -105,11 +118,12 @@ def cost_model(
 
 def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
     """Return ``price``, asked once for all microbatches of a unit: they cost the same, but for a B of what was kept."""
-    known: dict[tuple[Kind, int | None, int | None, int | None, bool, bool], Cost] = {}
+    known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
-        kept = op.kind is Kind.BACKWARD and layout.is_kept(op.unit or 0, op.microbatch or 0)
-        key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, kept)
+        depends = op.kind in (Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
+        choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
+        key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice)
         cost = known.get(key)
         if cost is None:
             cost = known[key] = price(op)
@@ -135,23 +149,24 @@ class _Pricing:
     tile_elements: int
     transport: Transport
     state: StateLayout
+    kept_bytes: KeptBytes
     codec_rates: CodecRates | None
     wire: Wire
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
-        if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+        if op.kind in FORWARD_KINDS:
             return Cost(seconds=self.times.forward_s[unit])
         if op.kind is Kind.RECOMPUTE:
             return Cost(seconds=self.times.recompute(unit))
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             stages = layout.stages
-            # An R has recomputed it, or an FK kept it.
+            # An R has recomputed it, or its forward kept it.
             apart = stages is not None and unit < stages.backward[0][0]
-            apart = apart or layout.is_kept(unit, op.microbatch or 0)
+            choice = Choice.KEEP if apart else layout.choice(unit, op.microbatch or 0)
             # Where both were timed, of very small units, the recompute may have come out as the longer one.
-            return Cost(seconds=max(0.0, self.times.backward_s[unit] - apart * self.times.recompute(unit)))
+            return Cost(seconds=max(0.0, self.times.backward_s[unit] - self.times.spared(choice, unit)))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
@@ -168,6 +183,9 @@ class _Pricing:
             if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
                 size = activation_bytes(self.transport, size, self.model.dtype)
             return self._copy(op, size, way, True)
+        if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
+            size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
+            return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
             return Cost(seconds=self._encode_s(op), amount=ADAMW_BYTES * self._elements(op), through=through)

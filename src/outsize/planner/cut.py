@@ -13,11 +13,12 @@ Gradients go on from those that are at home already where `summing` says so: a S
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from outsize.planner.disk import insert_disk
 from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind, Op
-from outsize.planner.passes import FORWARDS, insert_gradients, insert_loads, insert_saves, v_cycle
+from outsize.planner.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.passes import insert_gradients, insert_loads, insert_saves, v_cycle
 from outsize.planner.program import Program
 
 
@@ -52,7 +53,7 @@ def cut_step(layout: StepLayout) -> Passes:
     forwards = tuple(op for op in _lean(compute) if op.kind is Kind.FORWARD)
     backwards = tuple(op for op in compute if op.kind is Kind.BACKWARD)
     whole = _complete(Program(compute), layout)
-    end = 1 + max(index for index, op in enumerate(whole) if op.kind in FORWARDS)
+    end = _end_of_forward(whole)
     return Passes(
         forward=Program(whole.ops[:end]),
         lean_forward=Program(_lean(whole.ops[:end])),
@@ -78,8 +79,16 @@ def summing(program: Program, units: Collection[int]) -> Program:
 
 
 def _lean(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Return ``ops`` with every FK an F."""
-    return tuple(replace(op, kind=Kind.FORWARD) if op.kind is Kind.FORWARD_KEEP else op for op in ops)
+    """Return ``ops`` with every forward an F, and nothing that leaves of what it kept."""
+    kept = (op for op in ops if op.kind is not Kind.OFFLOAD)
+    return tuple(replace(op, kind=Kind.FORWARD) if op.kind in FORWARD_KINDS else op for op in kept)
+
+
+def _end_of_forward(program: Program) -> int:
+    """Return where the forward ends: behind its last op, and what it offloads."""
+    last = max(index for index, op in enumerate(program) if op.kind in FORWARD_KINDS)
+    leaving = takewhile(lambda op: op.kind is Kind.OFFLOAD, program.ops[last + 1 :])
+    return last + 1 + sum(1 for _ in leaving)
 
 
 def _complete(program: Program, layout: StepLayout) -> Program:

@@ -5,11 +5,12 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
+from outsize.planner.choice import KeptBytes
 from outsize.planner.comparison import Steps
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.layout import StepLayout
@@ -33,6 +34,7 @@ class PlannedStep:
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
         net_bytes_per_s: what this node sends, and receives, where several share the step.
+        kept_bytes: of what forwards keep, by its extent.
         codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
     """
 
@@ -40,6 +42,7 @@ class PlannedStep:
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
     net_bytes_per_s: float = 0.0
+    kept_bytes: KeptBytes = field(default_factory=dict)
     codec_rates: CodecRates | None = None
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
@@ -57,6 +60,7 @@ class PlannedStep:
             transport=self.plan.transport,
             net_bytes_per_s=self.net_bytes_per_s,
             wire=self.plan.wire,
+            kept_bytes=self.kept_bytes,
             state=self.plan.state,
             codec_rates=self.codec_rates,
         )

@@ -10,7 +10,8 @@ home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP, GATHER u:
                 COMMIT: all tiles of all units                   STEP u#p that no READ u#p came before: tile p
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h, REDUCE u<h
-act(u, m)       -                                                F, FB, R, B, SAVE, FETCH u.m; F (u-1).m
+act(u, m)       -                                                F, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD
+                                                                 u.m; F (u-1).m
 dact(u, m)      B (u-1).m                                        B, FB, SEND, RECV u.m
 acc(w, a)       NORM u                                           ACC, SUM, GRAD, FB, B u; the rest's: all FB, B
 norm(u)         CLIP, AGREE                                      NORM u, REDUCE u
@@ -20,7 +21,7 @@ tile buffer t   WRITE u#p<t                                      READ u#p>t, GRA
 commit          STEP, AGREE                                      COMMIT
 ==============  ===============================================  =============================================
 
-An FK is an F: what it keeps is part of act(u, m).
+FA, FP and FK are Fs: what they keep is part of act(u, m).
 
 The input of unit u exists only once F u.m ran, since the model's forward of microbatch m is a coroutine that
 F u.m resumes; so F writes the act of its unit and of the next one.
@@ -31,7 +32,7 @@ the next step wait for it, by when that step's forward and backward have given i
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
 an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
 there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
-there. A SEND counts as a SAVE, and a RECV as a FETCH.
+there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH.
 
 Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
 An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
@@ -85,12 +86,16 @@ class Hazards:
             Kind.FREE: self._free,
             Kind.ACC: self._acc,
             Kind.FORWARD: self._forward,
+            Kind.FORWARD_ATTENTION: self._forward,
+            Kind.FORWARD_PRODUCTS: self._forward,
             Kind.FORWARD_KEEP: self._forward,
             Kind.FORWARD_BACKWARD: self._forward_backward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.SAVE: self._save,
             Kind.FETCH: self._fetch,
+            Kind.OFFLOAD: self._save,
+            Kind.ONLOAD: self._fetch,
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
             Kind.SUM: self._sum,

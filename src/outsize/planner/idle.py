@@ -34,6 +34,8 @@ CAUSES: Mapping[str, str] = {
     "SUM": "gradients",
     "SAVE": "activations",
     "FETCH": "activations",
+    "OFFLOAD": "activations",
+    "ONLOAD": "activations",
     "SEND": "activations",
     "RECV": "activations",
     "STEP": "optimizer",

@@ -3,9 +3,9 @@
 ================  ====================================================================================
 lane              ops
 ================  ====================================================================================
-``compute:w0``    F, FK, FB, R, B, and what is instant beside them: FREE, ACC, NORM
-``up:w0``         LOAD, FETCH, RECV, SUM: towards the device
-``down:w0``       SAVE, SEND, GRAD: away from it
+``compute:w0``    F, FA, FP, FK, FB, R, B, and what is instant beside them: FREE, ACC, NORM
+``up:w0``         LOAD, FETCH, ONLOAD, RECV, SUM: towards the device
+``down:w0``       SAVE, OFFLOAD, SEND, GRAD: away from it
 ``host``          CLIP, STEP
 ``read``          READ of optimizer tiles
 ``write``         WRITE of optimizer tiles
@@ -32,14 +32,18 @@ from outsize.planner.ops import Kind, Op
 _OF_WORKER = {
     Kind.LOAD: "up",
     Kind.FETCH: "up",
+    Kind.ONLOAD: "up",
     Kind.RECV: "up",
     Kind.SUM: "up",
     Kind.SAVE: "down",
+    Kind.OFFLOAD: "down",
     Kind.SEND: "down",
     Kind.GRAD: "down",
     Kind.FREE: "compute",
     Kind.ACC: "compute",
     Kind.FORWARD: "compute",
+    Kind.FORWARD_ATTENTION: "compute",
+    Kind.FORWARD_PRODUCTS: "compute",
     Kind.FORWARD_KEEP: "compute",
     Kind.FORWARD_BACKWARD: "compute",
     Kind.RECOMPUTE: "compute",

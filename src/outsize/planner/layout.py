@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from outsize.planner.choice import Choice, Kept
 from outsize.planner.stages import Stages
 
 # The only worker of a step that is not cut into stages.
@@ -25,8 +26,8 @@ class StepLayout:
         accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
-        kept: for each streamed unit, of how many microbatches (the first ones) what its backward needs stays on the
-            device from its forward, so that it is not recomputed; empty for none.
+        kept: for each streamed unit and each of its microbatches, what becomes of what its backward needs; empty
+            recomputes all.
         clip: whether gradients are clipped by their global norm.
         unit_clip: whether the gradient of each unit is clipped by its own norm.
         ring: whether gradients do not wait at home, but pass tile by tile through the buffers of the ring to the
@@ -57,7 +58,7 @@ class StepLayout:
     accumulator_bytes: tuple[int, ...]
     prefetch_depth: int = 1
     offload: frozenset[int] = frozenset()
-    kept: tuple[int, ...] = ()
+    kept: Kept = ()
     clip: bool = False
     unit_clip: bool = False
     ring: bool = False
@@ -126,10 +127,13 @@ class StepLayout:
             return
         if len(self.kept) != self.num_streamed:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
-        if any(count and unit not in self.keepable for unit, count in enumerate(self.kept)):
-            raise ValueError(f"kept may name units {self.keepable}, not {self.kept}")
-        if not 0 <= min(self.kept) <= max(self.kept) <= self.num_microbatches:
-            raise ValueError(f"kept counts microbatches, of which there are {self.num_microbatches}")
+        if any(len(choices) != self.num_microbatches for choices in self.kept):
+            raise ValueError(f"kept needs one choice for each of {self.num_microbatches} microbatches")
+        others = [u for u in range(self.num_streamed) if u not in self.keepable and self.keeps_anything(u)]
+        if others:
+            raise ValueError(f"kept may name units {self.keepable}, not {others}")
+        if self.stages is not None and self.any_leaves:
+            raise ValueError("of stages nothing leaves that a forward keeps: its backward follows at once")
 
     def _check_stages(self) -> None:
         if self.cut and (self.clip or self.stages is not None):
@@ -212,9 +216,23 @@ class StepLayout:
         lowest = self.first_backward if self.stages is None else self.stages.backward[0][0]
         return tuple(range(lowest, self.last + self.cut))
 
-    def is_kept(self, unit: int, microbatch: int) -> bool:
-        """Whether the forward of ``unit`` keeps what its backward for ``microbatch`` needs."""
-        return unit < len(self.kept) and microbatch < self.kept[unit]
+    def choice(self, unit: int, microbatch: int) -> Choice:
+        """What becomes of what the backward of ``unit`` for ``microbatch`` needs of the forward."""
+        return self.kept[unit][microbatch] if unit < len(self.kept) else Choice.RECOMPUTE
+
+    def keeps_anything(self, unit: int) -> bool:
+        """Whether a forward of ``unit`` keeps anything."""
+        return any(self.choice(unit, m) is not Choice.RECOMPUTE for m in range(self.num_microbatches))
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether any forward keeps anything."""
+        return any(self.keeps_anything(unit) for unit in range(len(self.kept)))
+
+    @property
+    def any_leaves(self) -> bool:
+        """Whether anything that a forward keeps leaves the device."""
+        return any(choice.leaves for choices in self.kept for choice in choices)
 
     @property
     def step_order(self) -> tuple[int, ...]:

@@ -41,8 +41,9 @@ from outsize.optim.spec import (
     home_bytes,
     layout_of,
 )
+from outsize.planner.choice import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.layout import StepLayout
-from outsize.planner.liveness import Live
+from outsize.planner.liveness import NOTHING, Live
 from outsize.planner.net_memory import net_bytes
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
@@ -70,6 +71,8 @@ _CLASS_OF = {
 }
 # Extents of `storage.scratch` are whole sectors.
 _EXTENT_BYTES = 4096
+# Tensors of what a forward kept lie in one extent, each on a sector of its own; so many where nobody has counted them.
+DEFAULT_PARTS = 64
 # Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
 STORE_BUFFER_BYTES = 2**20
 
@@ -85,6 +88,10 @@ class Demand:
         saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; of
             the last in a step that is cut only. Empty: unknown, and so never kept.
         recompute_s: by streamed unit, how long its recompute takes beside the others', in any unit.
+        selected_bytes: the same as ``saved_bytes`` of what attention, or attention and products, returned.
+        selected_s: the same as ``recompute_s``, of the part of a recompute that is spared where these were kept.
+        least_selected_s: the least of it that is worth looking at each operation of a unit.
+        num_saved: by streamed unit, tensors that its forward makes for its backward; empty where it is unknown.
         shared_bytes: ids, labels, masks and the like, for all microbatches.
         fixed_bytes: whatever else lies on the device throughout.
     """
@@ -94,8 +101,31 @@ class Demand:
     backward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: tuple[int, ...] = ()
     recompute_s: tuple[float, ...] = ()
+    selected_bytes: KeptBytes = field(default_factory=dict)
+    selected_s: Mapping[Extent, Sequence[float]] = field(default_factory=dict)
+    least_selected_s: float = 0.0
+    num_saved: tuple[int, ...] = ()
     shared_bytes: int = 0
     fixed_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> KeptBytes:
+        """What forwards of each extent keep, as far as it is known."""
+        whole = {Extent.WHOLE: self.saved_bytes} if self.saved_bytes else {}
+        return {**self.selected_bytes, **whole}
+
+    def spared_s(self, extent: Extent, unit: int) -> float:
+        """Return what keeping ``extent`` spares the backward of ``unit``; 0 where it is not worth it."""
+        whole = self.recompute_s[unit] if self.recompute_s else 0.0
+        if extent is Extent.WHOLE:
+            return whole
+        seconds = min(whole, self.selected_s[extent][unit]) if extent in self.selected_s else 0.0
+        return seconds if seconds >= self.least_selected_s else 0.0
+
+    def extent_bytes(self, choice: Choice, unit: int) -> int:
+        """Return the room below the device that what ``choice`` keeps of ``unit`` takes for a microbatch."""
+        parts = self.num_saved[unit] if self.num_saved else DEFAULT_PARTS
+        return align_up(bytes_of(choice, unit, self.kept_bytes), _EXTENT_BYTES) + parts * _EXTENT_BYTES
 
     @property
     def workspace_bytes(self) -> int:
@@ -182,6 +212,17 @@ def _scratch_bytes(layout: StepLayout, boundary_bytes: Sequence[int]) -> int:
     return len(layout.offload) * layout.num_microbatches * align_up(largest, _EXTENT_BYTES)
 
 
+def offload_rooms(layout: StepLayout, demand: Demand) -> dict[Extent, tuple[int, int]]:
+    """Return what waits below the device of what forwards kept: by extent, how many at once, bytes of the largest."""
+    rooms: dict[Extent, tuple[int, int]] = {}
+    for unit, choices in enumerate(layout.kept):
+        for choice in choices:
+            if choice.leaves and choice.extent is not None:
+                count, size = rooms.get(choice.extent, (0, 0))
+                rooms[choice.extent] = (count + 1, max(size, demand.extent_bytes(choice, unit)))
+    return rooms
+
+
 def memory_table(
     model: ModelSpec,
     demand: Demand,
@@ -211,6 +252,8 @@ def memory_table(
     buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
     buffers |= net_bytes(model, layout, wire, home)
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
+    rooms = offload_rooms(layout, demand).values()
+    table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
     table[home]["home"] = state_bytes(model, layout, home, transport, kept)
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
@@ -252,6 +295,7 @@ def count_traffic(
     tile_elements: int,
     transport: Transport = NO_CODECS,
     state: StateLayout | None = None,
+    kept_bytes: KeptBytes = NOTHING,
 ) -> Traffic:
     """Return the bytes that ``program`` moves, counted op by op."""
     moved: Counter[str] = Counter()
@@ -289,6 +333,10 @@ def count_traffic(
         elif op.kind in (Kind.FETCH, Kind.RECV):
             moved["up"] += handed_over(op)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
+        elif op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
+            size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, kept_bytes)
+            moved["down" if op.kind is Kind.OFFLOAD else "up"] += size
+            moved["disk_written" if op.kind is Kind.OFFLOAD else "disk_read"] += size * (below == "disk")
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += loaded
         elif op.kind is Kind.READ:

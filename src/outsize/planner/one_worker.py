@@ -1,7 +1,12 @@
 """The candidate of one GPU: the plan that `train` makes, its steps priced on the machine."""
 
+from dataclasses import replace
+
+from outsize.model.spec import Workload
+from outsize.planner.balance import Rates
 from outsize.planner.candidate import Candidate
-from outsize.planner.costs import cost_model
+from outsize.planner.choice import Extent
+from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.expectation import coarser
 from outsize.planner.memory import NO_CODECS, Demand, Tier
 from outsize.planner.plan import fits_at_all, plan_step
@@ -12,6 +17,8 @@ from outsize.planner.unit_times import unit_times
 
 # Steps that are simulated: the first one starts from rest, the others tell the time.
 NUM_STEPS = 3
+# Looking at each operation of a unit costs Python tens of microseconds for each: less than this is not worth it.
+LEAST_SELECTED_S = 0.002
 
 
 def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
@@ -22,18 +29,25 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
     """
     model, machine = question.model, question.machine
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
-    options = _options(question, microbatches, home)
-    plan = plan_step(model, _demand(question, microbatches), question.budgets, options)
+    times = unit_times(machine, model.compute_dtype, work)
+    link = machine.links[0]
+    rates = Rates(
+        times=times, up_bytes_per_s=link.up_bytes_per_s.value, down_bytes_per_s=link.down_bytes_per_s.value
+    )
+    options = replace(_options(question, microbatches, home), rates=rates)
+    demand = _in_seconds(_demand(question, microbatches), work, times)
+    plan = plan_step(model, demand, question.budgets, options)
     layout, tile_elements = coarser(plan, max(unit.numel for unit in model.units))
     costs = cost_model(
         machine,
         model,
         layout,
-        unit_times(machine, model.compute_dtype, work),
+        times,
         work.boundary_bytes,
         home=home,
         tile_elements=tile_elements,
         transport=options.transport,
+        kept_bytes=demand.kept_bytes,
         state=plan.state,
         **exchange_of(question),
     )
@@ -48,6 +62,19 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         programs=[build_step(layout)] * NUM_STEPS,
         costs=costs,
         assumptions=node_assumptions(question),
+    )
+
+
+def _in_seconds(demand: Demand, work: Workload, times: UnitTimes) -> Demand:
+    """Return ``demand`` with what choices of activations gain on the machine."""
+    if not work.attention_bytes:
+        return replace(demand, recompute_s=times.recompute_s)
+    return replace(
+        demand,
+        recompute_s=times.recompute_s,
+        selected_bytes={Extent.ATTENTION: work.attention_bytes, Extent.PRODUCTS: work.products_bytes},
+        selected_s=times.spared_s,
+        least_selected_s=LEAST_SELECTED_S,
     )
 
 
@@ -75,4 +102,5 @@ def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
         transport=transport,
         nodes=question.nodes,
         wire=question.wire,
+        activations=question.activations,
     )

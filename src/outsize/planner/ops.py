@@ -8,12 +8,16 @@ text                          meaning
 ``FREE 3@w0.1``               slot 1 no longer holds unit 3
 ``ACC 3@w0.1``                accumulator 1 of worker 0 now sums the gradient of unit 3
 ``F 3.0@w0``                  forward of unit 3 for microbatch 0, nothing kept but its input
-``FK 3.0@w0``                 the same, and what its backward needs stays on the device
+``FA 3.0@w0``                 the same, and what its attention returned is kept for the recompute
+``FP 3.0@w0``                 the same, and what its attention and its matrix products returned
+``FK 3.0@w0``                 the same, and all that its backward needs
 ``FB 5.0@w0``                 forward, loss and backward of the last unit in one go
 ``R 3.0@w0``                  recompute of unit 3 for microbatch 0, kept for the B that follows
-``B 3.0@w0``                  recompute, unless an R or FK has done it, and backward of unit 3 for microbatch 0
+``B 3.0@w0``                  recompute, as far as R, FA, FP or FK have not done it, and backward of unit 3
 ``SAVE 3.0@w0``               the input of unit 3 for microbatch 0 leaves the device
 ``FETCH 3.0@w0``              it comes back
+``OFFLOAD 3.0@w0``            what an FA, FP or FK of unit 3 kept for microbatch 0 leaves the device
+``ONLOAD 3.0@w0``             it comes back
 ``SEND 3.0@w0``               the gradient of the input of unit 3 leaves the device, for another worker
 ``RECV 3.0@w1``               it arrives there
 ``SUM 3@w0.1``                the gradient of unit 3 as summed so far comes up into accumulator 1, which sums on
@@ -48,12 +52,16 @@ class Kind(StrEnum):
     FREE = "FREE"
     ACC = "ACC"
     FORWARD = "F"
+    FORWARD_ATTENTION = "FA"
+    FORWARD_PRODUCTS = "FP"
     FORWARD_KEEP = "FK"
     FORWARD_BACKWARD = "FB"
     RECOMPUTE = "R"
     BACKWARD = "B"
     SAVE = "SAVE"
     FETCH = "FETCH"
+    OFFLOAD = "OFFLOAD"
+    ONLOAD = "ONLOAD"
     SEND = "SEND"
     RECV = "RECV"
     SUM = "SUM"
@@ -77,7 +85,7 @@ class Op:
     Attributes:
         kind: the verb.
         unit: unit index; None only for CLIP, AGREE and COMMIT.
-        microbatch: for F, FK, FB, R, B, SAVE, FETCH, SEND and RECV.
+        microbatch: for F, FA, FP, FK, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD, SEND and RECV.
         worker: the device that it concerns; None for host and disk ops.
         slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.
         tile: tile of the unit's optimizer state or gradient; None for whole-unit ops.
@@ -97,3 +105,9 @@ class Op:
         from outsize.planner.program import render_op
 
         return render_op(self)
+
+
+# Forwards of a unit that a backward of its own follows.
+FORWARD_KINDS = frozenset({Kind.FORWARD, Kind.FORWARD_ATTENTION, Kind.FORWARD_PRODUCTS, Kind.FORWARD_KEEP})
+# What runs a unit.
+COMPUTE_KINDS = FORWARD_KINDS | {Kind.FORWARD_BACKWARD, Kind.RECOMPUTE, Kind.BACKWARD}

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from outsize.planner.layout import WORKER, StepLayout
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.program import Program
 from outsize.planner.slots import assign_slots
 
-FORWARDS = (Kind.FORWARD, Kind.FORWARD_KEEP)
-COMPUTE = (*FORWARDS, Kind.FORWARD_BACKWARD, Kind.BACKWARD)
+COMPUTE = FORWARD_KINDS | {Kind.FORWARD_BACKWARD, Kind.BACKWARD}
 _BACKWARD = (Kind.FORWARD_BACKWARD, Kind.BACKWARD)
+# Backwards ahead of its own that what a forward kept comes back: one, as it may be many times larger than an input.
+ONLOAD_AHEAD = 1
 
 
 def v_cycle(layout: StepLayout) -> Program:
@@ -28,8 +29,7 @@ def v_cycle(layout: StepLayout) -> Program:
     microbatches = range(layout.num_microbatches)
 
     def kind_of(kind: Kind, unit: int, microbatch: int) -> Kind:
-        keeps = kind is Kind.FORWARD and layout.is_kept(unit, microbatch)
-        return Kind.FORWARD_KEEP if keeps else kind
+        return layout.choice(unit, microbatch).forward if kind is Kind.FORWARD else kind
 
     kinds = [(Kind.FORWARD, unit) for unit in range(layout.last)]
     turn = (Kind.FORWARD, Kind.BACKWARD) if layout.cut else (Kind.FORWARD_BACKWARD,)
@@ -59,18 +59,30 @@ def insert_loads(program: Program, layout: StepLayout) -> Program:
 
 
 def insert_saves(program: Program, layout: StepLayout) -> Program:
-    """Let inputs leave right after their unit's forward, and come back ``prefetch_depth`` backwards ahead."""
+    """Let inputs leave right after their unit's forward, and come back ``prefetch_depth`` backwards ahead.
+
+    So does what a forward kept, where it leaves; it comes back `ONLOAD_AHEAD`.
+    """
     before, after = _insertions()
     backwards = [i for i, op in enumerate(program) if op.kind in _BACKWARD]
     for index, op in enumerate(program):
-        if op.kind in FORWARDS and op.unit in layout.offload:
+        if op.kind in FORWARD_KINDS and op.unit in layout.offload:
             after[index].append(_compute(Kind.SAVE, op.unit, op.microbatch))
+        if op.kind in FORWARD_KINDS and _leaves(op, layout):
+            after[index].append(_compute(Kind.OFFLOAD, op.unit, op.microbatch))
     for turn, index in enumerate(backwards):
         op = program.ops[index]
         if op.kind is Kind.BACKWARD and op.unit in layout.offload:
             ahead = backwards[max(0, turn - layout.prefetch_depth)]
             before[ahead].append(_compute(Kind.FETCH, op.unit, op.microbatch))
+        if op.kind is Kind.BACKWARD and _leaves(op, layout):
+            ahead = backwards[max(0, turn - ONLOAD_AHEAD)]
+            before[ahead].append(_compute(Kind.ONLOAD, op.unit, op.microbatch))
     return _splice(program, before, after)
+
+
+def _leaves(op: Op, layout: StepLayout) -> bool:
+    return layout.choice(op.unit or 0, op.microbatch or 0).leaves
 
 
 def insert_gradients(program: Program, layout: StepLayout) -> Program:

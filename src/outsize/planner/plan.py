@@ -2,11 +2,14 @@
 
 The search starts from the plan that needs the least memory. If that does not fit, no plan does. Otherwise
 memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far as it goes, and what is left then on
-keeping what backwards need (`planner.keeping`).
+keeping what backwards need (`planner.keeping`). Where the rates of the machine are known, two other ways to spend it
+are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
+what backwards need in the tier below (`planner.balance`). The one whose lanes end first is taken.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -16,7 +19,9 @@ from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import StateLayout
-from outsize.planner.keeping import kept_microbatches, most_kept
+from outsize.planner.balance import balanced, phases
+from outsize.planner.choice import Choice, Extent, Kept, bytes_of, everywhere, merged
+from outsize.planner.keeping import keep_order, most_kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
 from outsize.planner.memory import (
@@ -26,18 +31,31 @@ from outsize.planner.memory import (
     by_class,
     count_traffic,
     memory_table,
+    offload_rooms,
     store_buffer_bytes,
 )
 from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
-from outsize.planner.sizing import UPGRADES, Knobs, PlanOptions, Sizing
+from outsize.planner.sizing import (
+    AFTER_INPUTS,
+    BEFORE_INPUTS,
+    UPGRADES,
+    Knobs,
+    PlanOptions,
+    Sizing,
+    Upgrade,
+)
 from outsize.planner.smaller import smaller_states
 from outsize.units import format_bytes
 
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
 
 Table = Mapping[str, Mapping[str, int]]
+
+# Lanes that fill and drain lose a few percent, which is not counted where ways to spend memory are compared: what takes
+# slots from weights, or the inputs of units from the device, has to gain more.
+ENOUGH = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +92,7 @@ class Plan:
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
         wire: codecs between nodes.
+        offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
         state: how a trained unit lies at home.
         home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
     """
@@ -94,6 +113,7 @@ class Plan:
     transport: Transport = field(default_factory=Transport)
     wire: Wire = EXACT
     home_parts: Mapping[str, int] = field(default_factory=dict)
+    offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -157,7 +177,7 @@ class Plan:
             "tile_buffer_bytes": self.tile_buffer_bytes,
             "store_buffer_bytes": self.store_buffer_bytes,
             "offload": sorted(layout.offload),
-            "kept_microbatches": list(layout.kept),
+            "activations": [dict(Counter(choices)) for choices in layout.kept],
             "budget_bytes": asdict(self.budgets),
             "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
             "home_bytes": dict(self.home_parts),
@@ -177,11 +197,11 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     sizing = Sizing(model, options)
 
     @cache
-    def activations(offload: frozenset[int], prefetch_depth: int, kept: tuple[int, ...]) -> Live:
+    def activations(offload: frozenset[int], prefetch_depth: int, kept: Kept) -> Live:
         least = sizing.layout(sizing.least())
         layout = replace(least, offload=offload, prefetch_depth=prefetch_depth, kept=kept)
         program = insert_saves(v_cycle(layout), layout)
-        return peak_activations(program, layout, demand.boundary_bytes, demand.saved_bytes)
+        return peak_activations(program, layout, demand.boundary_bytes, demand.kept_bytes)
 
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
@@ -200,10 +220,8 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
         )
 
     knobs = sizing.least()
-    if options.activations == "keep":
-        layout = sizing.layout(knobs)
-        whole = kept_microbatches(layout, layout.keepable, len(layout.keepable) * layout.num_microbatches)
-        knobs = replace(knobs, kept=whole)
+    if options.activations != "auto":
+        knobs = replace(knobs, kept=_as_asked(Choice(options.activations), sizing.layout(knobs), demand))
     knobs = _kept_for_the_host(sizing, knobs, memory_of, budgets)
     short_by = _shortage(memory_of(knobs), budgets)
     if short_by:
@@ -211,19 +229,77 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
         raise InfeasiblePlanError(
             _what_to_try(memory_of(knobs), short_by, options, sizing.state, fitting), short_by
         )
-    for upgrade in UPGRADES:
+    knobs = _spend(sizing, demand, knobs, lambda knobs: not _shortage(memory_of(knobs), budgets))
+    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+
+
+def _as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
+    """Return ``choice`` for every unit that has something of that extent; what has no bytes need not leave."""
+    if choice.extent is None:
+        return ()
+    units = [u for u in layout.keepable if bytes_of(choice, u, demand.kept_bytes)]
+    kept = everywhere(choice, units, layout.num_streamed, layout.num_microbatches)
+    if choice.extent is not Extent.WHOLE:
+        return kept
+    others = [u for u in layout.keepable if u not in units]
+    return merged(kept, everywhere(Choice.KEEP, others, layout.num_streamed, layout.num_microbatches))
+
+
+def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
+    """Return the knobs on which memory to spare is spent best."""
+    options = sizing.options
+    inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
+    if options.activations != "auto" or not demand.kept_bytes:
+        return inputs_first
+
+    def kept(knobs: Knobs) -> Knobs:
+        layout = sizing.layout(knobs)
+        order = keep_order(layout, demand)
+        return replace(knobs, kept=most_kept(layout, order, partial(_fits_with, fits, knobs)))
+
+    ways = [kept(inputs_first)]
+    rates = options.rates
+    if rates is None or _keeps_all(sizing.layout(ways[0])):
+        return ways[0]
+
+    def step_s(knobs: Knobs) -> float:
+        return phases(sizing.layout(knobs), demand, rates).step_s
+
+    leaving = _upgraded(sizing, knobs, BEFORE_INPUTS, fits)
+    if inputs_first.num_kept > leaving.num_kept:
+        ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))
+    # What leaves needs room on its way: where slots and accumulators have taken it, with as few of them as can be.
+    for start in dict.fromkeys((leaving, _upgraded(sizing, knobs, BEFORE_INPUTS[:1], fits))):
+        away = balanced(sizing.layout(start), demand, rates, partial(_fits_with, fits, start))
+        ways.append(_upgraded(sizing, replace(start, kept=away), UPGRADES, fits))
+        if _keeps_all(sizing.layout(ways[-1])):
+            break
+    best = ways[0]
+    for way in ways[1:]:
+        best = way if step_s(way) < ENOUGH * step_s(best) else best
+    return best
+
+
+def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, kept: Kept) -> bool:
+    return fits(replace(knobs, kept=kept))
+
+
+def _keeps_all(layout: StepLayout) -> bool:
+    """Whether no unit computes products again."""
+    again = (Extent.PRODUCTS, Extent.WHOLE)
+    cells = ((u, m) for u in layout.keepable[1:] for m in range(layout.num_microbatches))
+    return all(layout.choice(unit, microbatch).extent in again for unit, microbatch in cells)
+
+
+def _upgraded(
+    sizing: Sizing, knobs: Knobs, upgrades: Sequence[Upgrade], fits: Callable[[Knobs], bool]
+) -> Knobs:
+    for upgrade in upgrades:
         for better in upgrade(sizing, knobs):
-            if _shortage(memory_of(better), budgets):
+            if not fits(better):
                 break
             knobs = better
-    if options.activations == "auto" and demand.saved_bytes:
-        kept = most_kept(
-            sizing.layout(knobs),
-            demand,
-            lambda kept: not _shortage(memory_of(replace(knobs, kept=kept)), budgets),
-        )
-        knobs = replace(knobs, kept=kept)
-    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+    return knobs
 
 
 def _kept_for_the_host(
@@ -280,6 +356,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         below=options.below,
         tile_elements=knobs.tile_elements,
         transport=options.transport,
+        kept_bytes=demand.kept_bytes,
         state=state,
     )
     return Plan(
@@ -296,6 +373,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         traffic=traffic,
         transport=options.transport,
         wire=options.wire,
+        offload_rooms=offload_rooms(layout, demand),
         state=state,
         home_parts=by_class(sizing.model, state, commits=layout.commits, own=layout.own_elements),
     )
@@ -324,7 +402,7 @@ def _what_to_try(
     needed = sum(memory[tier].values())
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
-    if tier == "device" and options.activations == "keep":
+    if tier == "device" and options.activations not in ("auto", "recompute"):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"

@@ -7,33 +7,22 @@ several units add to the gradient of a rest that trains, each is in a stage of i
 microbatches: sums are then taken use by use, as everywhere.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import StateLayout
+from outsize.planner.choice import Choice
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.planner.memory import (
-    Demand,
-    by_class,
-    count_traffic,
-    disk_buffer_bytes,
-    state_bytes,
-    store_buffer_bytes,
-)
+from outsize.planner.memory import Demand, by_class, count_traffic, store_buffer_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
-from outsize.planner.sizing import (
-    LEAST_HOST_BUFFERS,
-    NUM_TILE_BUFFERS,
-    PlanOptions,
-    Sizing,
-)
+from outsize.planner.sizing import PlanOptions
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
 from outsize.planner.stages import HALVES, Span, Stages, slots_for
 from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
@@ -62,21 +51,6 @@ class StageOptions:
     stages: Stages | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
-    """What host memory gives to a home on disk; nothing of it for one in host memory.
-
-    Attributes:
-        tile_elements: per optimizer tile.
-        num_host_buffers: that whole units pass through, for all workers together.
-        host_buffer_bytes: of each.
-    """
-
-    tile_elements: int = 0
-    num_host_buffers: int = 0
-    host_buffer_bytes: int = 0
-
-
 def plan_stages(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, wanted: StageOptions
 ) -> Plan:
@@ -93,7 +67,7 @@ def plan_stages(
             f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
             f"stages; use at most {most} workers"
         )
-    *roomier, least = _rooms(model, options, wanted.num_workers)
+    *roomier, least = rooms(model, options, wanted.num_workers)
     for halves in HALVES:
         smallest = _layout(
             model, options, wanted, False, least, _single_units(model, options, wanted, bottom, halves)
@@ -105,14 +79,14 @@ def plan_stages(
     else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
-    def holds(layout: StepLayout, room: _Room) -> bool:
+    def holds(layout: StepLayout, room: Room) -> bool:
         return not _shortage(_memory(model, demand, layout, options, room), budgets)
 
     def holds_stages(make: Callable[[Stages], StepLayout], stages: Stages) -> bool:
         return holds(make(stages), least)
 
     found: list[tuple[float, StepLayout]] = []
-    for keeps in (True, False) if options.activations != "recompute" else (False,):
+    for keeps in (True, False) if _turn_choice(options) is not Choice.RECOMPUTE else (False,):
         layout = partial(_layout, model, options, wanted, keeps, least)
         pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
         pipeline = replace(pipeline, holds=partial(holds_stages, layout))
@@ -120,8 +94,23 @@ def plan_stages(
         if stages is not None:
             found.append((pipeline.step_s(stages), layout(stages)))
     chosen = min(found, key=lambda pair: pair[0])[1] if found else smallest
-    room = next((room for room in roomier if holds(_in(model, chosen, room), room)), least)
-    return _make(model, demand, budgets, options, _in(model, chosen, room), room)
+    room = next((room for room in roomier if holds(in_room(model, chosen, options, room), room)), least)
+    return _make(model, demand, budgets, options, in_room(model, chosen, options, room), room)
+
+
+def _turn_choice(options: PlanOptions) -> Choice:
+    """Return what becomes of what the units that turn around keep.
+
+    Raises:
+        ConfigError: it would leave the device, for the backward that follows at once.
+    """
+    choice = Choice.KEEP if options.activations == "auto" else Choice(options.activations)
+    if choice.leaves:
+        raise ConfigError(
+            f"memory.activations={choice}: of several workers, what a forward keeps does not leave the device yet; use "
+            f"{str(choice).replace('offload', 'keep')}, which keeps it where the step turns around, or one device"
+        )
+    return choice
 
 
 def num_handed_over(layout: StepLayout) -> int:
@@ -152,22 +141,6 @@ def _round_size(options: PlanOptions, wanted: StageOptions) -> int:
     """
     whole = len(wanted.rest_users) > 1 or options.home == "disk"
     return options.microbatches if whole else 1
-
-
-def _rooms(model: ModelSpec, options: PlanOptions, num_workers: int) -> Iterator[_Room]:
-    """Yield what a home on disk may be given in host memory, the most first: for each worker a buffer each way."""
-    if options.home != "disk":
-        yield _Room()
-        return
-    sizing = Sizing(model, options)
-    least = sizing.least()
-    for knobs in (*reversed(list(sizing.larger_tiles(least))), least):
-        for count in dict.fromkeys((2 * num_workers, LEAST_HOST_BUFFERS)):
-            yield _Room(
-                tile_elements=knobs.tile_elements,
-                num_host_buffers=count,
-                host_buffer_bytes=sizing.host_buffer_bytes,
-            )
 
 
 def _single_units(
@@ -241,7 +214,7 @@ def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stag
 
 
 def _layout(
-    model: ModelSpec, options: PlanOptions, wanted: StageOptions, keeps: bool, room: _Room, stages: Stages
+    model: ModelSpec, options: PlanOptions, wanted: StageOptions, keeps: bool, room: Room, stages: Stages
 ) -> StepLayout:
     count = model.num_streamed
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
@@ -258,36 +231,19 @@ def _layout(
         clip=options.clip,
         unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
-        tiles_on_disk=options.home == "disk",
         num_workers=wanted.num_workers,
         stages=stages,
-        commits=options.commits and options.home == "disk",
-        kept=kept_at_the_turn(stages, count, options.microbatches) if keeps else (),
+        kept=kept_at_the_turn(stages, count, options.microbatches, _turn_choice(options)) if keeps else (),
         rest_users=wanted.rest_users,
     )
-    return _in(model, layout, room)
-
-
-def _in(model: ModelSpec, layout: StepLayout, room: _Room) -> StepLayout:
-    """Return ``layout`` with the tiles and buffers of ``room``."""
-    tiles = tuple(
-        -(-unit.numel // room.tile_elements) if room.tile_elements and unit.trainable else 0
-        for unit in model.units
-    )
-    return replace(
-        layout,
-        tiles=tiles,
-        num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
-        num_host_buffers=room.num_host_buffers,
-        staged=room.num_host_buffers > 0,
-    )
+    return in_room(model, layout, options, room)
 
 
 def _make(
-    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout, room: _Room
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, layout: StepLayout, room: Room
 ) -> Plan:
     programs = successive_steps(layout)
-    state = _state(model, options)
+    state = state_of(model, options)
     return Plan(
         home=options.home,
         below=options.below,
@@ -317,16 +273,11 @@ def _make(
     )
 
 
-def _state(model: ModelSpec, options: PlanOptions) -> StateLayout:
-    """Return how a trained unit lies at home; gradients are summed there from round to round."""
-    return options.state or StateLayout(dtype=model.dtype)
-
-
 def _memory(
-    model: ModelSpec, demand: Demand, layout: StepLayout, options: PlanOptions, room: _Room
+    model: ModelSpec, demand: Demand, layout: StepLayout, options: PlanOptions, room: Room
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each worker."""
-    stages, transport, state = layout.stages, options.transport, _state(model, options)
+    stages, transport = layout.stages, options.transport
     assert stages is not None
     spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
     extents = num_handed_over(layout) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
@@ -344,12 +295,11 @@ def _memory(
         "host": {
             "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "host buffers": room.num_host_buffers * room.host_buffer_bytes,
-            **disk_buffer_bytes(model, layout, options.home, room.tile_elements, state),
         },
         "disk": {},
     }
-    table[options.home]["home"] = state_bytes(model, layout, options.home, transport, state)
+    for tier, classes in bytes_below(model, layout, options, room).items():
+        table[tier] |= classes
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 

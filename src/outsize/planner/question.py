@@ -11,6 +11,7 @@ from outsize.model.spec import ModelSpec, Workload
 from outsize.optim.spec import StateLayout
 from outsize.planner.memory import NO_CODECS, Demand
 from outsize.planner.plan import Budgets
+from outsize.planner.sizing import Activations
 from outsize.planner.stages import Stages
 
 NODES = (
@@ -51,6 +52,7 @@ class Question:
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
         wire: codecs on the network.
+        activations: what becomes of what backwards need of their forwards on one GPU, see `planner.choice`.
     """
 
     model: ModelSpec
@@ -70,6 +72,7 @@ class Question:
     nodes: int = 1
     net_bytes_per_s: Figure | None = None
     wire: Wire = EXACT
+    activations: Activations = "auto"
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):

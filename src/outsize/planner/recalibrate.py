@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from outsize.planner.discrete import Cost
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program import parse_op
 from outsize.planner.simulate import CostModel
 from outsize.planner.timeline import Event, Timeline
 
 # A rate from less than this many seconds of work says more about the clock than about the lane.
 LEAST_S = 1e-4
-_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.BACKWARD, Kind.RECOMPUTE})
 _Key = tuple[Kind, int | None]
 
 
@@ -61,7 +60,7 @@ def read_trace(timeline: Timeline, costs: CostModel) -> Trace:
         by_op[_key(op)].add(seconds, cost.amount)
         if cost.amount:
             resources[_bottleneck(cost)].add(seconds - min(cost.seconds, seconds), cost.amount)
-        if op.kind in _COMPUTE:
+        if op.kind in COMPUTE_KINDS:
             took_s, expected_s = took_s + seconds, expected_s + cost.seconds
     rates = {name: part.amount / part.seconds for name, part in resources.items() if part.seconds > LEAST_S}
     share = took_s / expected_s if took_s > 0 and expected_s > 0 else 1.0

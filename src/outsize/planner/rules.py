@@ -4,7 +4,8 @@
    microbatches in the order 0, 1, …, since that is the order in which gradients are summed.
 2. An op finds its inputs: the activation of the unit before it, the gradient of the unit after it, and its own input
    on the device, not saved away.
-   What a backward needs is kept from the forward, by FK, where the layout says so and nowhere else.
+   What a backward needs is kept from the forward, by FA, FP or FK, where the layout says so and nowhere else. Where it
+   leaves the device it comes back before that backward.
 3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at a time,
    and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
 4. The gradient of a unit leaves once all its backwards have run, whole, or each tile once where there is a ring; where
@@ -51,17 +52,23 @@ class Rules:
         self._backwards: Counter[int] = Counter()
         self._saved: set[tuple[int, int]] = set()
         self._fetched: set[tuple[int, int]] = set()
+        self._offloaded: set[tuple[int, int]] = set()
+        self._onloaded: set[tuple[int, int]] = set()
         self._checks = {
             Kind.LOAD: self._load,
             Kind.FREE: self._free,
             Kind.ACC: self._acc,
             Kind.FORWARD: self._forward,
+            Kind.FORWARD_ATTENTION: self._forward,
+            Kind.FORWARD_PRODUCTS: self._forward,
             Kind.FORWARD_KEEP: self._forward,
             Kind.FORWARD_BACKWARD: self._forward_backward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.SAVE: self._save,
             Kind.FETCH: self._fetch,
+            Kind.OFFLOAD: self._offload,
+            Kind.ONLOAD: self._onload,
             Kind.SEND: self._hand_over,
             Kind.RECV: self._hand_over,
             Kind.SUM: self._sum,
@@ -171,9 +178,10 @@ class Rules:
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
         self._check_turn(unit)
-        keeps = self._layout.is_kept(unit, microbatch)
-        require(keeps or op.kind is Kind.FORWARD, "the layout keeps nothing of it for its backward")
-        require(not keeps or op.kind is Kind.FORWARD_KEEP, "the layout keeps what its backward needs: FK")
+        choice = self._layout.choice(unit, microbatch)
+        if choice.forward is Kind.FORWARD:
+            require(op.kind is Kind.FORWARD, "the layout keeps nothing of it for its backward")
+        require(op.kind is choice.forward, f"the layout keeps what its backward needs: {choice.forward}")
         self._run_forward(op, unit, microbatch)
 
     def _check_turn(self, unit: int) -> None:
@@ -204,6 +212,10 @@ class Rules:
         require(after, f"unit {unit + 1} has not made the gradient that it starts from")
         if unit in self._layout.offload:
             require((unit, microbatch) in self._fetched, "its input has not come back to the device")
+        if self._layout.choice(unit, microbatch).leaves:
+            require(
+                (unit, microbatch) in self._onloaded, "what its forward kept has not come back to the device"
+            )
         self._run_backward(op, unit, microbatch)
 
     def _run_forward(self, op: Op, unit: int, microbatch: int) -> None:
@@ -251,6 +263,18 @@ class Rules:
         require((unit, microbatch) in self._saved, "it has not been saved")
         require((unit, microbatch) not in self._fetched, "it has been fetched already")
         self._fetched.add((unit, microbatch))
+
+    def _offload(self, op: Op, unit: int, microbatch: int) -> None:
+        leaves = self._layout.choice(unit, microbatch).leaves
+        require(leaves, f"the layout keeps nothing of unit {unit} that leaves the device")
+        require(self._forwards[unit] > microbatch, "its forward has not run")
+        require((unit, microbatch) not in self._offloaded, "it has been offloaded already")
+        self._offloaded.add((unit, microbatch))
+
+    def _onload(self, op: Op, unit: int, microbatch: int) -> None:
+        require((unit, microbatch) in self._offloaded, "it has not been offloaded")
+        require((unit, microbatch) not in self._onloaded, "it has come back already")
+        self._onloaded.add((unit, microbatch))
 
     def _norm(self, op: Op, unit: int, _: int) -> None:
         self._check_complete(op, unit)

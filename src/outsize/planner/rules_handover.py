@@ -9,7 +9,7 @@ worker, after an R unless the forward has just run there, and uses them up.
 from collections import defaultdict
 
 from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.rules_home import require
 
 BELOW = -1
@@ -51,7 +51,7 @@ class HandoverRules:
             if op.kind is Kind.RECOMPUTE:
                 require((*at, worker) not in self._recomputed, f"unit {unit} has been recomputed already")
                 self._recomputed.add((*at, worker))
-            elif op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+            elif op.kind in FORWARD_KINDS:
                 self._inputs[after].add(worker)
                 if BELOW in self._inputs[at] and unit < self._fused:
                     self._inputs[at].discard(worker)

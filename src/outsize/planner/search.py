@@ -46,20 +46,19 @@ def fastest(question: Question) -> Prediction:
 
 def _candidate(question: Question, microbatches: int) -> Candidate:
     """Return the candidate with the home that was asked for, or the first that fits."""
-    if len(question.machine.gpus) > 1:
-        return several_workers(question, microbatches)
+    make = several_workers if len(question.machine.gpus) > 1 else one_worker
     tiers = _tiers(question)
     for tier in tiers[:-1]:
         try:
-            return one_worker(question, microbatches, tier)
+            return make(question, microbatches, tier)
         except InfeasiblePlanError as error:
             if "host" not in error.short_by:
                 raise
-    return one_worker(question, microbatches, tiers[-1])
+    return make(question, microbatches, tiers[-1])
 
 
 def _tiers(question: Question) -> tuple[Tier, ...]:
-    """Return where one GPU's home may be, the fastest first."""
+    """Return where the home may be, the fastest first."""
     homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
     if question.home == "disk" and question.machine.disk is None:
         raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
@@ -69,15 +68,15 @@ def _tiers(question: Question) -> tuple[Tier, ...]:
 def fits_at_all(question: Question) -> bool:
     """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
     assert question.microbatches is not None
-    if len(question.machine.gpus) > 1:
-        return fits_several_workers(question, question.microbatches)
-    return any(fits_one_worker(question, question.microbatches, tier) for tier in _tiers(question))
+    fits = fits_several_workers if len(question.machine.gpus) > 1 else fits_one_worker
+    return any(fits(question, question.microbatches, tier) for tier in _tiers(question))
 
 
 def missing_host_bytes(question: Question, microbatches: int) -> int:
-    """Return how much host memory one GPU lacks to have the home there; 0 where it lacks none, or something else."""
+    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
+    make = several_workers if len(question.machine.gpus) > 1 else one_worker
     try:
-        one_worker(question, microbatches, "host")
+        make(question, microbatches, "host")
     except InfeasiblePlanError as error:
         return error.short_by.get("host", 0)
     return 0

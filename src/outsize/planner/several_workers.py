@@ -15,14 +15,18 @@ from outsize.model.spec import ModelSpec, PartKind, UnitSpec, Workload, pack_par
 from outsize.optim.shares import largest_share
 from outsize.planner.candidate import Candidate, Table
 from outsize.planner.costs import UnitTimes, cost_model
+from outsize.planner.expectation import SIMULATED_TILES
 from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.planner.memory import home_bytes
+from outsize.planner.memory import Tier
 from outsize.planner.partition import Pipeline, partition
+from outsize.planner.plan import Budgets
 from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
+from outsize.planner.sizing import PlanOptions
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
 from outsize.planner.stages import HALVES, Span, Stages, cursor_after, slots_for
 from outsize.planner.unit_times import unit_times
 from outsize.units import format_bytes
@@ -43,35 +47,45 @@ ASSUMPTIONS = (
 TIED = "several GPUs: the table of tied embeddings is counted twice, as embedding and as head"
 
 
-def several_workers(question: Question, microbatches: int) -> Candidate:
+def several_workers(question: Question, microbatches: int, home: Tier = "host") -> Candidate:
     """Return stages for all GPUs of the machine.
 
     Raises:
-        ConfigError: more GPUs than there can be stages, or a home on disk.
+        ConfigError: more GPUs than there can be stages.
         InfeasiblePlanError: nothing fits, and by how much.
     """
     num_workers, machine = len(question.machine.gpus), question.machine
-    if question.home == "disk":
-        raise ConfigError("several GPUs need the home in host memory so far; try --home host, or one GPU")
     model = without_rest(question.model)
     _check_count(num_workers, model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     times = unit_times(machine, model.compute_dtype, work)
-    layout, memory = _fit(question, model, work, microbatches, times, _effort(model))
-    if question.nodes > 1:
-        own = largest_share(model, question.nodes)
-        layout = replace(layout, num_nodes=question.nodes, own_elements=own)
+    options = _options(question, microbatches, home)
+    layout, memory = _fit(question, model, work, options, times, _effort(model))
+    tile_elements = _simulated_tile(model, options)
+    layout = in_room(
+        model, layout, options, replace(_room(model, options, layout), tile_elements=tile_elements)
+    )
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
         work=work,
         model=model,
         state=question.state_layout(whole_gradients=True),
-        home="host",
+        home=home,
         memory=memory,
         layout=layout,
         programs=programs,
-        costs=cost_model(machine, model, layout, times, work.boundary_bytes, **exchange_of(question)),
+        costs=cost_model(
+            machine,
+            model,
+            layout,
+            times,
+            work.boundary_bytes,
+            home=home,
+            tile_elements=tile_elements,
+            state=options.state,
+            **exchange_of(question),
+        ),
         assumptions=(
             *ASSUMPTIONS,
             *node_assumptions(question),
@@ -86,7 +100,7 @@ def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> 
     No simulation: what shares host memory, and the optimizer at the end of a step, is not in it.
 
     Args:
-        question: of several GPUs.
+        question: of several GPUs, their home in host memory.
         microbatches: of the step.
         stages: of the step; None has them searched, for a moment.
 
@@ -99,21 +113,30 @@ def estimate_s(question: Question, microbatches: int, stages: Stages | None) -> 
     times = unit_times(question.machine, model.compute_dtype, work)
     _check_count(len(question.machine.gpus), model)
     asked = replace(question, stages=stages)
-    layout, _ = _fit(asked, model, work, microbatches, times, BRIEF_VISITS)
+    options = _options(question, microbatches, "host")
+    layout, _ = _fit(asked, model, work, options, times, BRIEF_VISITS)
     assert layout.stages is not None
     halves = (layout.stages.slot_halves, layout.stages.accumulator_halves)
-    pipeline = _pipeline(question, model, work, microbatches, times, halves)
+    pipeline = _pipeline(question, model, work, options, times, halves)
     return pipeline.step_s(layout.stages)
 
 
-def fits_several_workers(question: Question, microbatches: int) -> bool:
+def fits_several_workers(question: Question, microbatches: int, home: Tier) -> bool:
     """Return whether stages of single units, which need the least memory, fit."""
     model = without_rest(question.model)
     work = question.workload_of(question.sequences_per_microbatch(microbatches))
     times = unit_times(question.machine, model.compute_dtype, work)
+    options = _options(question, microbatches, home)
     try:
         _check_count(len(question.machine.gpus), model)
-        _fit(replace(question, stages=_single_units(model, HALVES[-1])), model, work, microbatches, times, 0)
+        _fit(
+            replace(question, stages=_single_units(model, HALVES[-1], options)),
+            model,
+            work,
+            options,
+            times,
+            0,
+        )
     except (ConfigError, InfeasiblePlanError):
         return False
     return True
@@ -158,42 +181,65 @@ def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
     return pack_unit(unit.index, unit.name, unit.kind, rows, tuple(pack_part(one, tensors) for one in kind))
 
 
+def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
+    state = question.state_layout(whole_gradients=True)
+    return PlanOptions(
+        home=home,
+        below="host",
+        clip=question.clip,
+        microbatches=microbatches,
+        state=state,
+        nodes=question.nodes,
+        wire=question.wire,
+    )
+
+
+def _room(model: ModelSpec, options: PlanOptions, layout: StepLayout) -> Room:
+    """Return what a home on disk is given in host memory: as much as helps, which is little beside a GPU's memory."""
+    return next(rooms(model, options, layout.num_workers))
+
+
+def _simulated_tile(model: ModelSpec, options: PlanOptions) -> int:
+    """Return the elements of the optimizer tiles that are simulated, 0 for a home in host memory."""
+    return -(-max(unit.numel for unit in model.units) // SIMULATED_TILES) if options.home == "disk" else 0
+
+
 def _fit(
     question: Question,
     model: ModelSpec,
     work: Workload,
-    microbatches: int,
+    options: PlanOptions,
     times: UnitTimes,
     max_visits: int,
 ) -> tuple[StepLayout, Table]:
     """Return the layout of the fastest stages found that fit, and their memory."""
     machine, budgets = question.machine, question.budgets
-    shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES
+    shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES + question.fixed_bytes
+    layout_of = partial(_layout, model, options, len(machine.gpus))
+    least = layout_of(_single_units(model, HALVES[-1], options))
+    room = _room(model, options, least)
+    below = bytes_below(model, in_room(model, least, options, room), options, room)
     # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
-    own = largest_share(model, question.nodes) if question.nodes > 1 else None
-    state = question.state_layout(whole_gradients=True)
-    home = sum(
-        home_bytes(unit, state, None if own is None else own[unit.index])
-        + (0 if own is None else unit.gradient_bytes - 4 * own[unit.index]) * unit.trainable
-        for unit in model.units
-    )
-    table = partial(_memory, model, work, microbatches, shared + question.fixed_bytes, home)
+    others = sum(least.gradient_bytes) - 4 * sum(least.own_elements) if least.own_elements else 0
+    below[options.home]["home"] += others
+    table = partial(_memory, model, work, options.microbatches, shared, below)
     for halves in HALVES:
-        stages = _single_units(model, halves)
+        stages = _single_units(model, halves, options)
         if sum(table(stages)["device"].values()) <= budgets.device:
             break
-    _check(table(stages), budgets.device, budgets.host)
+    _check(table(stages), budgets)
 
     def holds(stages: Stages) -> bool:
         return sum(table(stages)["device"].values()) <= budgets.device
 
     if question.stages is None:
-        pipeline = _pipeline(question, model, work, microbatches, times, halves)
+        pipeline = _pipeline(question, model, work, options, times, halves)
+        round_sizes = (options.microbatches,) if options.home == "disk" else ()
         with contextlib.suppress(ValueError):
-            stages = partition(replace(pipeline, holds=holds), max_visits=max_visits)
+            stages = partition(replace(pipeline, holds=holds), round_sizes, max_visits=max_visits)
     elif holds(question.stages):
         stages = question.stages
-    return _layout(model, stages, microbatches, len(machine.gpus)), table(stages)
+    return layout_of(stages), table(stages)
 
 
 def _effort(model: ModelSpec) -> int:
@@ -206,13 +252,13 @@ def _bottom(model: ModelSpec) -> int:
     return next((unit.index for unit in model.units if unit.trainable), len(model.units) - 1)
 
 
-def _single_units(model: ModelSpec, halves: tuple[int, int]) -> Stages:
+def _single_units(model: ModelSpec, halves: tuple[int, int], options: PlanOptions) -> Stages:
     """Return stages of one unit each, which need the least memory."""
     count = model.num_streamed
     return Stages(
         forward=tuple((u, u + 1) for u in range(count - 1)),
         backward=tuple((u, u + 1) for u in reversed(range(_bottom(model), count))),
-        round_size=1,
+        round_size=options.microbatches if options.home == "disk" else 1,
         slot_halves=halves[0],
         accumulator_halves=halves[1],
     )
@@ -222,7 +268,7 @@ def _pipeline(
     question: Question,
     model: ModelSpec,
     work: Workload,
-    microbatches: int,
+    options: PlanOptions,
     times: UnitTimes,
     halves: tuple[int, int],
 ) -> Pipeline:
@@ -245,43 +291,52 @@ def _pipeline(
     most = machine.host.bytes_per_s.value / count
     up = min(most, *(link.up_bytes_per_s.value for link in machine.links))
     down = min(most, *(link.down_bytes_per_s.value for link in machine.links))
+    read, written = up, down  # of units, whose home may be slower than the links
+    if options.home == "disk":
+        assert machine.disk is not None
+        read = min(up, machine.disk.read_bytes_per_s.value / count)
+        written = min(down, machine.disk.write_bytes_per_s.value / count)
     return Pipeline(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         recompute_s=times.recompute_s,
         keeps=True,
         num_workers=count,
-        num_microbatches=microbatches,
+        num_microbatches=options.microbatches,
         hop_s=work.boundary_bytes[-1] / up,
-        weights_s=tuple(size / up for size in weights),
-        gradients_s=tuple(size / down for size in gradients),
+        weights_s=tuple(size / read for size in weights),
+        gradients_s=tuple(size / written for size in gradients),
         fits=fits,
         halves=halves,
         bottom=_bottom(model),
     )
 
 
-def _layout(model: ModelSpec, stages: Stages, microbatches: int, num_workers: int) -> StepLayout:
+def _layout(model: ModelSpec, options: PlanOptions, num_workers: int, stages: Stages) -> StepLayout:
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
     gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
     return StepLayout(
         num_streamed=len(model.units),
         rest=None,
-        num_microbatches=microbatches,
+        num_microbatches=options.microbatches,
         trainable=tuple(unit.trainable for unit in model.units),
         weight_bytes=weights,
         gradient_bytes=gradients,
         slot_bytes=slots_for(stages, weights),
         accumulator_bytes=slots_for(stages, gradients, only_backward=True),
+        clip=options.clip,
+        unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
         num_workers=num_workers,
         stages=stages,
-        kept=kept_at_the_turn(stages, len(model.units), microbatches),
+        kept=kept_at_the_turn(stages, len(model.units), options.microbatches),
+        num_nodes=options.nodes,
+        own_elements=largest_share(model, options.nodes) if options.nodes > 1 else (),
     )
 
 
 def _memory(
-    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, home: int, stages: Stages
+    model: ModelSpec, work: Workload, microbatches: int, shared_bytes: int, below: Table, stages: Stages
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; the device's are those of each GPU."""
     weights = [unit.weight_bytes(model.dtype) for unit in model.units]
@@ -291,7 +346,7 @@ def _memory(
         sum(_workspace(work, model.units[u].kind) for u in range(*span)) for span in stages.backward
     )
     saved = sum(work.boundary_bytes[1:]) + work.boundary_bytes[-1]  # inputs, and the gradient under way
-    return {
+    table = {
         "device": {
             "weight slots": sum(slots_for(stages, weights)),
             "gradient accumulators": sum(slots_for(stages, gradients, only_backward=True)),
@@ -299,12 +354,10 @@ def _memory(
             "workspace": workspace,
             "shared": shared_bytes,
         },
-        "host": {
-            "saved activations": microbatches * saved,
-            "home": home,
-        },
-        "disk": {},
+        "host": {"saved activations": microbatches * saved, **below["host"]},
+        "disk": dict(below["disk"]),
     }
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 
 def _workspace(work: Workload, kind: str) -> int:
@@ -316,14 +369,14 @@ def _activations(num_units: int, work: Workload) -> int:
     return (2 * (num_units + 1) + SAVE_WINDOW) * work.boundary_bytes[-1]
 
 
-def _check(memory: Table, device_bytes: int, host_bytes: int | None) -> None:
+def _check(memory: Table, budgets: Budgets) -> None:
     """Check the least plan.
 
     Raises:
         InfeasiblePlanError: it does not fit.
     """
-    device, host = sum(memory["device"].values()), sum(memory["host"].values())
-    if device > device_bytes:
+    device, host, disk = (sum(memory[tier].values()) for tier in ("device", "host", "disk"))
+    if device > budgets.device:
         largest = max(memory["device"], key=lambda name: memory["device"][name])
         advice = "more microbatches, or shorter sequences"
         if largest in ("weight slots", "gradient accumulators"):
@@ -331,14 +384,18 @@ def _check(memory: Table, device_bytes: int, host_bytes: int | None) -> None:
         raise InfeasiblePlanError(
             f"the smallest stages need {format_bytes(device)} on each GPU, "
             f"{format_bytes(memory['device'][largest])} of it for {largest}; first try {advice}",
-            {"device": device - device_bytes},
+            {"device": device - budgets.device},
         )
-    if host_bytes is not None and host > host_bytes:
-        raise InfeasiblePlanError(
-            f"the smallest plan needs {format_bytes(host)} on the host, {format_bytes(memory['host']['home'])} of it "
-            f"for home; first try host memory of {format_bytes(host)}, or one GPU and the home on disk",
-            {"host": host - host_bytes},
-        )
+    for tier, needed, budget in (("host", host, budgets.host), ("disk", disk, budgets.disk)):
+        if budget is not None and needed > budget:
+            largest = max(memory[tier], key=lambda name: memory[tier][name])
+            at_home = tier == "host" and largest == "home"
+            raise InfeasiblePlanError(
+                f"the smallest plan needs {format_bytes(needed)} on the {tier}, "
+                f"{format_bytes(memory[tier][largest])} of it for {largest}; first try "
+                + ("the home on disk" if at_home else f"a {tier} budget of {format_bytes(needed)}"),
+                {tier: needed - budget},
+            )
 
 
 def _steps(layout: StepLayout) -> tuple[Sequence[Program], StepLayout]:

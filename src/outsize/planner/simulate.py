@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
+from outsize.planner.choice import KeptBytes
 from outsize.planner.discrete import Cost, Run, Work, run_work
 from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
 from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind, Op
+from outsize.planner.liveness import NOTHING
+from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program import Program, render_op
 from outsize.planner.timeline import Event, Timeline
 from outsize.planner.usage import Change, Changes, changes_of
 
 # R is followed by its B.
-_COMPUTE = frozenset({Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.BACKWARD})
+_COMPUTE = COMPUTE_KINDS - {Kind.RECOMPUTE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,7 @@ def simulate(
     costs: CostModel,
     *,
     boundary_bytes: Sequence[int] = (),
-    saved_bytes: Sequence[int] = (),
+    kept_bytes: KeptBytes = NOTHING,
     below: str = "host",
 ) -> Simulation:
     """Run ``programs``, one per step, one after the other.
@@ -145,7 +147,7 @@ def simulate(
         costs: what ops take.
         boundary_bytes: bytes of the input of each streamed unit, for the bytes held; none are counted
             where it is empty.
-        saved_bytes: bytes that an FK of each streamed unit keeps, likewise.
+        kept_bytes: bytes that forwards of each extent keep, likewise.
         below: tier that saved activations go to.
     """
     work: list[Work] = []
@@ -169,7 +171,7 @@ def simulate(
     run = run_work(work, costs.capacity)
 
     def changes(op: Op) -> Changes:
-        return changes_of(op, layout, boundary_bytes, below, saved_bytes)
+        return changes_of(op, layout, boundary_bytes, below, kept_bytes)
 
     starts = [0, *bounds[:-1]]
     return Simulation(

@@ -14,12 +14,23 @@ from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.shares import largest_share, shares
 from outsize.optim.spec import StateLayout
+from outsize.planner.balance import Rates
+from outsize.planner.choice import Kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
 from outsize.units import align_up
 
 # What happens to what backwards need of their forwards.
-Activations = Literal["auto", "recompute", "keep"]
+Activations = Literal[
+    "auto",
+    "recompute",
+    "keep-attention",
+    "keep-products",
+    "keep",
+    "offload-attention",
+    "offload-products",
+    "offload",
+]
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
 LEAST_TILE_ELEMENTS = 65_536
@@ -55,11 +66,12 @@ class PlanOptions:
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
         transport: codecs on the link.
+        activations: what becomes of what backwards need of their forwards, see `planner.choice`; ``auto`` keeps on the
+            device what has room when all else has, and offloads where that is known to be faster.
+        rates: of the worker; None leaves what waits on the device and offloads nothing unasked.
         nodes: processes that share the step.
         rank: number of this one; None for the one that steps most.
         wire: codecs between them.
-        activations: whether what backwards need of their forwards is recomputed, or kept on the device; ``auto`` keeps
-            what has room when all else has.
     """
 
     home: Tier
@@ -75,6 +87,7 @@ class PlanOptions:
     commits: bool = True
     cut: bool = False
     activations: Activations = "auto"
+    rates: Rates | None = None
     transport: Transport = field(default_factory=Transport)
     nodes: int = 1
     rank: int | None = None
@@ -116,7 +129,7 @@ class Knobs:
     num_kept: int
     tile_elements: int
     num_host_buffers: int
-    kept: tuple[int, ...] = ()
+    kept: Kept = ()
     num_tile_buffers: int = NUM_TILE_BUFFERS
 
 
@@ -247,17 +260,22 @@ class Sizing:
         return min(num_slots, len(self._slot_sizes))
 
 
+Upgrade = Callable[[Sizing, Knobs], Iterator[Knobs]]
+
 # Each upgrade goes as far as the budgets let it, then the next one has its turn.
-UPGRADES: tuple[Callable[[Sizing, Knobs], Iterator[Knobs]], ...] = (
+BEFORE_INPUTS: tuple[Upgrade, ...] = (
     lambda sizing, knobs: sizing.more_slots(knobs, upto=2),
     Sizing.more_accumulators,
     lambda sizing, knobs: sizing.more_slots(knobs, upto=3),
     Sizing.more_host_buffers,
     Sizing.larger_tiles,
     Sizing.more_tile_buffers,
+)
+AFTER_INPUTS: tuple[Upgrade, ...] = (
     Sizing.more_kept,
     lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
 )
+UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
 
 
 def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:

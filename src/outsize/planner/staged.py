@@ -202,7 +202,7 @@ def _compute(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
 
     if visit.forward:
         for unit in range(first, min(end, layout.last)):
-            on(Kind.FORWARD_KEEP if layout.is_kept(unit, microbatch) else Kind.FORWARD, unit)
+            on(layout.choice(unit, microbatch).forward, unit)
             if first < unit and not visit.backward and unit >= layout.first_backward:
                 on(Kind.SAVE, unit)
         if not visit.backward:

@@ -1,7 +1,10 @@
 """Seconds that a GPU computes for a microbatch, from FLOPs and its figures."""
 
+from collections.abc import Sequence
+
 from outsize.hardware.spec import Machine
 from outsize.model.spec import Workload
+from outsize.planner.choice import Extent
 from outsize.planner.costs import UnitTimes
 
 
@@ -24,4 +27,28 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
         for down, flops in zip(work.forward_flops, work.gradient_flops, strict=True)
     )
     backward = tuple(up + down for up, down in zip(recompute, gradient, strict=True))
-    return UnitTimes(forward_s=forward, backward_s=backward, recompute_s=recompute)
+    return UnitTimes(
+        forward_s=forward,
+        backward_s=backward,
+        recompute_s=recompute,
+        spared_s=_spared(work, recompute, rate, memory),
+    )
+
+
+def _spared(
+    work: Workload, recompute: Sequence[float], rate: float, memory: float
+) -> dict[Extent, tuple[float, ...]]:
+    """Return what of each recompute is spared where attention, or attention and products, are kept.
+
+    Where products are kept too, what lies between them is made again: it is read and written once.
+    """
+    if not work.attention_bytes:
+        return {}
+    between = (
+        2 * (whole - kept) / memory for whole, kept in zip(work.saved_bytes, work.products_bytes, strict=True)
+    )
+    products = (max(0.0, all_s - rest_s) for all_s, rest_s in zip(recompute, between, strict=True))
+    return {
+        Extent.ATTENTION: tuple(flops / rate for flops in work.attention_flops),
+        Extent.PRODUCTS: tuple(s * (kept > 0) for s, kept in zip(products, work.products_bytes, strict=True)),
+    }

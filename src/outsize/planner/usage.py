@@ -6,15 +6,17 @@ aside is never less.
 
 from collections.abc import Sequence
 
+from outsize.planner.choice import KeptBytes, bytes_of
 from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind, Op
+from outsize.planner.liveness import NOTHING
+from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 
 Change = tuple[str, int]
 Changes = tuple[list[Change], list[Change]]
 
 
 def changes_of(
-    op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below: str, saved_bytes: Sequence[int] = ()
+    op: Op, layout: StepLayout, boundary_bytes: Sequence[int], below: str, kept_bytes: KeptBytes = NOTHING
 ) -> Changes:
     """Return the changes, (tier, bytes), at the start and at the end of ``op``.
 
@@ -23,7 +25,7 @@ def changes_of(
         layout: of its program.
         boundary_bytes: bytes of the input of each streamed unit for one microbatch; empty counts none.
         below: tier that saved activations go to.
-        saved_bytes: bytes that an FK of each streamed unit keeps; empty counts none.
+        kept_bytes: bytes that forwards of each extent keep; what it does not tell counts none.
     """
     device, unit = f"device:w{op.worker}", op.unit or 0
     if op.kind is Kind.LOAD:
@@ -39,10 +41,15 @@ def changes_of(
         return [], []
     of = _of_activations if layout.stages is None else _of_staged
     at_start, at_end = of(op, layout, (0, *boundary_bytes[1:], 0), device, below)
-    if saved_bytes and op.kind is Kind.FORWARD_KEEP:
-        at_end = [*at_end, (device, saved_bytes[unit])]
-    elif saved_bytes and op.kind is Kind.BACKWARD and layout.is_kept(unit, op.microbatch):
-        at_start = [(device, -saved_bytes[unit]), *at_start]
+    kept = bytes_of(layout.choice(unit, op.microbatch), unit, kept_bytes)
+    if op.kind in FORWARD_KINDS:
+        at_end = [*at_end, (device, kept)]
+    elif op.kind is Kind.BACKWARD:
+        at_start = [(device, -kept), *at_start]
+    elif op.kind is Kind.OFFLOAD:
+        at_start, at_end = [(below, kept)], [(device, -kept)]
+    elif op.kind is Kind.ONLOAD:
+        at_start, at_end = [(device, kept)], [(below, -kept)]
     return at_start, at_end
 
 
@@ -50,7 +57,7 @@ def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: 
     unit = op.unit or 0
     size, following = sizes[unit], sizes[unit + 1]
     made = size if unit > layout.first_backward else 0
-    if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+    if op.kind in FORWARD_KINDS:
         return [(device, following)], [(device, -size if unit < layout.first_backward else 0)]
     if op.kind is Kind.FORWARD_BACKWARD:
         return [(device, made)], [(device, -size)]
@@ -72,7 +79,7 @@ def _of_staged(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, 
     fetched = any(unit == first for first, _ in (*layout.stages.forward, layout.stages.backward[0]))
     fused = unit >= layout.stages.backward[0][0]
     saved = -size if not fused or fetched else 0
-    if op.kind in (Kind.FORWARD, Kind.FORWARD_KEEP):
+    if op.kind in FORWARD_KINDS:
         leaves = -size if unit < layout.first_backward or (fetched and not fused) else 0
         spent = -size if unit < layout.first_backward and fetched else 0
         return [(device, following)], [(device, leaves), (below, spent)]

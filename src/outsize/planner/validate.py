@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outsize.errors import ProgramError
+from outsize.planner.choice import KeptBytes
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import ActivationMeter
 from outsize.planner.program import Program, excerpt, render_op
@@ -22,7 +23,7 @@ class MemoryLimits:
 
     Attributes:
         boundary_bytes: bytes of the input of each streamed unit, for one microbatch.
-        saved_bytes: bytes that an FK of each streamed unit keeps.
+        kept_bytes: bytes that forwards of each extent keep.
         below: tier that saved activations go to, ``host`` or ``disk``.
         static_bytes: bytes by tier that are allocated for the whole step.
         budget_bytes: most bytes by tier; a tier without an entry has no limit.
@@ -30,7 +31,7 @@ class MemoryLimits:
 
     boundary_bytes: tuple[int, ...]
     below: str
-    saved_bytes: tuple[int, ...] = ()
+    kept_bytes: KeptBytes = field(default_factory=dict)
     static_bytes: Mapping[str, int] = field(default_factory=dict)
     budget_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -42,7 +43,7 @@ def validate(program: Program, layout: StepLayout, limits: MemoryLimits | None =
         ProgramError: a rule is broken; the message names it and shows the program around the op.
     """
     rules = Rules(layout)
-    meter = ActivationMeter(layout, limits.boundary_bytes, limits.saved_bytes) if limits is not None else None
+    meter = ActivationMeter(layout, limits.boundary_bytes, limits.kept_bytes) if limits is not None else None
     position = 0
     try:
         for position, op in enumerate(program):  # noqa: B007 - read where an error is caught

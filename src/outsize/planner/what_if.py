@@ -106,7 +106,9 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
-    stays = name not in ("vram", "gpus", "state") and (name != "ram" or len(changed.machine.gpus) > 1)
+    stays = name not in ("vram", "gpus", "state")
+    if base is not None and name == "ram":
+        stays = len(changed.machine.gpus) > 1 and base.home == "host"
     if base is not None and stays:
         changed = replace(changed, microbatches=base.microbatches, stages=base.stages)
     try:
@@ -130,12 +132,22 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
-    gpu = () if question.home == "disk" else ("gpus=+1",)
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     one_host = base.home == "host" and base.num_gpus == 1
     codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
     state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
-    return ("vram=+8GB", ram, *state, "link=x2", *codec, "bandwidth=x2", *disk, "compute=x2", *gpu, *nodes)
+    return (
+        "vram=+8GB",
+        ram,
+        *state,
+        "link=x2",
+        *codec,
+        "bandwidth=x2",
+        *disk,
+        "compute=x2",
+        "gpus=+1",
+        *nodes,
+    )
 
 
 def parse_change(text: str) -> Change:

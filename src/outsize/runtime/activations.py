@@ -1,9 +1,16 @@
-"""SAVE and FETCH: the input of a unit leaves the device between forward and backward."""
+"""SAVE and FETCH: the input of a unit leaves the device between its forward and its backward.
+
+OFFLOAD and ONLOAD: so does what its forward kept.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from outsize.codecs.codec import Codec
+from outsize.planner.choice import Extent, Kept
 from outsize.planner.ops import Op
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
@@ -11,6 +18,8 @@ from outsize.runtime.microbatch import MicrobatchRun
 from outsize.runtime.moved import Moved
 from outsize.runtime.parcels import Parcel, pack, room_for, unpack
 from outsize.storage.scratch import Scratch
+
+_Key = tuple[int, int, int]
 
 
 class ActivationOps:
@@ -22,18 +31,32 @@ class ActivationOps:
     Args:
         device: where activations live.
         scratch: where they go; None where the program saves nothing.
-        codec: writes those that are floating point, where that is shorter; None writes them as they are.
+        codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
+        rooms: where what forwards kept goes, by its extent.
+        choices: what becomes of it, by unit and microbatch.
 
     Attributes:
+        num_let_go: how often what a forward had kept had no room, so that it is recomputed.
         up: what has come up so far.
         down: what has gone down.
     """
 
-    def __init__(self, device: Device, scratch: Scratch | None, codec: Codec | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        scratch: Scratch | None,
+        codec: Codec | None = None,
+        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
+        choices: Kept = (),
+    ) -> None:
+        self._rooms = rooms
+        self._choices = choices
+        self._away: dict[_Key, tuple[Scratch, list[int]]] = {}
+        self.num_let_go = 0
         self._device = device
         self._scratch = scratch
         self._codec = codec
-        self._sizes: dict[tuple[int, int, int], list[Parcel]] = {}
+        self._sizes: dict[_Key, list[Parcel]] = {}
         self.up = self.down = Moved()
 
     @property
@@ -77,20 +100,64 @@ class ActivationOps:
             self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
             self._device.hold(content, f"compute:w{op.worker}")
 
+    def offload(self, op: Op, context: StepContext) -> None:
+        """OFFLOAD: what the forward kept, device → its room; the device memory is free afterwards."""
+        key, run = self._key(op, context)
+        held = run.held(key[1])
+        if held is None:
+            return
+        extent = self._choices[key[1]][key[2]].extent
+        assert extent is not None
+        room = self._rooms[extent]
+        contents = [_bytes_of(storage, self._device.torch_device) for storage in held.storages()]
+        if not room.holds_all(contents):  # it is measured on shorter sequences, and on other experts
+            run.let_go(key[1])
+            self.num_let_go += 1
+            return
+        sizes = [content.nbytes for content in contents]
+        with self._device.link(sum(sizes)):
+            room.put_all(key, contents)
+        self._away[key] = room, sizes
+        self.down = self.down.and_then(sum(sizes), sum(sizes))
+        for content in contents:
+            self._device.hold(content, f"down:w{op.worker}")
+        held.take()
+
+    def onload(self, op: Op, context: StepContext) -> None:
+        """ONLOAD: its room → device."""
+        key, run = self._key(op, context)
+        held = run.held(key[1])
+        if held is None or key not in self._away:
+            return
+        room, sizes = self._away.pop(key)
+        device = self._device.torch_device
+        contents = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        with self._device.link(sum(sizes)):
+            room.take_all(key, contents)
+        self.up = self.up.and_then(sum(sizes), sum(sizes))
+        for content in contents:
+            self._device.hold(content, f"compute:w{op.worker}")
+        held.put(content.untyped_storage() for content in contents)
+
     def forget(self, number: int) -> None:
         """Free what was saved for the step of that number and will not be fetched."""
         for key in [key for key in self._sizes if key[0] == number]:
             for index in range(len(self._sizes.pop(key))):
                 assert self._scratch is not None
                 self._scratch.forget((*key, index))
+        for away in [key for key in self._away if key[0] == number]:
+            self._away.pop(away)[0].forget(away)
 
     def _storages(
         self, op: Op, context: StepContext
-    ) -> tuple[tuple[int, int, int], MicrobatchRun, list[torch.UntypedStorage]]:
+    ) -> tuple[_Key, MicrobatchRun, list[torch.UntypedStorage]]:
+        key, run = self._key(op, context)
+        return key, run, run.stored(key[1])
+
+    def _key(self, op: Op, context: StepContext) -> tuple[_Key, MicrobatchRun]:
         assert op.unit is not None
         assert op.microbatch is not None
-        run = context.runs[op.microbatch]
-        return (context.number, op.unit, op.microbatch), run, run.stored(op.unit)
+        return (context.number, op.unit, op.microbatch), context.runs[op.microbatch]
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

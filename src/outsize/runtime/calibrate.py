@@ -5,7 +5,7 @@ unit. Blocks of the same class and shapes that are called alike are run once; th
 Three short lengths are run, and `extrapolate` goes on from there.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from outsize.runtime.live_bytes import LiveBytes
 from outsize.runtime.microbatch import Ambient, loss_of
 from outsize.runtime.shortcut import Needed, Trial
 from outsize.runtime.trial_weights import bind_trial_weights
+from outsize.runtime.yields import Yield, Yields, YieldTrial
 
 SHORT_LENGTHS = (64, 128, 256)
 
@@ -52,6 +53,12 @@ class Measured:
         rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
         draws_random: whether units, or the code between them, draw random numbers.
         needed: by unit, how far its recompute has to go; for those that may end early.
+        attention: per unit, what its attention returns; zeros for the last.
+        products: per unit, the same of its attention and of those products that its backward needs.
+        num_products: by unit, how many of its products that are; for those where lengths agree on it.
+        num_saved: per unit, tensors that its forward saves for its backward.
+        num_sequences: of the microbatch.
+        seq_len: tokens of each.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -67,6 +74,12 @@ class Measured:
     rest_users: frozenset[int] = frozenset()
     draws_random: bool = True
     needed: Mapping[int, Needed] = field(default_factory=dict)
+    attention: tuple[Yield, ...] = ()
+    products: tuple[Yield, ...] = ()
+    num_products: Mapping[int, int] = field(default_factory=dict)
+    num_saved: tuple[int, ...] = ()
+    num_sequences: int = 1
+    seq_len: int = 1
 
 
 class Discard:
@@ -145,12 +158,21 @@ def _calibrate(
     return _scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
 
 
+class _Kept(NamedTuple):
+    """What a unit's forward makes for its backward; see `Measured`."""
+
+    num_bytes: int = 0
+    needed: Needed | None = None
+    yields: Yields = Yields(Yield(0, 0), Yield(0, 0), 0)
+    num_saved: int = 0
+
+
 @dataclass(slots=True)
 class _Row:
     boundary: list[int]
     forward: list[Trace]
     backward: list[Trace]
-    saved: list[int]
+    kept: list[_Kept]
     held: int
     shared: bool
     plain: bool
@@ -162,12 +184,6 @@ class _Row:
     graph_matters: bool = False
     rest_users: set[int] = field(default_factory=set)
     random: bool = False
-    needed: list[Needed | None] = field(default_factory=list)
-
-
-class _Kept(NamedTuple):
-    num_bytes: int
-    needed: Needed | None
 
 
 class _Pass:
@@ -266,8 +282,7 @@ class _Pass:
             self._known[key] = forward, backward, kept, outputs
         self._row.forward.append(forward)
         self._row.backward.append(backward)
-        self._row.saved.append(kept.num_bytes)
-        self._row.needed.append(kept.needed)
+        self._row.kept.append(kept)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
 
@@ -287,7 +302,8 @@ class _Pass:
         )
         trial = Trial([], [])
         live.ops = trial.ops
-        with trial.hooks():
+        returned = YieldTrial(trial.ops)
+        with trial.hooks(), returned.watching():
             outputs = self._forwards[unit](*args, **kwargs)
         live.ops = None
         given = {_place(tensor) for tensor in _tensors((args, kwargs))}
@@ -300,7 +316,9 @@ class _Pass:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        return same, _Kept(saved, trial.needed())
+        last_needed = trial.saved_at[-1] if trial.saved_at else 0
+        yields = returned.yields(last_needed, given | made.keys())
+        return same, _Kept(saved, trial.needed(), yields, len(trial.saved_at))
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -318,8 +336,7 @@ class _Pass:
             self._row.shifted = self._is_shifted(ending.output)
         del outputs
         self._row.forward.append(())
-        self._row.saved.append(0)
-        self._row.needed.append(None)
+        self._row.kept.append(_Kept())
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
@@ -331,7 +348,7 @@ class _Pass:
         loss = 0
         if isinstance(ending, Finished):
             _, kept = self._backward(unit, call, live)
-            self._row.saved[-1], self._row.needed[-1] = kept
+            self._row.kept[-1] = kept
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
             loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
@@ -420,7 +437,7 @@ def _scale(
     def at(values: Iterable[Trace]) -> int:
         return extrapolate(lengths, tuple(values), seq_len, num_sequences)
 
-    last = rows[-1]
+    last, kept = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
     boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
     backward = [at(row.backward[unit] for row in rows) for unit in range(len(boundary))]
     if chunk_tokens is not None and last.plain:
@@ -431,7 +448,7 @@ def _scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
-        saved_bytes=tuple(at((row.saved[unit],) for row in rows) for unit in range(len(boundary))),
+        saved_bytes=tuple(at((one.num_bytes,) for one in unit) for unit in kept),
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
@@ -441,12 +458,27 @@ def _scale(
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
         draws_random=any(row.random for row in rows),
         needed=_same_needs(rows),
+        attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept),
+        products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept),
+        num_products=_same_counts(kept),
+        num_saved=tuple(max(one.num_saved for one in unit) for unit in kept),
+        num_sequences=num_sequences,
+        seq_len=seq_len,
     )
+
+
+def _yield(lengths: Sequence[Yield], at: Callable[[Iterable[Trace]], int]) -> Yield:
+    return Yield(*(at((one[part],) for one in lengths) for part in range(2)))
+
+
+def _same_counts(kept: Sequence[Sequence[_Kept]]) -> dict[int, int]:
+    counts = enumerate({one.yields.num_products for one in unit} for unit in kept)
+    return {unit: found.pop() for unit, found in counts if len(found) == 1}
 
 
 def _same_needs(rows: list[_Row]) -> dict[int, Needed]:
     """What recomputes of units need, where that is the same at all lengths."""
-    found = [row.needed for row in rows]
+    found = [[one.needed for one in row.kept] for row in rows]
     return {
         unit: first
         for unit, (first, *others) in enumerate(zip(*found, strict=True))

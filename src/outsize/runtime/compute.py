@@ -1,4 +1,4 @@
-"""F, FK, FB and B: a unit runs on one microbatch, with its weights in a slot."""
+"""F, FA, FP, FK, FB and B: a unit runs on one microbatch, with its weights in a slot."""
 
 import hashlib
 import math
@@ -22,6 +22,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.keeping import Keeping
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.selecting import Selected
 from outsize.runtime.shortcut import Needed, Shortcuts, is_watched
 from outsize.runtime.weights import WeightOps
 
@@ -58,6 +59,7 @@ class ComputeOps:
         weights: owner of the slots.
         graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
         needed: how far recomputes have to go, see `runtime.shortcut`.
+        num_products: by unit, how many of its products a backward needs; a unit that is not there has all kept by FP.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class ComputeOps:
         weights: WeightOps,
         graph_in_forward: bool = False,
         needed: Mapping[int, Needed] = MappingProxyType({}),
+        num_products: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
+        self._num_products = num_products
         self._device = device
         self._split = split
         self.shorten(needed)
@@ -108,7 +112,21 @@ class ComputeOps:
         planes = {u: self._planes(u) for u in (unit, len(self._forwards)) if u in self._bound}
         keeping = Keeping(planes, self._planes, self._device.look)
         with self._naming(op), self._device.computing():
-            run.forward_keep(unit, self._forwards[unit], keeping.hooks)
+            run.forward_keep(unit, self._forwards[unit], keeping)
+            self._finish_if_cut(op, context, run)
+
+    def forward_attention(self, op: Op, context: StepContext) -> None:
+        """FA: the unit's outputs wait for the next unit, and what its attention returned for the recompute."""
+        self._forward_select(op, context, 0)
+
+    def forward_products(self, op: Op, context: StepContext) -> None:
+        """FP: the same, and what its products returned, as far as a backward needs it."""
+        self._forward_select(op, context, self._num_products.get(op.unit or 0))
+
+    def _forward_select(self, op: Op, context: StepContext, most_products: int | None) -> None:
+        unit, run = self._find(op, context)
+        with self._naming(op), self._device.computing():
+            run.forward_select(unit, self._forwards[unit], Selected(most_products))
             self._finish_if_cut(op, context, run)
 
     def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.microbatch import MicrobatchRun
 from outsize.runtime.parcels import Parcel
-
-COMPUTE_KINDS = frozenset(
-    {Kind.FORWARD, Kind.FORWARD_KEEP, Kind.FORWARD_BACKWARD, Kind.RECOMPUTE, Kind.BACKWARD}
-)
 
 
 @dataclass(frozen=True, slots=True)

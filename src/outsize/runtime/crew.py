@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
+from outsize.planner.choice import Extent
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Plan
 from outsize.runtime.activations import ActivationOps
@@ -112,6 +113,7 @@ def make_single(
     home: HostHome | DiskHome,
     host_buffers: list[Tensor],
     scratch: Scratch | None,
+    rooms: Mapping[Extent, Scratch],
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
     gradient_tiles: Sequence[Tensor] = (),
@@ -131,8 +133,10 @@ def make_single(
         memory.weights,
         settings.graph_in_forward,
         settings.needed,
+        settings.num_products,
     )
-    activations = ActivationOps(device, scratch, activation_codec(plan.transport))
+    codec = activation_codec(plan.transport)
+    activations = ActivationOps(device, scratch, codec, rooms, plan.layout.kept)
     worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
     return Crew((worker,), (binder.close,))
 
@@ -145,6 +149,7 @@ def make_crew(
     home: HostHome | DiskHome,
     host_buffers: list[Tensor],
     scratch: Scratch | None,
+    rooms: Mapping[Extent, Scratch],
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
     gradient_tiles: Sequence[Tensor] = (),
@@ -159,6 +164,7 @@ def make_crew(
         home: in host memory.
         host_buffers: none.
         scratch: in host memory, for what is handed over.
+        rooms: none.
         settings: of the engine.
         encoded: the weights as they go over links; None where they go as they are.
         gradient_tiles: none.
@@ -202,6 +208,7 @@ def make_crew(
             layout.stages,
             turns.get(each.torch_device),
             settings.needed,
+            settings.num_products,
         )
         handover = HandoverOps(each, scratch, fetches, activation_codec(plan.transport))
         workers.append(

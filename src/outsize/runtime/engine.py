@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
+from outsize.planner.choice import Extent
 from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
-from outsize.planner.ops import Kind, Op
+from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
@@ -32,7 +34,7 @@ from outsize.runtime.carriers import encode_weights
 from outsize.runtime.collecting import Collector
 from outsize.runtime.commits import CommitOps, Describe
 from outsize.runtime.compute import ComputeOps
-from outsize.runtime.context import COMPUTE_KINDS, StepContext
+from outsize.runtime.context import StepContext
 from outsize.runtime.crew import Worker, make_crew, make_single
 from outsize.runtime.device import Device
 from outsize.runtime.exchange import ExchangeOps, Shared
@@ -71,6 +73,7 @@ class EngineSettings:
         seed: of dropout and other randomness.
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
         needed: how far recomputes have to go, see `Measured.needed`.
+        num_products: how many products backwards need, see `Measured.num_products`.
         num_threads: compute threads of each lane that computes.
         draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
         observe_gradient: sees each gradient before it leaves the device.
@@ -84,6 +87,7 @@ class EngineSettings:
     seed: int = 0
     graph_in_forward: bool = False
     needed: Mapping[int, Needed] = field(default_factory=dict)
+    num_products: Mapping[int, int] = field(default_factory=dict)
     num_threads: int | None = None
     draws_random: bool = True
     observe_gradient: GradientObserver | None = None
@@ -120,6 +124,7 @@ class Engine:
         host: arena of the tier below the device, for buffers between tiers.
         scratch: room for saved activations; None where none are saved.
         settings: the rest.
+        rooms: for what forwards keep that leaves the device, by its extent.
         shared: the ranks that share the steps; None for a single one.
     """
 
@@ -133,6 +138,7 @@ class Engine:
         host: Arena,
         scratch: Scratch | None,
         settings: EngineSettings,
+        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
         shared: Shared | None = None,
     ) -> None:
         self.plan = plan
@@ -171,6 +177,7 @@ class Engine:
             home,
             host_buffers,
             scratch,
+            rooms,
             settings,
             encoded,
             self.optimizer.gradient_tiles if layout.ring else (),
@@ -373,6 +380,8 @@ class Engine:
             (Kind.ACC, False): worker.gradients.accumulate,
             (Kind.SUM, False): worker.gradients.sum_on,
             (Kind.FORWARD, False): worker.compute.forward,
+            (Kind.FORWARD_ATTENTION, False): worker.compute.forward_attention,
+            (Kind.FORWARD_PRODUCTS, False): worker.compute.forward_products,
             (Kind.FORWARD_KEEP, False): worker.compute.forward_keep,
             (Kind.FORWARD_BACKWARD, False): worker.compute.forward_backward,
             (Kind.BACKWARD, False): worker.compute.backward,
@@ -398,6 +407,9 @@ class Engine:
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
+        if isinstance(worker.activations, ActivationOps):
+            table[Kind.OFFLOAD, False] = worker.activations.offload
+            table[Kind.ONLOAD, False] = worker.activations.onload
         return table
 
 

@@ -6,7 +6,8 @@ The story of unit ``u`` for one microbatch:
    its own ("glue": a norm, a scaling) and then calls unit ``u``. Its arguments are kept: they are all that the
    backward needs. The unit runs without a graph; its outputs wait for ``forward(u+1)``.
 2. The last unit runs forward with a graph, its loss is taken, and the backward goes down at once.
-   ``forward_keep(u)`` runs it with a graph, and the roots of that graph wait for its backward.
+   ``forward_keep(u)`` runs it with a graph, and the roots of that graph wait for its backward. ``forward_select(u)``
+   keeps what some of its operations returned, so that a recompute need not run them.
 3. ``backward(u)`` runs the unit again, now with a graph, from the arguments kept, unless its forward kept its graph. It
    pulls the gradients of its outputs back to its parameters and arguments, and from there through the glue to the
    outputs of the units before it.
@@ -28,6 +29,9 @@ from torch.utils import _pytree as pytree
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.held import Held
+from outsize.runtime.keeping import Keeping
+from outsize.runtime.selecting import DivergedError, Selected
 from outsize.runtime.shortcut import Shortcuts
 
 Forward = Callable[..., Any]
@@ -46,6 +50,8 @@ class Visit:
         sources: position in ``leaves`` → the same tensor with its history, where it has one.
         box: gradients of the outputs, filled as later units and glue run backward.
         roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
+        held: memory of what its forward kept, which may leave the device; None where it kept nothing.
+        selected: results that a recompute need not compute; None where there are none.
     """
 
     leaves: list[Any]
@@ -53,11 +59,19 @@ class Visit:
     sources: dict[int, Tensor]
     box: Gradients
     roots: Roots | None = None
+    held: Held | None = None
+    selected: Selected | None = None
 
     def call(self, forward: Forward) -> Any:
         """Run the unit on its arguments."""
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         return forward(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """Look no longer after what the forward kept: it goes as the backward uses it up."""
+        if self.held is not None:
+            self.held.clear()
+        self.held = None
 
     def track_inputs(self) -> None:
         """Make the arguments that carry gradients leaves of a graph."""
@@ -114,21 +128,46 @@ class MicrobatchRun:
             visit.track_inputs()
         self._pass_on(unit, visit, forward, graph)
 
-    def forward_keep(
-        self, unit: int, forward: Forward, saving: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def forward_keep(self, unit: int, forward: Forward, keeping: Keeping) -> None:
         """Run ``unit`` with a graph that waits for its backward; see `forward`.
 
         Args:
             unit: the unit.
             forward: its own forward.
-            saving: what the graph is made in, to say how it keeps tensors.
+            keeping: how that graph keeps tensors.
         """
         visit = self._arrive(unit)
         visit.track_inputs()
-        with saving():
+        with keeping.hooks():
             outputs = self._pass_on(unit, visit, forward, True)
         visit.roots = roots_of(outputs)
+        self._hold(visit, keeping.held, outputs)
+
+    def forward_select(self, unit: int, forward: Forward, selected: Selected) -> None:
+        """Run ``unit``, and keep what ``selected`` says of it for its recompute; see `forward`."""
+        visit = self._arrive(unit)
+        visit.track_inputs()
+        with selected.recording():
+            outputs = self._pass_on(unit, visit, forward, True)
+        if len(selected):
+            visit.selected = selected
+            self._hold(visit, selected.held, outputs)
+
+    def _hold(self, visit: Visit, held: Held, outputs: Any) -> None:
+        """Let what a visit's forward kept leave the device, but not what others use as well."""
+        given = [leaf for leaf in visit.leaves if isinstance(leaf, Tensor)]
+        held.stay([*given, *(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))])
+        visit.held = held
+
+    def held(self, unit: int) -> Held | None:
+        """Return what the forward of ``unit`` keeps; None where that is nothing."""
+        return self._visits[unit].held
+
+    def let_go(self, unit: int) -> None:
+        """Keep nothing of the forward of ``unit`` after all: its backward will recompute it."""
+        visit = self._visits[unit]
+        visit.let_go()
+        visit.roots = visit.selected = None
 
     def _pass_on(self, unit: int, visit: Visit, forward: Forward, graph: bool) -> Any:
         """Run a unit, hand its outputs out to the next one, and return them with their history."""
@@ -201,19 +240,34 @@ class MicrobatchRun:
             del self._visits[unit]
             return
         roots, visit.roots = visit.roots, None
+        if roots is not None:
+            visit.let_go()  # its graph holds what it kept
         if roots is None:
             roots = self._recompute(unit, visit, forward)
         self._descend(unit, roots)
 
     def _recompute(self, unit: int, visit: Visit, forward: Forward) -> Roots:
         visit.track_inputs()
+        selected, visit.selected = visit.selected, None
+        visit.let_go()
 
         def call() -> Roots:
+            if selected is not None:
+                selected.rewind()
             self._reseed(unit, False)
             return roots_of(visit.call(forward))
 
         with self._ambient(), torch.enable_grad():
-            return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
+            if selected is not None:
+                try:
+                    with selected.replaying():
+                        return self._run_again(unit, call)
+                except DivergedError:
+                    selected.clear()  # run in full below
+            return self._run_again(unit, call)
+
+    def _run_again(self, unit: int, call: Callable[[], Roots]) -> Roots:
+        return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
 
     def stored(self, unit: int) -> list[torch.UntypedStorage]:
         """Storages of the differentiable inputs of ``unit``, each once: what SAVE and FETCH move."""

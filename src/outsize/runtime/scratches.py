@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from outsize.planner.choice import Extent
 from outsize.planner.plan import Plan
 from outsize.planner.plan_stages import num_handed_over
 from outsize.storage.arena import Arena
@@ -37,6 +38,37 @@ def open_scratch(
     if plan.below == "disk":
         return DiskScratch(num_extents, size, path, pool, arena, ledger=ledger)
     return HostScratch(num_extents, size, arena)
+
+
+def open_rooms(
+    plan: Plan, path: Path, pool: IOPool, arena: Arena, ledger: Ledger
+) -> dict[Extent, DiskScratch | HostScratch]:
+    """Return scratches for what forwards keep and what leaves the device, by its extent; the caller closes them.
+
+    Args:
+        plan: says what leaves, and whether it goes to the host or to disk.
+        path: of scratches on disk; names made from it are gone at once.
+        pool: threads of scratches on disk.
+        arena: where their memory comes from, or their bounce buffers.
+        ledger: where a file's bytes are reserved.
+
+    Raises:
+        StorageError: a file cannot be made.
+        BudgetExceededError: a tier has too little left.
+    """
+    rooms: dict[Extent, DiskScratch | HostScratch] = {}
+    try:
+        for extent, (count, size) in plan.offload_rooms.items():
+            if plan.below == "disk":
+                where = path.with_name(f"{path.stem}-{extent}{path.suffix}")
+                rooms[extent] = DiskScratch(count, size, where, pool, arena, ledger=ledger)
+            else:
+                rooms[extent] = HostScratch(count, size, arena)
+    except BaseException:
+        for room in rooms.values():
+            room.close()
+        raise
+    return rooms
 
 
 def extent_bytes(plan: Plan, boundary_bytes: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""F, FB, R and B of stages: units run by the compute thread of each worker, the code between by that of the glue."""
+"""F (FA, FP, FK), FB, R, B of stages: units run by the compute thread of each worker, code between by the glue's."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +42,7 @@ class StagedComputeOps(ComputeOps):
         turns: held while this worker computes, where workers draw random numbers from one generator: it is seeded and
             drawn from in one go. None where this worker may compute beside the others.
         needed: as of `ComputeOps`.
+        num_products: likewise.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StagedComputeOps(ComputeOps):
         stages: Stages,
         turns: AbstractContextManager[Any] | None,
         needed: Mapping[int, Needed] = MappingProxyType({}),
+        num_products: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         super().__init__(
             replica.split,
@@ -74,6 +76,7 @@ class StagedComputeOps(ComputeOps):
             weights,
             graph_in_forward,
             needed,
+            num_products,
         )
         self._model = split.model
         self._worker = worker
@@ -98,6 +101,16 @@ class StagedComputeOps(ComputeOps):
         """See `ComputeOps.forward_keep`."""
         with self._turn():
             super().forward_keep(op, context)
+
+    def forward_attention(self, op: Op, context: StepContext) -> None:
+        """See `ComputeOps.forward_attention`."""
+        with self._turn():
+            super().forward_attention(op, context)
+
+    def forward_products(self, op: Op, context: StepContext) -> None:
+        """See `ComputeOps.forward_products`."""
+        with self._turn():
+            super().forward_products(op, context)
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """See `ComputeOps.forward_backward`."""

@@ -95,6 +95,10 @@ class Extents:
             if held is not None:
                 self._free.append(held.index)
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether an extent holds ``num_bytes``."""
+        return num_bytes <= self.extent_bytes
+
     def count(self, *, bytes_in: int = 0, bytes_out: int = 0, bounced: int = 0) -> None:
         """Add to the statistics."""
         with self._lock:

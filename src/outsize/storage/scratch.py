@@ -6,11 +6,12 @@ pass the same contract (`outsize.testing`).
 
 import ctypes
 import queue
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from outsize.storage.arena import Arena
@@ -42,6 +43,15 @@ class Scratch(Protocol):
             StorageError: the medium failed; the tensor is still held.
             ValueError: nothing under this key, or another dtype or number of elements.
         """
+
+    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``tensors`` fit one extent together."""
+
+    def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
+        """Keep copies of ``tensors`` in one extent; raises as `put`."""
+
+    def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
+        """Fill ``into``, tensors of the same sizes in the same order, and forget ``key``; raises as `take`."""
 
     def forget(self, key: Hashable) -> None:
         """Free the extent of ``key`` without reading it; nothing happens where there is none."""
@@ -85,6 +95,25 @@ class HostScratch:
         into.detach().copy_(self._view(index, into))
         self._extents.count(bytes_out=into.nbytes)
 
+    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
+        """See `Scratch.holds_all`."""
+        return self._extents.fits(_together(tensors).nbytes)
+
+    def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
+        """See `Scratch.put_all`."""
+        index = self._extents.enter(key, _together(tensors))
+        for at, tensor in _places(tensors):
+            self._view(index, tensor, at).copy_(tensor.detach())
+        self._extents.count(bytes_in=sum(tensor.nbytes for tensor in tensors))
+
+    def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
+        """See `Scratch.take_all`."""
+        index = self._extents.find(key, _together(into))
+        for at, tensor in _places(into):
+            tensor.detach().copy_(self._view(index, tensor, at))
+        self._extents.count(bytes_out=sum(tensor.nbytes for tensor in into))
+        self._extents.leave(key)
+
     def forget(self, key: Hashable) -> None:
         """See `Scratch.forget`."""
         self._extents.drop(key)
@@ -97,8 +126,8 @@ class HostScratch:
         """Let go of the memory; the arena gives it back."""
         self._memory.clear()
 
-    def _view(self, index: int, like: Tensor) -> Tensor:
-        extent: Tensor = self._memory[index][: like.nbytes].view(like.dtype)
+    def _view(self, index: int, like: Tensor, at: int = 0) -> Tensor:
+        extent: Tensor = self._memory[index][at : at + like.nbytes].view(like.dtype)
         return extent.view(like.shape)
 
 
@@ -168,6 +197,33 @@ class DiskScratch:
         self._extents.leave(key)
         self._extents.count(bytes_out=into.nbytes)
 
+    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
+        """See `Scratch.holds_all`."""
+        return self._extents.fits(_together(tensors).nbytes)
+
+    def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
+        """See `Scratch.put_all`; refuses tensors of another device or with gaps."""
+        for tensor in tensors:
+            _check_plain(tensor)
+        index = self._extents.enter(key, _together(tensors))
+        try:
+            for at, tensor in _places(tensors):
+                self._move(tensor, index * self._stride + at, written=True)
+        except BaseException:
+            self._extents.leave(key)
+            raise
+        self._extents.count(bytes_in=sum(tensor.nbytes for tensor in tensors))
+
+    def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
+        """See `Scratch.take_all`; refuses tensors of another device or with gaps."""
+        for tensor in into:
+            _check_plain(tensor)
+        index = self._extents.find(key, _together(into))
+        for at, tensor in _places(into):
+            self._move(tensor, index * self._stride + at, written=False)
+        self._extents.leave(key)
+        self._extents.count(bytes_out=sum(tensor.nbytes for tensor in into))
+
     def forget(self, key: Hashable) -> None:
         """See `Scratch.forget`."""
         self._extents.drop(key)
@@ -207,6 +263,21 @@ class DiskScratch:
                 _copy(view, sectors)
         finally:
             self._bounces.put(buffer)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Where each tensor begins in an extent that holds them all: on a sector of its own."""
+    places, at = [], 0
+    for tensor in tensors:
+        places.append((at, tensor))
+        at += align_up(tensor.nbytes, SECTOR_BYTES)
+    return places
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    """Something as large as the extent that holds them all; it has no memory."""
+    num_bytes = sum(align_up(tensor.nbytes, SECTOR_BYTES) for tensor in tensors)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
 def _view_of(tensor: Tensor) -> memoryview:

@@ -125,7 +125,8 @@ class Line(Part):
     )
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "
-        "files instead of direct I/O, `failed_saves`, `failed_writers`"
+        "files instead of direct I/O, `recomputed` activations that found no room below the device, `failed_saves`, "
+        "`failed_writers`"
     )
 
 

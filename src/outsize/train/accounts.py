@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from outsize.planner.idle import Waits, Window
+from outsize.planner.ops import COMPUTE_KINDS
 from outsize.planner.timeline import Event, Timeline
 from outsize.runtime.allocator import resident_bytes
-from outsize.runtime.context import COMPUTE_KINDS
 from outsize.runtime.workers import device_names
 from outsize.telemetry.nvml import GpuSampler
 from outsize.train.flops import Peak

@@ -14,7 +14,7 @@ from outsize.planner.codec_choice import worth_it
 from outsize.planner.expectation import PlannedStep
 from outsize.train.codec_rates import codec_rates
 from outsize.train.forecast import Rates, measure_rates
-from outsize.train.prepare import Prepared, choose_plan
+from outsize.train.prepare import Prepared, choose_plan, kept_bytes
 from outsize.train.residency import AUTO, CODECS, with_codec
 from outsize.units import format_seconds
 
@@ -67,6 +67,7 @@ def expected_s(prepared: Prepared, rates: Rates) -> float:
         model=prepared.split.spec,
         boundary_bytes=prepared.measured.boundary_bytes,
         codec_rates=codec_rates(prepared, prepared.plan.transport),
+        kept_bytes=kept_bytes(prepared.measured),
     )
     return planned.expect(planned.costs(rates.machine, rates.times)).step_s
 

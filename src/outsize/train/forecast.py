@@ -22,6 +22,7 @@ from outsize.group.group import Group
 from outsize.hardware.spec import Figure, Machine
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.model.walk import Boundaries
+from outsize.planner.choice import Extent
 from outsize.planner.comparison import Comparison, Steps, compare
 from outsize.planner.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.expectation import PlannedStep
@@ -34,7 +35,7 @@ from outsize.train.codec_rates import codec_rates
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
-from outsize.train.prepare import Prepared, made_up_inputs, recompute_shares
+from outsize.train.prepare import Prepared, kept_bytes, made_up_inputs, recompute_shares, selections
 from outsize.units import format_seconds
 
 PREDICTION_FILE = "prediction.json"
@@ -81,6 +82,7 @@ class Forecast:
             boundary_bytes=prepared.measured.boundary_bytes,
             codec_rates=codec_rates(prepared, prepared.plan.transport),
             net_bytes_per_s=rates.net_bytes_per_s,
+            kept_bytes=kept_bytes(prepared.measured),
         )
         self.predicted: Steps = self._planned.expect(self._planned.costs(self._machine, self._times))
         self.step_s = self.predicted.step_s
@@ -222,7 +224,8 @@ def _times(prepared: Prepared) -> tuple[UnitTimes, tuple[float, ...]]:
     flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
     tokens = rows * length / (few_rows * short)
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
-    return _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured)), flops
+    found = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
+    return replace(found, spared_s=_spared_s(prepared, found.forward_s, flops)), flops
 
 
 def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
@@ -240,6 +243,19 @@ def _less_recompute(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
     spared_s = (whole - part for whole, part in zip(times.forward_s, recompute_s, strict=True))
     backward_s = (max(0.0, s - spared) for s, spared in zip(times.backward_s, spared_s, strict=True))
     return UnitTimes(forward_s=times.forward_s, backward_s=tuple(backward_s), recompute_s=recompute_s)
+
+
+def _spared_s(
+    prepared: Prepared, forward_s: tuple[float, ...], flops: tuple[float, ...]
+) -> dict[Extent, tuple[float, ...]]:
+    """Return what of a forward is spared where attention, or products, are kept: their share of its operations."""
+    return {
+        extent: tuple(
+            seconds * min(1.0, spared / work) if work else 0.0
+            for seconds, spared, work in zip(forward_s, spared_by_unit, flops, strict=True)
+        )
+        for extent, spared_by_unit in selections(prepared.measured).get("selected_s", {}).items()
+    }
 
 
 def _is_cuda(prepared: Prepared) -> bool:

@@ -7,7 +7,7 @@ from outsize.planner.comparison import compute_lanes
 from outsize.planner.timeline import Timeline
 
 # By the first word of an op's text, see `outsize.planner.ops`.
-_FORWARD, _BACKWARD, _UPDATE = ("F", "FK"), ("FB", "R", "B"), ("STEP",)
+_FORWARD, _BACKWARD, _UPDATE = ("F", "FA", "FP", "FK"), ("FB", "R", "B"), ("STEP",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

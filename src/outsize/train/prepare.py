@@ -30,6 +30,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.shares import shares
 from outsize.optim.spec import StateLayout
+from outsize.planner.choice import Choice, Extent, KeptBytes
 from outsize.planner.memory import home_bytes
 from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
@@ -49,6 +50,12 @@ from outsize.units import format_bytes, format_count
 Announce = Callable[[str], None]
 # A length at which the operations of units are compared.
 SAMPLE_TOKENS = 1024
+# What a processor multiplies and adds while it reads a byte and writes one: 10 to 20 on a core with AVX, 250 on an RTX
+# 4090. It ranks what is kept of a unit; the exact number only decides between choices that are as good.
+FLOPS_PER_BYTE = 20
+# Looking at each operation of a unit costs Python tens of microseconds for each. A few cores compute so much in ten
+# milliseconds; less is recomputed, or kept whole.
+LEAST_SELECTED_FLOPS = 1e9
 # What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 # What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
@@ -266,13 +273,17 @@ def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
 
 
 def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
-    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask."""
+    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
+
+    Something is padded where anything may be: without padding models of transformers make no mask.
+    """
     vocabulary = hf_config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
     inputs = {"input_ids": ids, "labels": ids}
     if not config.data.pack:
         inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
     return inputs
 
 
@@ -368,10 +379,12 @@ def make_plan(
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        recompute_s=_recompute_times(parts, measured),
+        recompute_s=_recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
+        **({} if options.cut else selections(measured)),
         shared_bytes=held_bytes * options.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
     )
+    _check_choice(options.activations, demand)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     if machine.num_workers > 1:
         plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
@@ -396,6 +409,20 @@ def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
             + "; leave it raw"
         )
     return wire
+
+
+def _check_choice(activations: str, demand: Demand) -> None:
+    """Check that there is something that a user's choice could keep.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    extent = None if activations == "auto" else Choice(activations).extent
+    if extent is not None and not any(demand.kept_bytes.get(extent, ())):
+        advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
+        raise ConfigError(
+            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
+        )
 
 
 def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
@@ -463,11 +490,11 @@ def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOp
     )
 
 
-def _forward_times(parts: Split) -> tuple[float, ...]:
+def _forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> tuple[float, ...]:
     """How long the forwards of units take beside each other: by their operations, or by their parameters."""
     count = parts.spec.num_streamed
     with contextlib.suppress(ModelError, AttributeError):
-        flops = forward_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        flops = forward_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
         if len(flops) == count:
             return flops
     table = max((tensor.numel for unit in parts.spec.units for tensor in unit.all_tensors), default=1)
@@ -475,14 +502,49 @@ def _forward_times(parts: Split) -> tuple[float, ...]:
         0 if unit.kind == "embedding" else sum(tensor.numel for tensor in unit.all_tensors)
         for unit in parts.spec.units[:count]
     ]
-    return tuple(float(size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
+    tokens = 2.0 * rows * length
+    return tuple(tokens * (size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
 
 
-def _recompute_times(parts: Split, measured: Measured) -> tuple[float, ...]:
+def kept_bytes(measured: Measured) -> KeptBytes:
+    """What forwards keep, by its extent."""
+    found = selections(measured).get("selected_bytes", {})
+    return {Extent.WHOLE: measured.saved_bytes, **found}
+
+
+def selections(measured: Measured) -> dict[str, Any]:
+    """What may be kept of forwards, as `Demand` wants it; what it spares is counted in FLOPs.
+
+    Where products are kept, what lies between them is made again, each byte of it at the cost of `FLOPS_PER_BYTE`.
+    """
+    if not measured.products:
+        return {}
+    between = [
+        FLOPS_PER_BYTE * max(0, whole - products.num_bytes)
+        for whole, products in zip(measured.saved_bytes, measured.products, strict=True)
+    ]
+    spared = [max(0.0, y.flops - rest) for y, rest in zip(measured.products, between, strict=True)]
+    return {
+        "selected_bytes": {
+            Extent.ATTENTION: tuple(y.num_bytes for y in measured.attention),
+            Extent.PRODUCTS: tuple(y.num_bytes for y in measured.products),
+        },
+        "selected_s": {
+            Extent.ATTENTION: tuple(float(y.flops) for y in measured.attention),
+            Extent.PRODUCTS: tuple(spared),
+        },
+        "least_selected_s": LEAST_SELECTED_FLOPS,
+        "num_saved": measured.num_saved,
+    }
+
+
+def _recompute_times(
+    parts: Split, measured: Measured, rows: int = 1, length: int = SAMPLE_TOKENS
+) -> tuple[float, ...]:
     """The same of recomputes, of which some end early."""
-    times = _forward_times(parts)
+    times = _forward_times(parts, rows, length)
     with contextlib.suppress(ModelError, AttributeError):
-        flops = recompute_flops(read_shape(parts.model.config.to_dict()), 1, SAMPLE_TOKENS)  # type: ignore[union-attr,operator]
+        flops = recompute_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
         if len(flops) == len(times):
             return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))
     return times

@@ -26,6 +26,7 @@ from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
+from outsize.train.activation_choice import choose_activations
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
@@ -81,6 +82,7 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
         config = as_before(config, run_dir, None)
         prepared = prepare(config, run_dir, lambda _: None)
         prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
+        prepared, rates = choose_activations(prepared, run_dir, lambda _: None, rates)
         return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
@@ -142,6 +144,7 @@ def _train(
     shared = None if replicated else ranks.group
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
     prepared, rates = choose_codec(prepared, own_dir, announce)
+    prepared, rates = choose_activations(prepared, own_dir, announce, rates)
     config = config.in_microbatches(prepared.config.microbatches)
     asked = asked.in_microbatches(prepared.config.microbatches)
     if resumed is not None:

@@ -24,6 +24,7 @@ from outsize.optim.spec import WEIGHTS
 from outsize.planner.idle import Window
 from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
+from outsize.runtime.activations import ActivationOps
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.carriers import packed_codec
@@ -32,7 +33,7 @@ from outsize.runtime.device import Device, open_device
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
 from outsize.runtime.exchange import Shared
 from outsize.runtime.gradients import GradientObserver
-from outsize.runtime.scratches import open_scratch
+from outsize.runtime.scratches import open_rooms, open_scratch
 from outsize.runtime.workers import open_workers, tier_of
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.committed import CommittedHome
@@ -175,6 +176,9 @@ class StreamedTrainer:
             )
             if self.scratch is not None:
                 stack.enter_context(contextlib.closing(self.scratch))
+            self.rooms = open_rooms(plan, store_dir / "kept.bin", self.pool, buffers, self.ledger)
+            for room in self.rooms.values():
+                stack.enter_context(contextlib.closing(room))
             device = stack.enter_context(contextlib.closing(self._open_device()))
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
             for tier, name in itertools.product(tiers, ("activations", "workspace", "shared")):
@@ -194,6 +198,7 @@ class StreamedTrainer:
                 seed=config.train.seed,
                 graph_in_forward=prepared.measured.graph_matters,
                 needed=prepared.measured.needed,
+                num_products=prepared.measured.num_products,
                 num_threads=torch.get_num_threads(),
                 draws_random=prepared.measured.draws_random,
                 observe_gradient=observe_gradient,
@@ -209,6 +214,7 @@ class StreamedTrainer:
                 buffers,
                 self.scratch,
                 settings,
+                self.rooms,
                 _shared(prepared),
             )
             stack.callback(self.engine.close)
@@ -331,16 +337,19 @@ class StreamedTrainer:
         if isinstance(self.home, DiskHome):
             statistics = self.home.statistics()
             read, written = statistics.bytes_read, statistics.bytes_written
-        if isinstance(self.scratch, DiskScratch):
-            moved = self.scratch.statistics()
-            read, written = read + moved.bytes_out, written + moved.bytes_in
+        for scratch in (self.scratch, *self.rooms.values()):
+            if isinstance(scratch, DiskScratch):
+                moved = scratch.statistics()
+                read, written = read + moved.bytes_out, written + moved.bytes_in
         return read, written
 
     def fallbacks(self) -> dict[str, int]:
-        """What could not be had as asked so far, and how often: pinned memory, direct I/O."""
+        """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
         found = {"pageable": sum(arena.statistics().num_pageable_fallbacks for arena in self._arenas)}
         if isinstance(self.home, DiskHome):
             found["buffered"] = self.home.file.statistics().num_buffered_fallbacks
+        if isinstance(self.engine.activations, ActivationOps):
+            found["recomputed"] = self.engine.activations.num_let_go
         return found
 
     def take_timeline(self) -> Timeline:

@@ -181,6 +181,11 @@ def _memory(device: str, device_memory: str | int | None, home: Home, others: di
 
     if "commits" in others:
         raise ConfigError("outsize.wrap: commits: it is of outsize train only; leave it out")
+    if str(others.get("activations", "auto")) not in ("auto", "recompute", "keep"):
+        raise ConfigError(
+            f"outsize.wrap: activations={others['activations']!r}: it is of outsize train only; write auto, recompute "
+            "or keep"
+        )
     try:
         return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
     except ValidationError as error:

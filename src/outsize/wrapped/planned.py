@@ -267,7 +267,7 @@ class Planned:
 
     def _programs_for(self, plan: Plan, count: int) -> _Programs:
         if count not in self._programs:
-            kept = tuple(min(each, count) for each in plan.layout.kept)
+            kept = tuple(choices[:count] for choices in plan.layout.kept)
             passes = cut_step(replace(plan.layout, num_microbatches=count, kept=kept))
             forwards = passes.forward.ops, passes.lean_forward.ops
             warm = [slots_used(Program(forward + passes.backward.ops)) for forward in forwards]

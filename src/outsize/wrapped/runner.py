@@ -107,7 +107,7 @@ class Runner(Inferring):
             if saves:
                 self._abandoned.append(context.number)
             return joined.build({})
-        keeping = not lean and any(plan.layout.kept)
+        keeping = not lean and plan.layout.keeps_any
         return self._passage(engine, context, joined, saves=saves, keeping=keeping).output()
 
     def _passage(

@@ -1,15 +1,17 @@
 // The timeline of a step on a canvas: lanes as rows, ops as bars. Zoom, pan, hover, and search by unit.
 
 const OP_COLORS = {
-  F: "--o-forward", FK: "--o-forward", FB: "--o-backward", B: "--o-backward", R: "--o-forward", NORM: "--c-compute", LOAD: "--c-weights",
+  F: "--o-forward", FA: "--o-forward", FP: "--o-forward", FK: "--o-forward", FB: "--o-backward", B: "--o-backward", R: "--o-forward", NORM: "--c-compute", LOAD: "--c-weights",
   READ: "--c-disk", WRITE: "--c-commit", GRAD: "--c-gradients", SUM: "--c-gradients", SAVE: "--c-activations",
-  FETCH: "--c-activations", SEND: "--c-activations", RECV: "--c-activations", STEP: "--c-optimizer", CLIP: "--c-optimizer",
+  FETCH: "--c-activations", OFFLOAD: "--c-activations", ONLOAD: "--c-activations", SEND: "--c-activations", RECV: "--c-activations", STEP: "--c-optimizer", CLIP: "--c-optimizer",
   COMMIT: "--c-commit", STORE: "--c-checkpoint", FREE: "--c-between", ACC: "--c-between",
 };
 const OP_TEXTS = {
-  F: "forward", FK: "forward whose intermediates stay", FB: "forward and backward of the last unit", B: "backward", R: "recompute", NORM: "gradient norm",
+  F: "forward", FA: "forward whose attention is kept", FP: "forward whose products are kept",
+  FK: "forward whose intermediates are kept", FB: "forward and backward of the last unit", B: "backward", R: "recompute", NORM: "gradient norm",
   LOAD: "weights to the device", READ: "read from disk", WRITE: "write to disk", GRAD: "gradient from the device",
   SUM: "gradient sum to the device", SAVE: "activation from the device", FETCH: "activation to the device",
+  OFFLOAD: "intermediates from the device", ONLOAD: "intermediates to the device",
   SEND: "gradient of an activation from the device", RECV: "gradient of an activation to the device",
   STEP: "optimizer", CLIP: "clipping", COMMIT: "commit", STORE: "checkpoint", FREE: "slot freed", ACC: "accumulator taken",
 };
@@ -120,7 +122,7 @@ function timelineFigure(data, label) {
       if (wanted && state.found[state.at] === op) { pen.strokeStyle = ink.text; pen.lineWidth = 1.5; pen.strokeRect(left, top, right - left, BAR); }
       if (right - left > 9 + 6.2 * op.op.length) {
         pen.fillStyle = "#fff"; pen.textAlign = "left";
-        if (["F", "FK", "R"].includes(op.kind)) pen.fillStyle = "#10203c";
+        if (["F", "FA", "FP", "FK", "R"].includes(op.kind)) pen.fillStyle = "#10203c";
         pen.fillText(op.op, left + 4, top + BAR / 2 + 0.5);
       }
     }

@@ -1,0 +1,79 @@
+"""What host memory gives to a home on disk under several workers: optimizer tiles, and buffers for whole units."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from outsize.model.spec import ModelSpec
+from outsize.optim.spec import StateLayout, layout_of
+from outsize.planner.layout import StepLayout
+from outsize.planner.memory import disk_buffer_bytes, state_bytes
+from outsize.planner.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Room in host memory; nothing of it for a home that lies there.
+
+    Attributes:
+        tile_elements: per optimizer tile.
+        num_host_buffers: that whole units pass through, for all workers together.
+        host_buffer_bytes: of each.
+    """
+
+    tile_elements: int = 0
+    num_host_buffers: int = 0
+    host_buffer_bytes: int = 0
+
+
+def rooms(model: ModelSpec, options: PlanOptions, num_workers: int) -> Iterator[Room]:
+    """Yield what there may be room for, the most first: for each worker a buffer each way, and large tiles."""
+    if options.home != "disk":
+        yield Room()
+        return
+    sizing = Sizing(model, options)
+    least = sizing.least()
+    for knobs in (*reversed(list(sizing.larger_tiles(least))), least):
+        for count in dict.fromkeys((2 * num_workers, LEAST_HOST_BUFFERS)):
+            yield Room(
+                tile_elements=knobs.tile_elements,
+                num_host_buffers=count,
+                host_buffer_bytes=sizing.host_buffer_bytes,
+            )
+
+
+def in_room(model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Room) -> StepLayout:
+    """Return ``layout`` over the home of ``options``, with the tiles and buffers of ``room``."""
+    tiles = tuple(
+        -(-unit.numel // room.tile_elements) if room.tile_elements and unit.trainable else 0
+        for unit in model.units
+    )
+    return replace(
+        layout,
+        tiles=tiles,
+        num_tile_buffers=NUM_TILE_BUFFERS if any(tiles) else 0,
+        num_host_buffers=room.num_host_buffers,
+        staged=room.num_host_buffers > 0,
+        tiles_on_disk=options.home == "disk",
+        commits=options.commits and options.home == "disk",
+    )
+
+
+def state_of(model: ModelSpec, options: PlanOptions) -> StateLayout:
+    """Return how a trained unit lies at home; gradients are summed there from round to round."""
+    return options.state or StateLayout(dtype=model.dtype)
+
+
+def bytes_below(
+    model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Room
+) -> dict[str, dict[str, int]]:
+    """Return what lies below the workers whatever their stages: the home, and what stands between it and them."""
+    state = layout_of(options.state or model.dtype)
+    table = {
+        "host": {
+            "host buffers": room.num_host_buffers * room.host_buffer_bytes,
+            **disk_buffer_bytes(model, layout, options.home, room.tile_elements, state),
+        },
+        "disk": {},
+    }
+    table[options.home]["home"] = state_bytes(model, layout, options.home, options.transport, state)
+    return table

@@ -1,0 +1,81 @@
+"""``memory.activations: auto`` on a device behind a link: what backwards need leaves it if that shortens a step.
+
+A run is planned before anything is timed, and then keeps on the device what has room. With the rates that lanes and
+units reach it is planned again (`planner.balance`): what the link carries while compute goes on need not be computed
+again. The plan whose simulated step is shorter is taken. A run computes the same either way.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from outsize.errors import OutsizeError
+from outsize.planner import balance
+from outsize.planner.choice import Choice
+from outsize.planner.codec_choice import worth_it
+from outsize.planner.layout import StepLayout
+from outsize.train.codec_choice import expected_s
+from outsize.train.forecast import Rates, measure_rates
+from outsize.train.prepare import Prepared, options_of, plan_with_heap
+from outsize.units import format_seconds
+
+AUTO = "auto"
+
+
+def choose_activations(
+    prepared: Prepared, run_dir: Path, announce: Callable[[str], None], rates: Rates | None
+) -> tuple[Prepared, Rates | None]:
+    """Return the run with what ``auto`` comes to, and the rates that this was found with.
+
+    Args:
+        prepared: a run; one that says something else, that has no link of a rate of its own, that several ranks share,
+            or that computes nothing twice is returned as it is.
+        run_dir: its directory, which may hold rates.
+        announce: told what was chosen and why.
+        rates: that the run reaches; None where nobody has looked yet.
+    """
+    memory, machine = prepared.config.memory, prepared.machine
+    emulated = machine.device.startswith("emulated") and memory.link_gb_per_s is not None
+    linked = machine.device.startswith("cuda") or emulated
+    if (
+        memory.activations != AUTO
+        or not linked
+        or machine.num_workers > 1
+        or prepared.group.size > 1
+        or not _recomputes(prepared.plan.layout)
+    ):
+        return prepared, rates
+    try:
+        rates = rates or measure_rates(prepared, run_dir)
+        candidate = _balanced(prepared, rates)
+        former_s, step_s = expected_s(prepared, rates), expected_s(candidate, rates)
+    except (OutsizeError, RuntimeError) as error:
+        announce(f"memory.activations: auto offloads nothing: nothing could be predicted: {error}")
+        return prepared, rates
+    if not worth_it(former_s, step_s):
+        return prepared, rates
+    announce(
+        f"memory.activations: auto offloads: a step is predicted to take {format_seconds(step_s)} instead of "
+        f"{format_seconds(former_s)}, since the link carries what would be computed again"
+    )
+    return candidate, rates
+
+
+def _recomputes(layout: StepLayout) -> bool:
+    cells = ((unit, m) for unit in layout.keepable for m in range(layout.num_microbatches))
+    return any(layout.choice(unit, microbatch) is not Choice.KEEP for unit, microbatch in cells)
+
+
+def _balanced(prepared: Prepared, rates: Rates) -> Prepared:
+    """Return the same run, planned with its rates."""
+    link = rates.machine.links[0]
+    found = balance.Rates(
+        times=rates.times,
+        up_bytes_per_s=link.up_bytes_per_s.value,
+        down_bytes_per_s=link.down_bytes_per_s.value,
+    )
+    parts, machine, measured = prepared.split, prepared.machine, prepared.measured
+    options = replace(options_of(prepared.config, parts, machine, measured), rates=found)
+    options = replace(options, transport=prepared.plan.transport)
+    plan, heap = plan_with_heap(parts, machine, measured, options, measured.held_bytes)
+    return replace(prepared, plan=plan, heap=heap)

@@ -1,0 +1,115 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.config import Config
+from outsize.errors import ModelError
+from outsize.hardware.presets import parse_gpus
+from outsize.hardware.spec import Figure
+from outsize.planner.costs import UnitTimes
+from outsize.planner.ops import Kind
+from outsize.train import activation_choice as module
+from outsize.train.forecast import Rates
+from outsize.train.prepare import Prepared, prepare
+from outsize.train.run import TrainResult, foresee, train
+from support import make_run
+
+LINKED: dict[str, Any] = {"device": "emulated", "link_gb_per_s": 100.0}
+
+
+def on_a_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
+    """Units take a millisecond forward and three backward, a third of it to recompute; the optimizer nothing."""
+    machine = parse_gpus("4090")
+    rate = Figure(value=bytes_per_s, source="test")
+    free = Figure(value=1e-9, source="test")
+    link = replace(machine.links[0], up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=free)
+
+    def measure_rates(prepared: Prepared, _: Path) -> Rates:
+        count = prepared.split.spec.num_streamed
+        times = UnitTimes(forward_s=(1e-3,) * count, backward_s=(3e-3,) * count)
+        return Rates(replace(machine, links=(link,)), times)
+
+    monkeypatch.setattr(module, "measure_rates", measure_rates)
+
+
+def tight(tmp_path: Path, **memory: Any) -> Config:
+    """A run whose device holds inputs and little more."""
+    sections: dict[str, Any] = {"train": {"microbatches": 4, "steps": 2}}
+    kept = {name: {**LINKED, "activations": name} for name in ("recompute", "keep")}
+    sizes = [
+        prepare(make_run(tmp_path, memory=each, **sections), tmp_path, lambda _: None).plan.total_bytes(
+            "device"
+        )
+        for each in kept.values()
+    ]
+    budget = sizes[0] + (sizes[1] - sizes[0]) // 4
+    return make_run(tmp_path, memory={**LINKED, "device_memory": budget, **memory}, **sections)
+
+
+def chosen(tmp_path: Path, **memory: Any) -> tuple[set[Kind], list[str]]:
+    said: list[str] = []
+    prepared = prepare(tight(tmp_path, **memory), tmp_path, lambda _: None)
+    found, _ = module.choose_activations(prepared, tmp_path, said.append, None)
+    return {op.kind for op in found.plan.program}, said
+
+
+def test_a_fast_link_carries_what_would_be_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    on_a_link(monkeypatch, 1e12)
+    kinds, said = chosen(tmp_path)
+    assert {Kind.OFFLOAD, Kind.ONLOAD} <= kinds
+    assert said[0].startswith("memory.activations: auto offloads: a step is predicted to take ")
+
+
+def test_a_slow_link_carries_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    on_a_link(monkeypatch, 1e6)
+    kinds, said = chosen(tmp_path)
+    assert Kind.OFFLOAD not in kinds
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{"activations": "recompute"}, {"device_memory": "1GiB"}, {"device": "cpu", "link_gb_per_s": None}],
+)
+def test_nobody_looks_where_there_is_nothing_to_choose(
+    memory: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def measure_rates(*_: Any) -> Rates:
+        raise AssertionError("timed for nothing")
+
+    monkeypatch.setattr(module, "measure_rates", measure_rates)
+    kinds, said = chosen(tmp_path, **memory)
+    assert Kind.OFFLOAD not in kinds
+    assert said == []
+
+
+def test_what_cannot_be_timed_is_said_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def measure_rates(*_: Any) -> Rates:
+        raise ModelError("planted")
+
+    monkeypatch.setattr(module, "measure_rates", measure_rates)
+    kinds, said = chosen(tmp_path)
+    assert Kind.OFFLOAD not in kinds
+    assert said == ["memory.activations: auto offloads nothing: nothing could be predicted: planted"]
+
+
+def test_the_run_does_what_was_chosen_and_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    on_a_link(monkeypatch, 1e12)
+    config = tight(tmp_path)
+    plan, forecast = foresee(config)
+    assert Kind.OFFLOAD in {op.kind for op in plan.program}
+    assert forecast is not None
+    moved = losses(train(config))
+    memory = config.memory.model_copy(update={"activations": "recompute"})
+    again = config.train.model_copy(update={"run_dir": str(tmp_path / "again")})
+    assert losses(train(config.model_copy(update={"memory": memory, "train": again}))) == moved
+
+
+def losses(result: TrainResult) -> list[float]:
+    lines = (Path(result.run_dir) / "heartbeat.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
