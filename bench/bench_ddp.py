@@ -37,7 +37,6 @@ VARIANTS = {
     "static graph": {"ddp_static_graph": True},
     "find unused": {"ddp_find_unused": True},
     "fp16": {"ddp_compress": "fp16"},
-    "PowerSGD": {"ddp_compress": "powersgd"},
     "sync every microbatch": {},
 }
 
@@ -118,7 +117,8 @@ def run(root: Path, name: str, variant: str) -> tuple[list[float], float, float]
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
-        raise SystemExit(f"{variant}: {(logs / '0.txt').read_text()[-600:]}")
+        told = "\n".join(path.read_text()[-1500:] for path in sorted(logs.iterdir()))
+        raise SystemExit(f"{variant}: {[process.exitcode for process in processes]}\n{told}")
     sent = (loopback_bytes() - before) / STEPS
     beats = [json.loads(line) for line in (root / name / "heartbeat.jsonl").read_text().splitlines()]
     return [beat["seconds"] for beat in beats[WARM:]], sent, beats[-1]["loss"]
@@ -127,9 +127,11 @@ def run(root: Path, name: str, variant: str) -> tuple[list[float], float, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    variants = ["defaults", *arguments.variants]
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     sent: dict[str, float] = {}
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="outsize-ddp-") as directory:
@@ -138,7 +140,7 @@ def main() -> None:
             [*prepare(root), "transformers.models.llama.modeling_llama", "torch.nn.parallel.distributed"]
         )
         for number in range(arguments.rounds):
-            for index, variant in enumerate(VARIANTS):
+            for index, variant in enumerate(variants):
                 times, sent[variant], losses[variant] = run(root, f"run-{number}-{index}", variant)
                 seconds[variant] += times
     spreads = {variant: common.Spread.of(times) for variant, times in seconds.items()}

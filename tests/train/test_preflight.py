@@ -1,14 +1,18 @@
 """What is found out before ranks train together, on ranks that are threads."""
 
+from dataclasses import replace
+
 import pytest
 
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.group.launched import launched
 from outsize.testing import in_ranks
 from outsize.testing.processes import rank_variables
 from outsize.testing.tiny import tiny_run
 from outsize.train import preflight, ranks
+from outsize.train.ddp import check_fits
 from outsize.train.preflight import check_same_start
+from outsize.train.prepare import prepare
 
 
 def starts(tmp_path, size=2, sections=None, variables=None):
@@ -64,6 +68,24 @@ def test_variables_are_judged(tmp_path):
 def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "_device", lambda config, place: "node0 cuda:0 GPU-1")
     assert "ranks 0 and 1 would both use node0 cuda:0" in starts(tmp_path)[0]
+
+
+def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):
+    config = tiny_run(tmp_path, parallel={"mode": "ddp"})
+    prepared = prepare(config, tmp_path, lambda _: None)
+    check_fits(prepared)
+    with pytest.raises(InfeasiblePlanError, match="a replica of the model needs"):
+        check_fits(replace(prepared, machine=replace(prepared.machine, device_bytes=2**20)))
+    for section, key, value, why in (
+        ("parallel", "ddp_compress", "powersgd", "for GPUs, by NCCL"),
+        ("train", "method", "lora", "use full"),
+        ("train", "loss", "chunked", "the model's own loss"),
+    ):
+        other = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+        with pytest.raises(ConfigError, match=why):
+            check_fits(replace(prepared, config=other))
+    with pytest.raises(ConfigError, match="bf16 or fp32"):
+        check_fits(replace(prepared, dtype="fp16"))
 
 
 def test_each_rank_of_a_machine_has_a_gpu_and_a_share_of_the_memory(tmp_path, monkeypatch):

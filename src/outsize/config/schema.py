@@ -488,7 +488,7 @@ class ParallelConfig(Section):
     )
     ddp_compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         default="none",
-        description="How gradients are written between ranks; all but none lose, see docs/nodes.md.",
+        description="How gradients are written between ranks; all but none lose, and bf16 and powersgd are for GPUs.",
     )
     ddp_powersgd_rank: int = Field(
         default=4, ge=1, description="Rank of the factors that PowerSGD sends in place of a matrix."

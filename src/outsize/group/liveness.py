@@ -118,8 +118,8 @@ class Liveness:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        why = "" if error is None else f"{type(error).__name__}: {error}"
         lost = error.rank if isinstance(error, LostRankError) else None
+        why = "" if error is None else str(error) if lost is not None else f"{type(error).__name__}: {error}"
         with self._lock:
             _quietly(lambda: self._store.set(_key(self._rank), Farewell(why=why, lost=lost).text()))
 
@@ -150,7 +150,9 @@ class Liveness:
                 if peer is None:
                     return None
                 self._lost = self._lost or LostRankError(
-                    f"rank {peer} is alive, but the connection to it failed or it did not come: {cause}", peer
+                    f"rank {peer} is alive, but the connection to it failed or it did not come: "
+                    f"{str(cause).partition(chr(10))[0]}",
+                    peer,
                 )
                 break
             time.sleep(self._period_s / 4)

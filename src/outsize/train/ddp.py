@@ -45,6 +45,7 @@ _takes = inspect.signature(DistributedDataParallel).parameters
 _buffers_stay: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _takes else "broadcast_buffers": False
 }
+_BY_NCCL = ("bf16", "powersgd")
 # PowerSGD begins after a tenth of the steps, and after 1000 at most, as torch's documentation advises.
 _POWERSGD_STEPS, _POWERSGD_SHARE = 1000, 10
 
@@ -76,9 +77,10 @@ def check_fits(prepared: Prepared) -> None:
         raise ConfigError("model.dtype: plain data parallel (parallel.mode=ddp) takes bf16 or fp32")
     if config.train.loss == "chunked":
         raise ConfigError("train.loss: plain data parallel (parallel.mode=ddp) takes the model's own loss")
-    if config.parallel.ddp_compress == "bf16" and not prepared.machine.device.startswith("cuda"):
+    if config.parallel.ddp_compress in _BY_NCCL and not prepared.machine.device.startswith("cuda"):
         raise ConfigError(
-            "parallel.ddp_compress: torch sends bf16 by NCCL only, between GPUs; use fp16 or none"
+            f"parallel.ddp_compress: {config.parallel.ddp_compress} is for GPUs, by NCCL: torch has no bf16 sums over "
+            "gloo, and its PowerSGD calls gloo from several threads in no fixed order; use fp16 or none"
         )
     kept = sum(measured.boundary_bytes) + sum(measured.saved_bytes) + measured.held_bytes
     # Logits, their gradient, and what cross-entropy makes of them in fp32.

@@ -59,18 +59,15 @@ class Ranks:
 
     def first_decides(self, wanted: bool) -> bool:
         """Return what rank 0 wants."""
-        return bool(self._told(wanted and self.is_first))
+        return self.any_wants(wanted and self.is_first)
 
     def any_wants(self, wanted: bool) -> bool:
         """Return whether any rank wants it."""
-        return bool(self._told(wanted))
-
-    def _told(self, wanted: bool) -> float:
         if self.group.size == 1:
-            return float(wanted)
-        told = torch.tensor([float(wanted)])
-        self.group.channel("steps").all_reduce(told)
-        return float(told)
+            return wanted
+        num_wanting = torch.tensor([int(wanted)])
+        self.group.channel("steps").all_reduce(num_wanting)
+        return bool(num_wanting)
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
