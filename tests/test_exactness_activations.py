@@ -83,7 +83,7 @@ def test_any_choice_of_what_is_kept_is_exact(
         ("keep-attention", "llama_tied", {"train": {"microbatches": 2}}),
         ("keep-products", "qwen3_moe", {"train": {"microbatches": 2}, "memory": {"home": "disk"}}),
         ("keep-products", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 3}}),
-        ("keep-attention", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 2}}),
+        ("keep-attention", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 3}}),
         ("keep-products", "gpt2", {"optimizer": {"max_grad_norm": 0.05}, "model": {"freeze": ("*attn*",)}}),
         ("keep-attention", "gpt_neox", {"train": {"microbatches": 3}, "memory": {"slots": 1}}),
         ("offload-attention", "llama", {"model": {"dtype": "bf16"}, "train": {"microbatches": 3}}),

@@ -252,8 +252,8 @@ def test_an_error_does_not_hold_the_run_in_a_cycle(world: World, monkeypatch: py
     alive: list[weakref.ref[Any]] = []
     begin = OptimizerOps.__init__
 
-    def noted(self: OptimizerOps, *args: Any) -> None:
-        begin(self, *args)
+    def noted(self: OptimizerOps, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
         alive.append(weakref.ref(self))
 
     with monkeypatch.context() as patched:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize import native
-from outsize.codecs import blockwise_native, window_numpy
+from outsize.codecs import blockwise_native, nf4_native, window_numpy
 from outsize.codecs.open import open_codec
 from outsize.codecs.spec import BLOCKWISE
 from outsize.codecs.window_layout import BLOCK_ELEMENTS
@@ -16,7 +16,7 @@ from outsize.testing.codecs import encode, normal
 from words import LAYOUTS, near
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
-NAMES = [spec.name for spec in BLOCKWISE]
+NAMES = [*(spec.name for spec in BLOCKWISE), "nf4", "nf4-double"]
 DTYPES = [torch.bfloat16, torch.float32]
 
 
@@ -33,7 +33,8 @@ def level(request):
 def by_torch(codec, source, monkeypatch):
     """Encoding and decoded elements of the torch form."""
     with monkeypatch.context() as patch:
-        patch.setattr(blockwise_native, "serves", lambda *_: False)
+        for module in (blockwise_native, nf4_native):
+            patch.setattr(module, "serves", lambda *_: False)
         encoded = encode(codec, source)
         decoded = torch.empty_like(source)
         codec.decode(encoded, decoded)
@@ -136,6 +137,7 @@ def test_what_lies_at_an_odd_address_is_left_to_numpy():
     [
         ("int8", ["blockwise_encode", "blockwise_decode"]),
         ("int4-hadamard-stochastic", ["blockwise_encode", "blockwise_decode"]),
+        ("nf4-double", ["nf4_encode", "nf4_decode"]),
         ("lossless3", ["halves", "window_encode", "window_decode", "whole"]),
     ],
 )

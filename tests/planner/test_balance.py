@@ -162,6 +162,8 @@ def test_a_step_of_long_sequences_gains_a_fifth_of_full_recompute():
     assert full.step_s / found.step_s > 1.2
     assert found.bubble < 0.05
     assert "offloaded activations" in found.memory["host"]
+    assert next(iter(found.activations)) == "offload-products"
+    assert sum(found.activations.values()) == 7 * found.microbatches
 
 
 def test_a_choice_may_be_forced_for_all_units():

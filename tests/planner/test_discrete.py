@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.planner.discrete import Cost, Work, run_work
@@ -85,6 +85,7 @@ def test_the_critical_path_is_as_long_as_the_makespan(work):
     assert sum(run.end_s[i] - run.start_s[i] for i in path) == pytest.approx(run.makespan_s)
 
 
+@settings(max_examples=60)
 @given(works())
 def test_a_plain_clock_says_the_same(work):
     capacity = {"x": 1, "y": 2, "z": 0.3}

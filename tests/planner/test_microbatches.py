@@ -1,6 +1,6 @@
 """The numbers of microbatches to try: all sequences, none twice, and enough for several workers."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.planner.microbatches import FULL_TOKENS, PER_GPU, SIZES, simulated_cuts, step_cuts
@@ -8,6 +8,7 @@ from outsize.planner.microbatches import FULL_TOKENS, PER_GPU, SIZES, simulated_
 SEQUENCES, SEQ_LEN = st.integers(1, 300), st.sampled_from([32, 1024, 2048, 32_768])
 
 
+@settings(max_examples=40)
 @given(SEQUENCES, SEQ_LEN, st.integers(1, 8))
 def test_numbers_grow_and_none_is_more_than_there_are_sequences(sequences, seq_len, num_workers):
     for counts in (

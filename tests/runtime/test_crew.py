@@ -231,7 +231,7 @@ class Breaking(Sparse):
 
     def __init__(self):
         super().__init__()
-        self.blocks[1] = self.Block()
+        self.blocks[0] = Sparse.Block()  # which another worker may recompute before the second one
 
 
 def test_an_error_in_one_worker_stops_all_and_names_op_and_worker(monkeypatch: pytest.MonkeyPatch):

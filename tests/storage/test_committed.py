@@ -1,5 +1,6 @@
 """A home that commits: what is committed stays whole, whatever is written beside it and wherever it is cut off."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -12,10 +13,18 @@ from torch import Tensor
 from outsize import files
 from outsize.errors import StorageError
 from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for, pack_unit
-from outsize.optim.spec import GRADIENT, commit_record_bytes, committed_bytes, planes_for, step_write_planes
+from outsize.optim.spec import (
+    GRADIENT,
+    StateLayout,
+    commit_record_bytes,
+    committed_bytes,
+    planes_for,
+    step_write_planes,
+)
 from outsize.storage import record as record_module
 from outsize.storage.arena import Arena
-from outsize.storage.committed import CommittedHome, find_record
+from outsize.storage.committed import CommittedHome, find_record, layout_digest
+from outsize.storage.layout import ITEM_DTYPE
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern, same_bits, small_model
@@ -376,3 +385,52 @@ def test_a_temporary_home_commits_and_leaves_nothing(place: Place, tmp_path: Pat
         assert place.holds(home, newer)
         assert not place.holds(home, written)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plain_layout_has_the_digest_of_homes_before_there_were_others():
+    units = [(unit.name, unit.numel, unit.trainable, unit.tensors) for unit in MODEL.units]
+    plain = hashlib.sha256(repr((MODEL.dtype, units)).encode()).hexdigest()[:32]
+    assert layout_digest(MODEL) == layout_digest(MODEL, planes_for("bf16")) == plain
+    others = [
+        StateLayout(dtype="bf16", masters="split"),
+        StateLayout(dtype="bf16", masters="split", moments="int8"),
+        StateLayout(dtype="bf16", gradients="none"),
+    ]
+    assert len({plain, *(layout_digest(MODEL, other.planes) for other in others)}) == 4
+
+
+@pytest.mark.parametrize("granule_elements", [PLANE_ELEMENTS, GRANULE_ELEMENTS])
+def test_planes_of_groups_are_committed_and_found_again(granule_elements: int, place: Place):
+    """Codes, exponents of blocks and ties: whole sectors, whatever a unit's size, and checked like any other plane."""
+    for state in (
+        StateLayout(dtype="bf16", masters="split", moments="int8"),
+        StateLayout(dtype="bf16", masters="split"),
+    ):
+        home = CommittedHome(
+            MODEL, state.planes, place.path, place.pool, arena=place.arena, granule_elements=granule_elements
+        )
+        written = {}
+        for unit in MODEL.units:
+            for name, plane in state.planes.items() if unit.trainable else ():
+                numel, dtype = plane.items(unit.numel), ITEM_DTYPE[plane.item]
+                numbers = place.arena.take(numel * dtype.itemsize, name)
+                numbers.copy_(torch.arange(len(numbers)) * 7 + len(written))
+                written[unit.index, name] = numbers.view(dtype)
+                home.write(unit.index, name, 0, written[unit.index, name])
+        home.commit({"step": 1})
+        home.close()
+        record, wrong = find_record(place.path, MODEL, state.planes)
+        assert record is not None
+        assert not wrong
+        with CommittedHome(
+            MODEL,
+            state.planes,
+            place.path,
+            place.pool,
+            arena=place.arena,
+            granule_elements=granule_elements,
+            record=record,
+        ) as again:
+            again.check(place.borrow)
+            assert place.holds(again, {key: plane for key, plane in written.items() if key[1] != GRADIENT})
+        place.path.unlink()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outsize.config import Config
-from outsize.errors import ModelError
+from outsize.errors import ConfigError, ModelError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
 from outsize.planner.costs import UnitTimes
@@ -113,3 +113,24 @@ def test_the_run_does_what_was_chosen_and_ends_with_the_same_bits(
 def losses(result: TrainResult) -> list[float]:
     lines = (Path(result.run_dir) / "heartbeat.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"model": {"attention": "eager"}, "memory": {"activations": "keep-attention"}},
+            "no unit of this model has attention in an operation of its own; set model.attention=sdpa",
+        ),
+        (
+            {
+                "memory": {"device": "emulated:2", "activations": "offload-products"},
+                "train": {"microbatches": 2},
+            },
+            "does not leave the device yet; use keep-products, which keeps it where the step turns around",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_had_is_refused(sections: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        prepare(make_run(tmp_path, **sections), tmp_path, lambda _: None)

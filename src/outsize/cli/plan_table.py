@@ -131,6 +131,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         ("tokens/s", f"{prediction.tokens_per_s:,.0f}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),
         ("bubble, compute idle", f"{prediction.bubble:.1%}"),
+        ("activations", ", ".join(f"{count} {choice}" for choice, count in prediction.activations.items())),
         ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
     ]
     if asked.tokens is not None and asked.steps is not None:

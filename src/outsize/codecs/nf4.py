@@ -7,11 +7,13 @@ of 8 bits over the range of 256 of them; the paper takes 8-bit floats there, her
 An encoding is the codes of all blocks, two to a byte, the first in the lower half; then the magnitudes, fp32; or, with
 double quantisation, least and step of each 256 magnitudes, fp32, then a byte for each. A last block that is shorter is
 filled up with zeros. Blocks that are not finite decode to NaN, and with double quantisation so do their 255 neighbours.
+On the host, where its kernels are built, C does the work of blocks (`nf4_native`).
 """
 
 import torch
 from torch import Tensor
 
+from outsize.codecs import nf4_native
 from outsize.codecs.codec import Codec
 from outsize.codecs.spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
 
@@ -43,6 +45,9 @@ class NF4Codec(Codec):
         blocks = -(-source.numel() // NF4_BLOCK)
         codes, rest = into[: blocks * NF4_BLOCK // 2].view(blocks, -1), blocks * NF4_BLOCK // 2
         scales = torch.empty(blocks, dtype=torch.float32, device=source.device)
+        if nf4_native.serves(source, into):
+            nf4_native.encode(self._borders, source, codes, scales)
+            return rest + self._write_scales(scales, into[rest:])
         for first in range(0, blocks, _PIECE_BLOCKS):
             last = min(first + _PIECE_BLOCKS, blocks)
             values = torch.zeros(last - first, NF4_BLOCK, dtype=torch.float32, device=source.device)
@@ -60,6 +65,9 @@ class NF4Codec(Codec):
         blocks = -(-into.numel() // NF4_BLOCK)
         codes = encoded[: blocks * NF4_BLOCK // 2]
         scales = self._read_scales(encoded[len(codes) :], blocks)
+        if nf4_native.serves(into, codes):
+            nf4_native.decode(NF4_LEVELS, codes, scales, into)
+            return
         pairs = self._pairs.to(into.device)
         half = NF4_BLOCK // 2
         for first in range(0, blocks, _PIECE_BLOCKS):

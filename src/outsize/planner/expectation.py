@@ -33,16 +33,16 @@ class PlannedStep:
         plan: of the run.
         model: that it trains.
         boundary_bytes: of the input of each streamed unit for one microbatch.
-        net_bytes_per_s: what this node sends, and receives, where several share the step.
         kept_bytes: of what forwards keep, by its extent.
+        net_bytes_per_s: what this node sends, and receives, where several share the step.
         codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
     """
 
     plan: Plan
     model: ModelSpec
     boundary_bytes: tuple[int, ...]
-    net_bytes_per_s: float = 0.0
     kept_bytes: KeptBytes = field(default_factory=dict)
+    net_bytes_per_s: float = 0.0
     codec_rates: CodecRates | None = None
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
@@ -58,9 +58,9 @@ class PlannedStep:
             below=self.plan.below,
             tile_elements=tile_elements,
             transport=self.plan.transport,
+            kept_bytes=self.kept_bytes,
             net_bytes_per_s=self.net_bytes_per_s,
             wire=self.plan.wire,
-            kept_bytes=self.kept_bytes,
             state=self.plan.state,
             codec_rates=self.codec_rates,
         )

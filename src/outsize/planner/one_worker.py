@@ -100,7 +100,7 @@ def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
         state=question.state_layout(whole_gradients=question.nodes > 1 or not transport.is_raw("gradients")),
         microbatches=microbatches,
         transport=transport,
+        activations=question.activations,
         nodes=question.nodes,
         wire=question.wire,
-        activations=question.activations,
     )

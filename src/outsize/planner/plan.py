@@ -91,8 +91,8 @@ class Plan:
         traffic: bytes that cross links in one step.
         later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
-        wire: codecs between nodes.
         offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
+        wire: codecs between nodes.
         state: how a trained unit lies at home.
         home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
     """
@@ -372,8 +372,8 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         budgets=budgets,
         traffic=traffic,
         transport=options.transport,
-        wire=options.wire,
         offload_rooms=offload_rooms(layout, demand),
+        wire=options.wire,
         state=state,
         home_parts=by_class(sizing.model, state, commits=layout.commits, own=layout.own_elements),
     )

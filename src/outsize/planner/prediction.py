@@ -1,12 +1,13 @@
 """What a step of a candidate would take: time, waits by cause, and which resource ends it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from outsize.planner.blame import waits_by_cause
 from outsize.planner.candidate import Candidate, Table
+from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier, by_class
 from outsize.planner.question import Question
 from outsize.planner.simulate import Simulation, simulate
@@ -51,6 +52,7 @@ class Prediction:
         usage: share of a step in which each resource is in use at its full rate, largest first.
         break_even: of a block's weights.
         stages: how several GPUs share the model; None for one.
+        activations: by what becomes of it, for how many units and microbatches backwards find what they need.
         simulation: of some steps.
         assumptions: what was taken for granted.
     """
@@ -68,6 +70,7 @@ class Prediction:
     usage: Mapping[str, float]
     break_even: BreakEven
     stages: Stages | None
+    activations: Mapping[str, int]
     simulation: Simulation
     assumptions: tuple[str, ...]
 
@@ -130,9 +133,19 @@ def predict(question: Question, candidate: Candidate) -> Prediction:
         usage=_usage(candidate, busy_s / num_gpus, step_s),
         break_even=_break_even(question, candidate),
         stages=candidate.layout.stages,
+        activations=_activations(candidate.layout),
         simulation=done,
         assumptions=candidate.assumptions,
     )
+
+
+def _activations(layout: StepLayout) -> dict[str, int]:
+    """Return how often each choice was made, the most frequent first."""
+    cells = (
+        (u, m) for u in range(layout.first_backward, layout.last) for m in range(layout.num_microbatches)
+    )
+    choices = Counter(layout.choice(unit, microbatch).value for unit, microbatch in cells)
+    return dict(choices.most_common())
 
 
 def _by_plane(candidate: Candidate) -> Table:

@@ -51,8 +51,8 @@ class Question:
         transport: codecs on the link of one GPU, where the home is in host memory.
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
-        wire: codecs on the network.
         activations: what becomes of what backwards need of their forwards on one GPU, see `planner.choice`.
+        wire: codecs on the network.
     """
 
     model: ModelSpec
@@ -71,8 +71,8 @@ class Question:
     transport: Transport = NO_CODECS
     nodes: int = 1
     net_bytes_per_s: Figure | None = None
-    wire: Wire = EXACT
     activations: Activations = "auto"
+    wire: Wire = EXACT
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):

@@ -28,8 +28,8 @@ def choose_activations(
     """Return the run with what ``auto`` comes to, and the rates that this was found with.
 
     Args:
-        prepared: a run; one that says something else, that has no link of a rate of its own, that several ranks share,
-            or that computes nothing twice is returned as it is.
+        prepared: a run; one that says something else, that has no link of a rate of its own, or that computes nothing
+            twice is returned as it is, and so is one of several ranks, whose plans exchange things in the same order.
         run_dir: its directory, which may hold rates.
         announce: told what was chosen and why.
         rates: that the run reaches; None where nobody has looked yet.
@@ -75,7 +75,7 @@ def _balanced(prepared: Prepared, rates: Rates) -> Prepared:
         down_bytes_per_s=link.down_bytes_per_s.value,
     )
     parts, machine, measured = prepared.split, prepared.machine, prepared.measured
-    options = replace(options_of(prepared.config, parts, machine, measured), rates=found)
+    options = replace(options_of(prepared.config, parts, machine, measured, prepared.group), rates=found)
     options = replace(options, transport=prepared.plan.transport)
     plan, heap = plan_with_heap(parts, machine, measured, options, measured.held_bytes)
     return replace(prepared, plan=plan, heap=heap)

@@ -81,8 +81,8 @@ class Forecast:
             model=prepared.split.spec,
             boundary_bytes=prepared.measured.boundary_bytes,
             codec_rates=codec_rates(prepared, prepared.plan.transport),
-            net_bytes_per_s=rates.net_bytes_per_s,
             kept_bytes=kept_bytes(prepared.measured),
+            net_bytes_per_s=rates.net_bytes_per_s,
         )
         self.predicted: Steps = self._planned.expect(self._planned.costs(self._machine, self._times))
         self.step_s = self.predicted.step_s

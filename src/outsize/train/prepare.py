@@ -395,6 +395,20 @@ def make_plan(
     return plan
 
 
+def _check_choice(activations: str, demand: Demand) -> None:
+    """Check that there is something that a user's choice could keep.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    extent = None if activations == "auto" else Choice(activations).extent
+    if extent is not None and not any(demand.kept_bytes.get(extent, ())):
+        advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
+        raise ConfigError(
+            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
+        )
+
+
 def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
     """Return the codecs between ranks.
 
@@ -409,20 +423,6 @@ def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
             + "; leave it raw"
         )
     return wire
-
-
-def _check_choice(activations: str, demand: Demand) -> None:
-    """Check that there is something that a user's choice could keep.
-
-    Raises:
-        ConfigError: there is not.
-    """
-    extent = None if activations == "auto" else Choice(activations).extent
-    if extent is not None and not any(demand.kept_bytes.get(extent, ())):
-        advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
-        raise ConfigError(
-            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
-        )
 
 
 def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
