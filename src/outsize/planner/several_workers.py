@@ -65,6 +65,7 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
     layout = in_room(
         model, layout, options, replace(_room(model, options, layout), tile_elements=tile_elements)
     )
+    layout = _shared_out(question, model, layout)
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,
@@ -183,15 +184,15 @@ def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
 
 def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
     state = question.state_layout(whole_gradients=True)
-    return PlanOptions(
-        home=home,
-        below="host",
-        clip=question.clip,
-        microbatches=microbatches,
-        state=state,
-        nodes=question.nodes,
-        wire=question.wire,
-    )
+    return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches, state=state)
+
+
+def _shared_out(question: Question, model: ModelSpec, layout: StepLayout) -> StepLayout:
+    """Return ``layout`` as that of one of the nodes that share the step: the one that steps most."""
+    if question.nodes == 1:
+        return layout
+    own = largest_share(model, question.nodes)
+    return replace(layout, num_nodes=question.nodes, own_elements=own)
 
 
 def _room(model: ModelSpec, options: PlanOptions, layout: StepLayout) -> Room:
@@ -216,12 +217,15 @@ def _fit(
     machine, budgets = question.machine, question.budgets
     shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES + question.fixed_bytes
     layout_of = partial(_layout, model, options, len(machine.gpus))
-    least = layout_of(_single_units(model, HALVES[-1], options))
+    least = _shared_out(question, model, layout_of(_single_units(model, HALVES[-1], options)))
     room = _room(model, options, least)
     below = bytes_below(model, in_room(model, least, options, room), options, room)
-    # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
-    others = sum(least.gradient_bytes) - 4 * sum(least.own_elements) if least.own_elements else 0
-    below[options.home]["home"] += others
+    if question.nodes > 1:
+        # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
+        below[options.home]["home"] += sum(
+            (unit.gradient_bytes - 4 * own) * unit.trainable
+            for unit, own in zip(model.units, least.own_elements, strict=True)
+        )
     table = partial(_memory, model, work, options.microbatches, shared, below)
     for halves in HALVES:
         stages = _single_units(model, halves, options)
@@ -330,8 +334,6 @@ def _layout(model: ModelSpec, options: PlanOptions, num_workers: int, stages: St
         num_workers=num_workers,
         stages=stages,
         kept=kept_at_the_turn(stages, len(model.units), options.microbatches),
-        num_nodes=options.nodes,
-        own_elements=largest_share(model, options.nodes) if options.nodes > 1 else (),
     )
 
 
