@@ -68,3 +68,38 @@ def test_exact_states_lose_nothing_first(asked, capsys):
         found["memory_bytes"]["host"][name] for name in ("weights", "master weights", "optimizer state")
     )
     assert home == pytest.approx(12.125 * found["num_parameters"], rel=1e-3)
+
+
+NODES = ("--nodes", 2, "--net", "25Gb")
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (("--dtype", "fp16"), "first try the home on disk"),  # clip=unit could not skip a step that overflows
+        (NODES, "first try the home on disk"),  # nodes share a plain state
+    ],
+)
+def test_nobody_is_told_to_try_what_is_refused(options, advice, asked, capsys):
+    assert run(*asked, "--host-memory", "64GB", "--home", "host", *options) == 2
+    assert advice in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--optimizer-state", "int8"), ("--masters", "split")])
+def test_nodes_plan_no_state_that_they_cannot_train(options, asked, capsys):
+    assert run(*asked, *NODES, *options) == 2
+    assert "--optimizer-state, --masters: several nodes share" in capsys.readouterr().err
+
+
+def test_nodes_are_not_asked_about_another_state(asked, capsys):
+    """With the home on disk for want of host memory, one node would be told of state=int8."""
+    model, *others = (option for option in asked if option != "--no-advice")
+    found = answer(capsys, model, *others, "--host-memory", "64GB", *NODES)
+    assert found["home"] == "disk"
+    assert "state=int8" not in [outcome["change"] for outcome in found["what_would_help"]]
+
+
+def test_nodes_of_several_gpus_step_their_share_of_a_home_on_disk(asked, capsys):
+    model, _, _, *others = asked
+    found = answer(capsys, model, "--gpus", "2x4090", *others, "--home", "disk", *NODES)
+    assert (found["verdict"], found["nodes"]) == ("fits", 2)

@@ -107,6 +107,8 @@ def test_to_keep_everything_is_refused_where_it_has_no_room():
         kept_plan(20 * MiB, "keep")
     assert raised.value.short_by["device"] > 0
     assert any(kept_plan(20 * MiB)[0].layout.kept)
+    with pytest.raises(InfeasiblePlanError, match=r"first try (?!memory\.activations=auto)"):
+        kept_plan(4 * MiB, "keep")  # without it there is no room either
 
 
 def test_without_room_or_knowledge_all_is_recomputed():

@@ -149,3 +149,11 @@ def test_an_estimate_of_what_cannot_be_says_why():
 def test_one_more_gpu_may_stay_idle():
     question = ask("8x4090", sequences=8, config={**CONFIG, "num_hidden_layers": 4})
     assert outcome(question, fastest(question), "gpus=+1").gain >= 0
+
+
+def test_a_state_whose_steps_may_be_skipped_waits_for_the_norm_of_all_gradients():
+    question = ask()
+    halves = replace(question, model=replace(question.model, dtype="fp16"))
+    for asked, clip in ((question, False), (halves, True)):
+        changed = parse_change("state=int8")(asked)
+        assert (changed.clip, changed.unit_clip, changed.state.moments) == (clip, not clip, "int8")

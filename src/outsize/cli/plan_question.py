@@ -118,6 +118,11 @@ def ask(
     """
     if nodes > 1 and clip == "unit":
         raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
+    if nodes > 1 and (optimizer_state, masters) not in (("fp32", "auto"), ("fp32", "separate")):
+        raise ConfigError(
+            "--optimizer-state, --masters: several nodes share a state of separate masters and fp32 moments; leave "
+            "them as they are by default"
+        )
     box = _machine(gpus, machine)
     path, hf_config = read_config(model)
     adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None

@@ -97,6 +97,7 @@ def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
         below="host",
         clip=question.clip,
         unit_clip=question.unit_clip,
+        may_skip=question.model.compute_dtype == "fp16",
         state=question.state_layout(whole_gradients=question.nodes > 1 or not transport.is_raw("gradients")),
         microbatches=microbatches,
         transport=transport,

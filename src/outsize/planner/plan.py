@@ -403,7 +403,8 @@ def _what_to_try(
     needed = sum(memory[tier].values())
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
-    if tier == "device" and options.activations not in ("auto", "recompute"):
+    chosen = options.activations not in ("auto", "recompute")
+    if chosen and fits(replace(options, activations="auto")):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"

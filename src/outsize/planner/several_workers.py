@@ -62,10 +62,8 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
     options = _options(question, microbatches, home)
     layout, memory = _fit(question, model, work, options, times, _effort(model))
     tile_elements = _simulated_tile(model, options)
-    layout = in_room(
-        model, layout, options, replace(_room(model, options, layout), tile_elements=tile_elements)
-    )
-    layout = _shared_out(question, model, layout)
+    room = replace(_room(model, options, layout), tile_elements=tile_elements)
+    layout = in_room(model, _shared_out(question, model, layout), options, room)
     programs, layout = _steps(layout)
     return Candidate(
         microbatches=microbatches,

@@ -56,6 +56,7 @@ class PlanOptions:
         below: the tier next to the device, ``host`` or ``disk``.
         clip: whether gradients are clipped by their global norm.
         unit_clip: whether the gradient of each unit is clipped by its own norm.
+        may_skip: whether a step may be skipped, for which the gradients of all units are to be known.
         state: how a trained unit lies at home; None for the plain layout of the model's dtype. Where it keeps no
             gradients, they pass through a ring.
         microbatches: microbatches per step.
@@ -78,6 +79,7 @@ class PlanOptions:
     below: Tier
     clip: bool = True
     unit_clip: bool = False
+    may_skip: bool = False
     state: StateLayout | None = None
     microbatches: int = 1
     slots: int | None = None

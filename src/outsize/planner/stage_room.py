@@ -43,8 +43,9 @@ def rooms(model: ModelSpec, options: PlanOptions, num_workers: int) -> Iterator[
 
 def in_room(model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Room) -> StepLayout:
     """Return ``layout`` over the home of ``options``, with the tiles and buffers of ``room``."""
+    own = layout.own_elements or tuple(unit.numel for unit in model.units)
     tiles = tuple(
-        -(-unit.numel // room.tile_elements) if room.tile_elements and unit.trainable else 0
+        -(-own[unit.index] // room.tile_elements) if room.tile_elements and unit.trainable else 0
         for unit in model.units
     )
     return replace(

@@ -135,7 +135,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     one_host = base.home == "host" and base.num_gpus == 1
     codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
-    state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
+    one_gpu = base.num_gpus == 1 and question.nodes == 1
+    state = ("state=int8",) if on_disk and one_gpu and question.home != "disk" else ()
     return (
         "vram=+8GB",
         ram,
@@ -189,16 +190,23 @@ def _with_codec(name: str) -> Change:
 
 
 def _with_state(name: str) -> Change:
-    """Moments are kept in ``name``, masters of bf16 weights are split, and gradients pass through a ring."""
+    """Moments are kept in ``name``, masters of bf16 weights are split, and gradients pass through a ring.
+
+    Those of fp16 wait: a step that overflows is skipped.
+    """
     if name not in get_args(Moments):
         raise ValueError(name)
 
     def change(question: Question) -> Question:
         if len(question.machine.gpus) > 1:
             raise ConfigError("what-if state: priced for one GPU only")
+        if question.nodes > 1:
+            raise ConfigError("what-if state: nodes share a state of separate masters and fp32 moments")
         former = question.state or StateLayout(dtype=question.model.dtype)
         masters: Masters = "split" if former.dtype == "bf16" else former.masters
         state = replace(former, moments=cast(Moments, name), masters=masters)
+        if question.model.compute_dtype == "fp16":
+            return replace(question, state=state)
         return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)
 
     return change

@@ -44,7 +44,7 @@ from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.train.residency import settle_home
-from outsize.train.state import clip_of, layout_for
+from outsize.train.state import clip_of, layout_for, may_skip
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -321,6 +321,7 @@ def options_of(
         below=machine.below,
         clip=clip == "global",
         unit_clip=clip == "unit",
+        may_skip=may_skip(config, parts.spec),
         state=state,
         microbatches=config.microbatches,
         slots=memory.slots,

@@ -28,7 +28,7 @@ def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
         raise ConfigError(
             "optimizer.clip: several ranks clip by the norm of all gradients; use global, or none"
         )
-    if "fp16" not in spec.dtypes and config.train.on_nonfinite != "skip" and num_ranks == 1:
+    if not may_skip(config, spec) and num_ranks == 1:
         return clip
     if clip == "unit":
         raise ConfigError(
@@ -36,6 +36,11 @@ def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
             "overflows; use bf16, or optimizer.clip=global"
         )
     return "global"
+
+
+def may_skip(config: Config, spec: ModelSpec) -> bool:
+    """Return whether a run may have to skip a step: where it is told to, or where fp16 overflows."""
+    return "fp16" in spec.dtypes or config.train.on_nonfinite == "skip"
 
 
 def max_norm_of(config: Config) -> float:
