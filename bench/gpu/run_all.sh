@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in less than 28 minutes on one: the equality tests, `outsize verify`, one step of an
-# 8B-shaped model, and a full probe beside the vendor's figures. Needs no network and no installation: PYTHON names the interpreter, results go to bench/results.
+# 8B-shaped model, and a full probe beside the vendor's figures. Needs no network and no installation: PYTHON names the
+# interpreter, results go to bench/results. C kernels are built where there are setuptools and a compiler.
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
 #   bench/gpu/run_all.sh tests verify    # or some of: tests verify step probe
@@ -13,6 +14,7 @@ PYTHON="${PYTHON:-python3}"
 RESULTS="${RESULTS:-bench/results}"
 mkdir -p "$RESULTS"
 "$PYTHON" bench/gpu/check_packages.py || exit 1
+"$PYTHON" setup.py -q build_ext --inplace || echo "no C kernels: torch does their work"
 failed=()
 
 part() { # part NAME SECONDS COMMAND...
@@ -31,13 +33,15 @@ run_verify() {
     local work
     work=$(mktemp -d)
     part model 120 "$PYTHON" bench/shapes.py llama-100m "$work"
-    for options in "bf16 host" "bf16 disk" "fp32 host"; do
-        read -r dtype home <<<"$options"
-        part "verify $dtype $home" 150 bash -o pipefail -c '"$@" | tee -a "$0"' "$RESULTS/gpu_verify.jsonl" \
+    for options in "bf16 host" "bf16 disk" "fp32 host" "bf16 host memory.activations=offload-attention" \
+        "bf16 host memory.activations=offload" "bf16 host optimizer.masters=split --set optimizer.clip=unit"; do
+        read -r dtype home more <<<"$options"
+        # shellcheck disable=SC2086 # several words
+        part "verify $options" 150 bash -o pipefail -c '"$@" | tee -a "$0"' "$RESULTS/gpu_verify.jsonl" \
             "$PYTHON" -m outsize verify --model "$work/model" --data "$work/tokens.npy" \
             --steps 3 --tokens-per-step 4096 --seq-len 1024 --microbatches 4 --device cuda --device-memory 2GiB \
-            --home "$home" --seed 0 --run-dir "$work/run-$dtype-$home" \
-            --set model.dtype="$dtype" --set data.format=tokens --json
+            --home "$home" --seed 0 --run-dir "$work/run-${options//[^a-z0-9]/-}" \
+            --set model.dtype="$dtype" --set data.format=tokens ${more:+--set $more} --json
     done
     rm -rf "$work"
 }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from outsize.planner.choice import Choice
 from outsize.train.prepare import prepare
 from outsize.train.run import train
 from outsize.train.stream import StreamedTrainer
@@ -67,6 +68,20 @@ def test_tied_weights_leave_room_for_rounding(tmp_path: Path):
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_slots_and_microbatches(microbatches: int, slots: int | None, tmp_path: Path):
     sections = {"train": {"microbatches": microbatches}, "memory": {"slots": slots, "offload": True}}
+    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, **sections)))
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("activations", [choice.value for choice in Choice])
+def test_whatever_becomes_of_activations(activations: str, home: str, tmp_path: Path):
+    memory = {"home": home, "activations": activations}
+    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, memory=memory)))
+
+
+@pytest.mark.parametrize("clip", ["global", "unit", "none"])
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_split_masters_step_like_separate_ones(home: str, clip: str, tmp_path: Path):
+    sections = {"memory": {"home": home}, "optimizer": {"masters": "split", "clip": clip}}
     assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, **sections)))
 
 

@@ -23,16 +23,13 @@ DISK = {"home": "disk"}
 BF16 = {"dtype": "bf16"}
 # What is trained, how it lies at home and where that is; each is exact.
 EXACT: dict[str, dict[str, Any]] = {
-    "split": {"model": BF16, "optimizer": SPLIT},
     "split on disk": {"model": BF16, "optimizer": SPLIT, "memory": DISK},
     "split on disk below another device": {"model": BF16, "optimizer": SPLIT, "memory": {**DISK, **EMULATED}},
-    "split over two workers": {"model": BF16, "optimizer": SPLIT, "memory": {"device": "emulated:2"}},
     "split, by unit, over two workers and the disk": {
         "model": BF16,
         "optimizer": {**RING, **SPLIT},
         "memory": {**DISK, "device": "emulated:2"},
     },
-    "by unit": {"optimizer": RING, "memory": EMULATED},
     "by unit, split": {"model": BF16, "optimizer": {**RING, **SPLIT}},
     "by unit, split, on disk": {"model": BF16, "optimizer": {**RING, **SPLIT}, "memory": DISK},
     "by unit, on disk below another device": {"optimizer": RING, "memory": {**DISK, **EMULATED}},

@@ -14,7 +14,7 @@ from outsize.planner.memory import Demand
 from outsize.planner.stages import Stages
 
 # Units and microbatches that are told apart one by one.
-FINE = 256
+FINE = 64
 
 Raise = tuple[int, Choice]
 """A unit that keeps more than before, and what it keeps then."""

@@ -307,17 +307,18 @@ def _kept_for_the_host(
 ) -> Knobs:
     """Return ``knobs`` with as many inputs kept on the device as the tier below it has no room for.
 
-    Where that is too much for the device, or still too little, the knobs are returned as they are.
+    Where that is too much for the device, with as many as the device has room for: what is short then is the least that
+    can be.
     """
-    if sizing.options.below not in _shortage(memory_of(knobs), budgets):
+    below = sizing.options.below
+    if below not in _shortage(memory_of(knobs), budgets):
         return knobs
     choices = [knobs, *sizing.more_kept(knobs)]
-    place = bisect_left(
-        choices, True, key=lambda other: sizing.options.below not in _shortage(memory_of(other), budgets)
+    enough = bisect_left(choices, True, key=lambda other: below not in _shortage(memory_of(other), budgets))
+    most = bisect_left(
+        choices, True, key=lambda other: bool(_shortage(memory_of(other), budgets).keys() - {below})
     )
-    if place == len(choices) or _shortage(memory_of(choices[place]), budgets):
-        return knobs
-    return choices[place]
+    return choices[max(0, min(enough, most - 1))]
 
 
 def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:

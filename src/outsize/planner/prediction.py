@@ -7,6 +7,7 @@ from typing import Any
 
 from outsize.planner.blame import waits_by_cause
 from outsize.planner.candidate import Candidate, Table
+from outsize.planner.choice import Choice
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier, by_class
 from outsize.planner.question import Question
@@ -78,6 +79,12 @@ class Prediction:
     def timeline(self) -> Timeline:
         """Of all steps simulated."""
         return self.simulation.timeline
+
+    @property
+    def recomputed(self) -> float:
+        """Share of units and microbatches whose backward recomputes everything."""
+        total = sum(self.activations.values())
+        return self.activations.get(Choice.RECOMPUTE.value, 0) / total if total else 0.0
 
     @property
     def binding(self) -> str:

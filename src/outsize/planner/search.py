@@ -2,7 +2,8 @@
 
 Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So the search
 goes from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent, or where less
-than a percent is left to gain. Several GPUs are searched for stages, so there the first number that fits is taken.
+than a percent is left to gain: GPUs neither wait nor recompute, for which smaller microbatches may leave room. Several
+GPUs are searched for stages, so there the first number that fits is taken.
 """
 
 from outsize.errors import ConfigError, InfeasiblePlanError
@@ -37,7 +38,7 @@ def fastest(question: Question) -> Prediction:
         if best is not None and prediction.step_s * NEAR >= best.step_s:
             break
         best = prediction
-        if num_gpus > 1 or best.bubble <= 1 - 1 / NEAR:
+        if num_gpus > 1 or (best.bubble <= 1 - 1 / NEAR and best.recomputed <= 1 - 1 / NEAR):
             break
     if best is None:
         raise min(failures, key=lambda error: sum(error.short_by.values()))
