@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference
+from outsize.config import Config
+from outsize.errors import InfeasiblePlanError
 from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
 from outsize.train.prepare import prepare
@@ -136,3 +138,20 @@ def test_budgets_change_no_bit(tmp_path: Path):
         for activations, size in (("recompute", "1GiB"), ("auto", "1GiB"), ("auto", "2MiB"))
     ]
     assert traces[0].losses == traces[1].losses == traces[2].losses
+
+
+@pytest.mark.parametrize("choice", ["offload", "offload-products", "recompute"])
+def test_the_least_budget_over_a_disk_holds_what_moves_activations_there(choice: str, tmp_path: Path):
+    """Inputs and what forwards keep go to files of their own, each with buffers for what is not aligned."""
+    sections: dict[str, Any] = {
+        "data": {"seq_len": 64},
+        "train": {"microbatches": 1, "steps": 1, "tokens_per_step": 16 * 64},
+    }
+    memory = {"home": "disk", "device": "cpu", "activations": choice, "offload": True}
+
+    def run(size: int) -> Config:
+        return make_run(tmp_path, memory={**memory, "device_memory": size}, **sections)
+
+    with pytest.raises(InfeasiblePlanError) as short:
+        prepare(run(1000), tmp_path / "run", lambda _: None)
+    assert verify(run(1000 + short.value.short_by["device"])).equal

@@ -56,7 +56,7 @@ FLOPS_PER_BYTE = 20
 # Looking at each operation of a unit costs Python tens of microseconds for each. A few cores compute so much in ten
 # milliseconds; less is recomputed, or kept whole.
 LEAST_SELECTED_FLOPS = 1e9
-# What the scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
+# What a scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 # What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
 # up to a third where oneDNN multiplies bf16 or fp16.
@@ -383,7 +383,7 @@ def make_plan(
         recompute_s=_recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
         **({} if options.cut else selections(measured)),
         shared_bytes=held_bytes * options.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec),
+        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine, options) + decoding_bytes(parts.spec),
     )
     _check_choice(options.activations, demand)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
@@ -557,9 +557,10 @@ def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
     return tuple(recompute / forward if forward else 1.0 for recompute, forward in pairs)
 
 
-def fixed_bytes(model: nn.Module, machine: Machine) -> int:
+def fixed_bytes(model: nn.Module, machine: Machine, options: PlanOptions) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
-    fixed = BOUNCE_BYTES if machine.below == "disk" else 0
+    scratches = 1 + (options.activations != "auto" and Choice(options.activations).leaves)
+    fixed = scratches * BOUNCE_BYTES if machine.below == "disk" else 0
     if machine.device.startswith("cuda"):
         fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
     return fixed
