@@ -182,7 +182,14 @@ def _joined(unit: UnitSpec, extra: UnitSpec) -> UnitSpec:
 
 def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
     state = question.state_layout(whole_gradients=True)
-    return PlanOptions(home=home, below="host", clip=question.clip, microbatches=microbatches, state=state)
+    return PlanOptions(
+        home=home,
+        below="host",
+        clip=question.clip,
+        unit_clip=question.unit_clip,
+        microbatches=microbatches,
+        state=state,
+    )
 
 
 def _shared_out(question: Question, model: ModelSpec, layout: StepLayout) -> StepLayout:

@@ -262,7 +262,8 @@ class GradientOps:
         context.skipped = True
         raise NonFiniteError(
             f"step {context.number + 1}: loss {context.loss():g}, gradient of {unit.name} not finite; nothing of this "
-            "step is saved. Try optimizer.max_grad_norm, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
+            "step is saved. Try a lower optimizer.lr, or optimizer.clip=global with optimizer.max_grad_norm, or with "
+            "train.on_nonfinite=skip to go on: both look at all gradients before any unit steps"
         )
 
     def _target(self, unit: int, buffer: int | None) -> Tensor | None:
