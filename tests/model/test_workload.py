@@ -46,7 +46,7 @@ def measure(config, dtype):
     )
     parts = prepare.split_model(build_skeleton(config, dtype), dtype, run)
     with Boundaries(parts.modules) as boundaries:
-        return prepare._measure(run, config, parts, boundaries, lambda _: None)[0]
+        return prepare._measure(run, config, parts, boundaries, lambda _: None, num_ranks=1)[0]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -3,7 +3,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -90,7 +89,6 @@ def test_a_lower_instruction_set_can_be_asked_for():
 def test_the_interpreter_is_free_while_a_kernel_runs():
     """ctypes.CDLL lets go of the lock; PyDLL would not."""
     assert not isinstance(native.library._load().handle, ctypes.PyDLL)
-    assert threading.active_count() == 1
 
 
 def test_the_sources_travel_with_the_package():
