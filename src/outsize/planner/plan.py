@@ -1,15 +1,11 @@
 """The plan of a run: what is set aside where, the program of a step, and what it moves.
 
 The search starts from the plan that needs the least memory. If that does not fit, no plan does. Otherwise
-memory to spare is spent on `sizing.UPGRADES`, one after the other, each as far as it goes, and what is left then on
-keeping what backwards need (`planner.keeping`). Where the rates of the machine are known, two other ways to spend it
-are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
-what backwards need in the tier below (`planner.balance`). The one whose lanes end first is taken.
+memory to spare is spent where it brings the most (`planner.spending`).
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -19,9 +15,7 @@ from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import StateLayout
-from outsize.planner.balance import balanced, phases
-from outsize.planner.choice import Choice, Extent, Kept, bytes_of, everywhere, merged
-from outsize.planner.keeping import keep_order, most_kept
+from outsize.planner.choice import Choice, Extent, Kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.liveness import Live, peak_activations
 from outsize.planner.memory import (
@@ -38,24 +32,17 @@ from outsize.planner.passes import insert_saves, v_cycle
 from outsize.planner.program import Program, render
 from outsize.planner.schedule import build_step
 from outsize.planner.sizing import (
-    AFTER_INPUTS,
-    BEFORE_INPUTS,
-    UPGRADES,
     Knobs,
     PlanOptions,
     Sizing,
-    Upgrade,
 )
 from outsize.planner.smaller import smaller_states
+from outsize.planner.spending import as_asked, kept_for_the_host, spend
 from outsize.units import format_bytes
 
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
 
 Table = Mapping[str, Mapping[str, int]]
-
-# Lanes that fill and drain lose a few percent, which is not counted where ways to spend memory are compared: what takes
-# slots from weights, or the inputs of units from the device, has to gain more.
-ENOUGH = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +58,16 @@ class Budgets:
     device: int
     host: int | None = None
     disk: int | None = None
+
+    def short_by(self, memory: Table) -> dict[str, int]:
+        """Return the bytes that ``memory``, by tier and class, takes too many, in each tier that is too small."""
+        limits = {"device": self.device, "host": self.host, "disk": self.disk}
+        totals = {tier: sum(classes.values()) for tier, classes in memory.items()}
+        return {
+            tier: total - limit
+            for tier, total in totals.items()
+            if (limit := limits[tier]) is not None and total > limit
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +192,39 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
         InfeasiblePlanError: not even the least plan fits; says by how much, and what to try first.
     """
     sizing = Sizing(model, options)
+    memory_of = _memory_of(sizing, demand)
+
+    def short(knobs: Knobs) -> dict[str, int]:
+        return budgets.short_by(memory_of(knobs))
+
+    knobs = sizing.least()
+    if options.activations != "auto":
+        knobs = replace(knobs, kept=as_asked(Choice(options.activations), sizing.layout(knobs), demand))
+    knobs = kept_for_the_host(sizing, knobs, short)
+    short_by = short(knobs)
+    if short_by:
+        fitting = partial(fits_at_all, model, demand, budgets)
+        raise InfeasiblePlanError(
+            _what_to_try(memory_of(knobs), short_by, options, sizing.state, fitting), short_by
+        )
+    knobs = spend(sizing, demand, knobs, lambda knobs: not short(knobs))
+    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+
+
+def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
+    """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
+    sizing = Sizing(model, options)
+    memory_of = _memory_of(sizing, demand)
+
+    def short(knobs: Knobs) -> dict[str, int]:
+        return budgets.short_by(memory_of(knobs))
+
+    return not short(kept_for_the_host(sizing, sizing.least(), short))
+
+
+def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
+    """Return what says how much memory knobs take, by tier and class."""
+    options = sizing.options
 
     @cache
     def activations(offload: frozenset[int], prefetch_depth: int, kept: Kept) -> Live:
@@ -206,7 +236,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
         return memory_table(
-            model,
+            sizing.model,
             demand,
             layout,
             activations(layout.offload, layout.prefetch_depth, layout.kept),
@@ -219,129 +249,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
             state=sizing.state,
         )
 
-    knobs = sizing.least()
-    if options.activations != "auto":
-        knobs = replace(knobs, kept=_as_asked(Choice(options.activations), sizing.layout(knobs), demand))
-    knobs = _kept_for_the_host(sizing, knobs, memory_of, budgets)
-    short_by = _shortage(memory_of(knobs), budgets)
-    if short_by:
-        fitting = partial(fits_at_all, model, demand, budgets)
-        raise InfeasiblePlanError(
-            _what_to_try(memory_of(knobs), short_by, options, sizing.state, fitting), short_by
-        )
-    knobs = _spend(sizing, demand, knobs, lambda knobs: not _shortage(memory_of(knobs), budgets))
-    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
-
-
-def _as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
-    """Return ``choice`` for every unit that has something of that extent; what has no bytes need not leave."""
-    if choice.extent is None:
-        return ()
-    units = [u for u in layout.keepable if bytes_of(choice, u, demand.kept_bytes)]
-    kept = everywhere(choice, units, layout.num_streamed, layout.num_microbatches)
-    if choice.extent is not Extent.WHOLE:
-        return kept
-    others = [u for u in layout.keepable if u not in units]
-    return merged(kept, everywhere(Choice.KEEP, others, layout.num_streamed, layout.num_microbatches))
-
-
-def _spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
-    """Return the knobs on which memory to spare is spent best."""
-    options = sizing.options
-    inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
-    if options.activations != "auto" or not demand.kept_bytes:
-        return inputs_first
-
-    def kept(knobs: Knobs) -> Knobs:
-        layout = sizing.layout(knobs)
-        order = keep_order(layout, demand)
-        return replace(knobs, kept=most_kept(layout, order, partial(_fits_with, fits, knobs)))
-
-    ways = [kept(inputs_first)]
-    rates = options.rates
-    if rates is None or _keeps_all(sizing.layout(ways[0])):
-        return ways[0]
-
-    def step_s(knobs: Knobs) -> float:
-        return phases(sizing.layout(knobs), demand, rates).step_s
-
-    leaving = _upgraded(sizing, knobs, BEFORE_INPUTS, fits)
-    if inputs_first.num_kept > leaving.num_kept:
-        ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))
-    # What leaves needs room on its way: where slots and accumulators have taken it, with as few of them as can be.
-    for start in dict.fromkeys((leaving, _upgraded(sizing, knobs, BEFORE_INPUTS[:1], fits))):
-        away = balanced(sizing.layout(start), demand, rates, partial(_fits_with, fits, start))
-        ways.append(_upgraded(sizing, replace(start, kept=away), UPGRADES, fits))
-        if _keeps_all(sizing.layout(ways[-1])):
-            break
-    best = ways[0]
-    for way in ways[1:]:
-        best = way if step_s(way) < ENOUGH * step_s(best) else best
-    return best
-
-
-def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, kept: Kept) -> bool:
-    return fits(replace(knobs, kept=kept))
-
-
-def _keeps_all(layout: StepLayout) -> bool:
-    """Whether no unit computes products again."""
-    again = (Extent.PRODUCTS, Extent.WHOLE)
-    cells = ((u, m) for u in layout.keepable[1:] for m in range(layout.num_microbatches))
-    return all(layout.choice(unit, microbatch).extent in again for unit, microbatch in cells)
-
-
-def _upgraded(
-    sizing: Sizing, knobs: Knobs, upgrades: Sequence[Upgrade], fits: Callable[[Knobs], bool]
-) -> Knobs:
-    for upgrade in upgrades:
-        for better in upgrade(sizing, knobs):
-            if not fits(better):
-                break
-            knobs = better
-    return knobs
-
-
-def _kept_for_the_host(
-    sizing: Sizing, knobs: Knobs, memory_of: Callable[[Knobs], Table], budgets: Budgets
-) -> Knobs:
-    """Return ``knobs`` with as many inputs kept on the device as the tier below it has no room for.
-
-    Where that is too much for the device, with as many as the device has room for: what is short then is the least that
-    can be.
-    """
-    below = sizing.options.below
-    if below not in _shortage(memory_of(knobs), budgets):
-        return knobs
-    choices = [knobs, *sizing.more_kept(knobs)]
-    enough = bisect_left(choices, True, key=lambda other: below not in _shortage(memory_of(other), budgets))
-    most = bisect_left(
-        choices, True, key=lambda other: bool(_shortage(memory_of(other), budgets).keys() - {below})
-    )
-    return choices[max(0, min(enough, most - 1))]
-
-
-def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
-    """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
-    sizing = Sizing(model, options)
-
-    def memory_of(knobs: Knobs) -> Table:
-        layout = sizing.layout(knobs)
-        return memory_table(
-            model,
-            demand,
-            layout,
-            peak_activations(insert_saves(v_cycle(layout), layout), layout, demand.boundary_bytes),
-            home=options.home,
-            below=options.below,
-            tile_elements=knobs.tile_elements,
-            host_buffer_bytes=sizing.host_buffer_bytes,
-            transport=options.transport,
-            state=sizing.state,
-            wire=options.wire,
-        )
-
-    return not _shortage(memory_of(_kept_for_the_host(sizing, sizing.least(), memory_of, budgets)), budgets)
+    return memory_of
 
 
 def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
@@ -380,17 +288,6 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
             sizing.model, state, commits=layout.commits, own=layout.own_elements, transport=options.transport
         ),
     )
-
-
-def _shortage(memory: Table, budgets: Budgets) -> dict[str, int]:
-    """Return the bytes missing in each tier that is too small."""
-    short_by = {}
-    for tier, classes in memory.items():
-        budget = getattr(budgets, tier)
-        needed = sum(classes.values())
-        if budget is not None and needed > budget:
-            short_by[tier] = needed - budget
-    return short_by
 
 
 def _what_to_try(

@@ -73,14 +73,14 @@ def plan_stages(
             model, options, wanted, False, least, _single_units(model, options, wanted, bottom, halves)
         )
         memory = _memory(model, demand, smallest, options, least)
-        short_by = _shortage(memory, budgets)
+        short_by = budgets.short_by(memory)
         if not short_by:
             break
     else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
 
     def holds(layout: StepLayout, room: Room) -> bool:
-        return not _shortage(_memory(model, demand, layout, options, room), budgets)
+        return not budgets.short_by(_memory(model, demand, layout, options, room))
 
     def holds_stages(make: Callable[[Stages], StepLayout], stages: Stages) -> bool:
         return holds(make(stages), least)
@@ -323,17 +323,6 @@ def _workspace(model: ModelSpec, demand: Demand, span: Span, backward: bool, kee
 def _activations(num_units: int, demand: Demand) -> int:
     """Return the activations of a stage: inputs of this and the next microbatch, gradients, and what is leaving."""
     return (2 * (num_units + 1) + SAVE_WINDOW) * max(demand.boundary_bytes)
-
-
-def _shortage(memory: Table, budgets: Budgets) -> dict[str, int]:
-    """Return the bytes missing in each tier that is too small."""
-    totals = {tier: sum(classes.values()) for tier, classes in memory.items()}
-    limits = {tier: getattr(budgets, tier) for tier in totals}
-    return {
-        tier: total - limits[tier]
-        for tier, total in totals.items()
-        if limits[tier] is not None and total > limits[tier]
-    }
 
 
 def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) -> str:
