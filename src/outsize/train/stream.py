@@ -17,7 +17,6 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.model.spec import UnitSpec
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
 from outsize.optim.schedule import Schedule
 from outsize.optim.shares import home_granule
 from outsize.optim.spec import WEIGHTS
@@ -187,11 +186,7 @@ class StreamedTrainer:
             stack.enter_context(buffers_on(prepared.split.model, device.torch_device))
             boundaries = stack.enter_context(Boundaries(prepared.split.modules))
             settings = EngineSettings(
-                optimizer=AdamW(
-                    betas=config.optimizer.betas,
-                    eps=config.optimizer.eps,
-                    weight_decay=config.optimizer.weight_decay,
-                ),
+                optimizer=rule_of(config.optimizer),
                 max_grad_norm=max_norm_of(config),
                 skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
                 chunk_tokens=prepared.chunk_tokens,
