@@ -9,17 +9,18 @@ from typing import Self
 
 from pydantic import model_validator
 
-from outsize.config import rules
 from outsize.config.data import DataConfig
 from outsize.config.lora import LoraConfig
 from outsize.config.memory import MemoryConfig
 from outsize.config.model import ModelConfig
 from outsize.config.optimizer import OptimizerConfig
 from outsize.config.parallel import ParallelConfig
+from outsize.config.rules import contradictions
 from outsize.config.section import Section
 from outsize.config.telemetry import TelemetryConfig
 from outsize.config.train import TrainConfig
 from outsize.config.transport import TransportConfig
+from outsize.config.without_effect import settings_without_effect
 
 
 class Config(Section):
@@ -37,9 +38,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        contradictions = rules.contradictions(self)
-        if contradictions:
-            raise ValueError("\n".join(contradictions))
+        found = contradictions(self)
+        if found:
+            raise ValueError("\n".join(found))
         return self
 
     @property
@@ -69,4 +70,4 @@ class Config(Section):
 
     def notes(self) -> list[str]:
         """Return one sentence for every setting that has no effect on this run."""
-        return rules.settings_without_effect(self)
+        return settings_without_effect(self)
