@@ -60,6 +60,14 @@ class Clip(StrEnum):
     NONE = "none"
 
 
+class Optimizer(StrEnum):
+    """How a parameter steps."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+    LION = "lion"
+
+
 class State(StrEnum):
     """What moments are kept in."""
 
@@ -122,9 +130,11 @@ def plan(
     clip: Annotated[
         Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
     ] = Clip.GLOBAL,
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="AdamW with two moments, or SGD or Lion with a momentum.")
+    ] = Optimizer.ADAMW,
     optimizer_state: Annotated[
-        State,
-        typer.Option(help="What AdamW's moments are kept in; bf16 and int8 take less memory and round."),
+        State, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")
     ] = State.FP32,
     masters: Annotated[
         MastersOption,
@@ -191,6 +201,7 @@ def plan(
             host_memory=host_memory,
             max_grad_norm=max_grad_norm,
             clip=clip.value,
+            optimizer=optimizer.value,
             optimizer_state=optimizer_state.value,
             masters=masters.value,
             tokens=tokens,

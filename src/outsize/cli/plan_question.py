@@ -19,7 +19,7 @@ from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_m
 from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
-from outsize.optim.spec import StateLayout, masters_for
+from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
@@ -105,6 +105,7 @@ def ask(
     host_memory: str | None,
     max_grad_norm: float,
     clip: str,
+    optimizer: str,
     optimizer_state: str,
     masters: str,
     tokens: str | None,
@@ -144,6 +145,7 @@ def ask(
             "train.microbatches": microbatches,
             "optimizer.max_grad_norm": max_grad_norm,
             "optimizer.clip": clip,
+            "optimizer.name": optimizer,
             "optimizer.state": optimizer_state,
             "optimizer.masters": masters,
             "memory.device": "cuda",
@@ -167,7 +169,7 @@ def ask(
         microbatches=microbatches,
         clip=dtype == "fp16" or (max_grad_norm > 0 and clip == "global"),
         unit_clip=max_grad_norm > 0 and clip == "unit",
-        state=_state(config, spec),
+        state=_state(config, spec, nodes),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
         nodes=nodes,
         net_bytes_per_s=_net(nodes, net),
@@ -252,7 +254,7 @@ def _named(modules: str) -> str | tuple[str, ...]:
     return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
 
 
-def _state(config: Config, spec: ModelSpec) -> StateLayout:
+def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
     """Return how a trained unit lies at home, its gradient aside."""
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
@@ -263,8 +265,11 @@ def _state(config: Config, spec: ModelSpec) -> StateLayout:
         raise ConfigError(
             "--clip: fp16 may have to skip a step, for which all its gradients are to be known; use bf16"
         )
-    masters = masters_for(optimizer.masters, spec.dtype, optimizer.state)
-    return StateLayout(dtype=spec.dtype, masters=masters, moments=optimizer.state)
+    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
+    moments = optimizer.state if num_moments else "fp32"
+    # Several nodes share separate masters; a machine is taken to have the kernels that come with an install.
+    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
+    return StateLayout(dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments)
 
 
 def _share_of(sequences: int, nodes: int) -> int:

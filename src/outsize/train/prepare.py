@@ -42,6 +42,7 @@ from outsize.runtime.calibrate import Measured, calibrate
 from outsize.runtime.decoding import decoding_bytes
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
+from outsize.train.home_masters import with_masters_of
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.train.residency import settle_home
 from outsize.train.state import clip_of, layout_for, may_skip
@@ -159,6 +160,8 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
+    if group.size == 1:
+        config = with_masters_of(home_file(config.memory, run_dir), config, spec)
     own = own_elements(spec, group.size, group.rank)
     state = layout_for(config, spec, group.size)
     state_bytes = sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)

@@ -46,7 +46,7 @@ from outsize.train.fill import FILL_ELEMENTS, fill
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared, model_inputs, num_targets
 from outsize.train.standing import Position, Standing, position_in
-from outsize.train.state import max_norm_of
+from outsize.train.state import max_norm_of, rule_of
 
 # The file of a disk home whose name goes at once.
 TEMPORARY = "temporary.bin"
