@@ -16,12 +16,6 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.model.spec import UnitSpec
 from outsize.model.walk import Boundaries
-<<<<<<< HEAD
-from outsize.optim.schedule import Schedule
-from outsize.optim.shares import home_granule
-=======
-from outsize.optim.adamw import AdamW
->>>>>>> main
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
@@ -41,79 +35,9 @@ from outsize.train.loss_scale import LossScale
 from outsize.train.model_inputs import num_targets
 from outsize.train.prepare import Prepared
 from outsize.train.standing import Position, Standing, position_in
-<<<<<<< HEAD
 from outsize.train.state import max_norm_of, rule_of
-
-# The file of a disk home whose name goes at once.
-TEMPORARY = "temporary.bin"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What one step came to, known before its optimizer has finished.
-
-    Attributes:
-        number: of the step, from 0.
-        loss: token-weighted mean over the batch.
-        gradient_norm: before clipping; NaN where no norm is taken.
-        learning_rate: that it used.
-        tokens: trained tokens.
-        seconds: since the step before was known.
-        data_s: of them, waiting for the batch.
-        between_s: of them, before the batch was asked for.
-        ended_s: when it was known, on the clock of the timeline.
-        skipped: whether no weight changes.
-    """
-
-    number: int
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    tokens: int
-    seconds: float
-    data_s: float
-    between_s: float
-    ended_s: float
-    skipped: bool
-
-    @property
-    def window(self) -> Window:
-        """The step on the clock of its events."""
-        began_s = self.ended_s - self.seconds
-        asked_s = began_s + self.between_s
-        return Window(began_s=began_s, asked_s=asked_s, given_s=asked_s + self.data_s, ended_s=self.ended_s)
-
-
-def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
-    """Cut a batch, and give each part the divisors that make their losses add up to the mean over all targets.
-
-    A part without a single target weighs nothing. Of a rank's share the mean is that over the targets of all ranks.
-    """
-    parts = [(part, num_targets(part, shifted)) for part in batch.split(count)]
-    total = num_targets(batch.whole or batch, shifted)
-    return tuple(
-        Microbatch(
-            inputs=model_inputs(part),
-            divisor=total / targets if targets else float("inf"),
-            targets=max(total, 1),
-        )
-        for part, targets in parts
-    )
-
-
-def schedule_of(config: Config) -> Schedule:
-    """The learning-rate schedule of a run."""
-    return Schedule(
-        kind=config.optimizer.schedule,
-        lr=config.optimizer.lr,
-        num_warmup_steps=config.warmup_steps,
-        num_training_steps=config.train.steps,
-    )
-=======
-from outsize.train.state import max_norm_of
 from outsize.train.steps import StepOutcome, microbatches_of, schedule_of
 from outsize.train.tiers import Tiers
->>>>>>> main
 
 
 class StreamedTrainer:
@@ -153,23 +77,6 @@ class StreamedTrainer:
             self.tiers = tiers = stack.enter_context(Tiers(prepared, store_dir, home_file, record))
             stack.enter_context(buffers_on(prepared.split.model, tiers.device.torch_device))
             boundaries = stack.enter_context(Boundaries(prepared.split.modules))
-<<<<<<< HEAD
-            settings = EngineSettings(
-                optimizer=rule_of(config.optimizer),
-                max_grad_norm=max_norm_of(config),
-                skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
-                chunk_tokens=prepared.chunk_tokens,
-                seed=config.train.seed,
-                graph_in_forward=prepared.measured.graph_matters,
-                needed=prepared.measured.needed,
-                num_products=prepared.measured.num_products,
-                num_threads=torch.get_num_threads(),
-                draws_random=prepared.measured.draws_random,
-                observe_gradient=observe_gradient,
-                describe=partial(_describe, self._standing),
-            )
-=======
->>>>>>> main
             prepared.split.model.train()
             self.engine = Engine(
                 prepared.split,
@@ -334,11 +241,7 @@ class StreamedTrainer:
     def _settings(self, config: Config, observe_gradient: GradientObserver | None) -> EngineSettings:
         """What the engine is to do, of a run and of what was measured of its model."""
         return EngineSettings(
-            optimizer=AdamW(
-                betas=config.optimizer.betas,
-                eps=config.optimizer.eps,
-                weight_decay=config.optimizer.weight_decay,
-            ),
+            optimizer=rule_of(config.optimizer),
             max_grad_norm=max_norm_of(config),
             skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
             chunk_tokens=self.prepared.chunk_tokens,
