@@ -14,7 +14,6 @@ from outsize.optim.step import step_state
 __all__ = ["use_native"]  # a fixture
 
 
-
 def without(planes: StatePlanes, num_moments: int) -> StatePlanes:
     """Return the planes with that many moments."""
     kept = {name: getattr(planes, name) for name in ("weights", "master", "master_low", "master_ties")}
@@ -131,7 +130,9 @@ def test_lion_is_bit_equal_to_its_published_algorithm(rule, masters, use_native)
     assert torch.equal(planes.exp_avg, plain.flat("momentum", torch.zeros(unit.numel)))
 
 
-@pytest.mark.parametrize("rule", [SGD(dampening=0.1, weight_decay=0.1), SGD(nesterov=True), Lion(weight_decay=0.1)])
+@pytest.mark.parametrize(
+    "rule", [SGD(dampening=0.1, weight_decay=0.1), SGD(nesterov=True), Lion(weight_decay=0.1)]
+)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_momentum_in_fewer_bits_is_the_same_bits_in_every_form(rule, moments, dtype, use_native):

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from outsize.config.section import Fraction, Section
 
-
 # What other optimizers have by default where it is not what AdamW has: torch's SGD, and the paper's Lion.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"weight_decay": 0.0},

@@ -191,9 +191,7 @@ class StateLayout:
         return sum(plane.num_bytes(tile_elements) for plane in planes.values())
 
 
-def masters_for(
-    wanted: Literal["auto"] | Masters, dtype: str, moments: Moments, *, kernels: bool
-) -> Masters:
+def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments, *, kernels: bool) -> Masters:
     """Return how masters lie: as ``wanted``, and else split beside bf16 weights.
 
     Exact ones are split only where ``kernels`` in C step them: there that is as fast as a separate master and takes two

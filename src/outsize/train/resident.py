@@ -1,12 +1,12 @@
 """The reference: plain PyTorch training of the same model on the same batches, everything in memory.
 
 Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`,
-`torch.optim.SGD`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16
-and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
-chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The
-gradient of a weight that several modules share (tied embeddings) is summed module by module, each over all
-microbatches, in the order in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds
-differently.
+`torch.optim.SGD`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over microbatches. It shares
+no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and fp16 the model computes
+in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
+microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The gradient of a weight that
+several modules share (tied embeddings) is summed module by module, each over all microbatches, in the order in which
+a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
 """
 
 import contextlib
