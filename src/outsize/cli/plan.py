@@ -117,6 +117,10 @@ def plan(
         int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
     ] = None,
     home: Annotated[Home, typer.Option(help="Where the training state rests.")] = Home.AUTO,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory of the machine, e.g. 64GB, if not as usual."),
+    ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
     ] = None,
@@ -197,6 +201,7 @@ def plan(
             tokens_per_step=tokens_per_step,
             microbatches=microbatches,
             home=home.value,
+            ram=ram,
             device_memory=device_memory,
             host_memory=host_memory,
             max_grad_norm=max_grad_norm,

@@ -24,7 +24,7 @@ from outsize.planner.plan import Budgets
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
-from outsize.units import parse_count
+from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
@@ -101,6 +101,7 @@ def ask(
     tokens_per_step: int | None,
     microbatches: int | None,
     home: str,
+    ram: str | None,
     device_memory: str | None,
     host_memory: str | None,
     max_grad_norm: float,
@@ -124,7 +125,7 @@ def ask(
             "--optimizer-state, --masters: several nodes share a state of separate masters and fp32 moments; leave "
             "them as they are by default"
         )
-    box = _machine(gpus, machine)
+    box = _with_ram(_machine(gpus, machine), ram)
     path, hf_config = read_config(model)
     adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None
     spec, workload_of = model_of(hf_config, dtype, adapters)
@@ -315,6 +316,19 @@ def _machine(gpus: str | None, file: Path | None) -> Machine:
         return parse_gpus(gpus)
     assert file is not None
     return read_machine(file)
+
+
+def _with_ram(machine: Machine, ram: str | None) -> Machine:
+    """Return ``machine`` with that much host memory."""
+    if ram is None:
+        return machine
+    try:
+        num_bytes = parse_bytes(ram)
+    except ValueError as error:
+        raise ConfigError(f"--ram: {error}") from error
+    if num_bytes <= 0:
+        raise ConfigError("--ram: a machine has some; write for example 64GB")
+    return replace(machine, host=replace(machine.host, memory_bytes=num_bytes))
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:
