@@ -46,6 +46,7 @@ ARROWS = {
     "train": GROUND
     | FILES
     | {
+        "native.library",
         "codecs",
         "config",
         "data",
