@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import Home
 from outsize.config.section import Device, PathText, Section, Size
 
 
@@ -30,7 +31,7 @@ class MemoryConfig(Section):
     disk_memory: Size | None = Field(
         default=None, description="Budget on disk, a size; null is what is free, less a margin."
     )
-    home: Literal["auto", "host", "disk"] = Field(
+    home: Home = Field(
         default="auto",
         description="Where weights and optimizer state rest between uses; "
         "auto is host if they fit its budget.",

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import Clip, Masters, Moments
 from outsize.config.section import Fraction, Section
 
 
@@ -21,7 +22,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
     )
-    clip: Literal["global", "unit", "none"] = Field(
+    clip: Clip = Field(
         default="global",
         description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
         "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
@@ -32,12 +33,12 @@ class OptimizerConfig(Section):
         description="In what gradients wait for the global norm. bf16 rounds them once they are summed: 2 bytes per "
         "parameter instead of 4, not bit-exact.",
     )
-    state: Literal["fp32", "bf16", "int8"] = Field(
+    state: Moments = Field(
         default="fp32",
         description="In what the two moments are kept: 8, 4 or 2.03 bytes per parameter. bf16 is rounded by chance, "
         "int8 in blocks of 64; neither is bit-exact.",
     )
-    masters: Literal["auto", "separate", "split"] = Field(
+    masters: Masters = Field(
         default="auto",
         description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
         "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; auto: split where "
