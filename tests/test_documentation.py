@@ -27,6 +27,9 @@ PAGES = sorted(
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+# A file of the project, from its root or from the package: `bench/common.py`, `planner/ops.py`.
+FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|c|h|md|sh|toml|yaml))`")
+PLACES = (ROOT, ROOT / "src" / "outsize")
 # What ends the words of a command in a line of shell.
 ENDS = {"|", ">", "&&", "&", ";"}
 
@@ -69,6 +72,14 @@ def test_links_lead_somewhere(page):
         path = page.parent / name if name else page
         assert path.exists(), target
         assert not anchor or path.suffix != ".md" or anchor in anchors(path), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_the_root)
+def test_files_that_are_named_exist(page):
+    for name in FILE.findall(page.read_text(encoding="utf-8")):
+        folder = name.partition("/")[0]
+        if any((place / folder).is_dir() for place in PLACES):
+            assert any((place / name).is_file() for place in PLACES), name
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(command_lines(page))], ids=of_the_root)
