@@ -38,10 +38,8 @@ class Rule:
     Attributes:
         id: by which a finding is known.
         part: what it slows down.
-        look: returns what it sees in the facts; None where nothing is wrong.
-
-    Raises:
-                LackingError: the record does not hold what it needs.
+        look: returns what it sees in the facts, None where nothing is wrong; raises `LackingError` where the record does
+            not hold what it needs.
         causes: the likely ones, the likeliest first.
         fix: a command, a line of the configuration, or what to change.
         verify: how to see that it helped.
