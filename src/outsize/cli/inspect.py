@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from outsize.choices import ComputeDtype
+from outsize.cli.columns import columns
 from outsize.cli.console import Output
 from outsize.cli.options import JsonOption
 from outsize.units import format_bytes, format_count
@@ -40,11 +41,8 @@ def _table(found: dict[str, Any]) -> str:
         each = "" if count == 1 else " each"
         parameters = f"{format_count(first['num_parameters'])}{each}"
         rows.append((span, first["kind"], name, parameters, f"{format_bytes(first['weight_bytes'])}{each}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    lines += [
+        *columns(rows),
         "",
         f"{found['architecture']}: {format_count(found['num_parameters'])} parameters, "
         f"{format_count(found['num_trainable'])} trainable",
