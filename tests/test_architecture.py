@@ -14,12 +14,14 @@ import outsize
 SOURCE = Path(outsize.__file__).parent
 GROUND = {"errors", "units"}
 FILES = {"files"}
+CHOICES = {"choices"}
 # room -> what it may import: a whole room, or one module of it. Its own modules are always allowed.
 ARROWS = {
     "errors": {"units"},
+    "choices": set(),
     "files": set(),
     "units": set(),
-    "config": GROUND,
+    "config": GROUND | CHOICES,
     "native": set(),
     "hardware": GROUND | {"native.library"},
     "codecs": GROUND | {"native"},
@@ -75,6 +77,7 @@ ARROWS = {
         "train",
     },
     "cli": GROUND
+    | CHOICES
     | {
         "codecs.wire",
         "config",

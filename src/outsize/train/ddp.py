@@ -25,8 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from outsize.config import Config
-from outsize.config.schema import ParallelConfig
+from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader

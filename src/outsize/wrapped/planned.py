@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.apart import dtype_and_parts
 from outsize.model.split import split

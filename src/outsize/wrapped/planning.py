@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.model.split import Split
 from outsize.planner.plan import Plan, PlanOptions
 from outsize.runtime.calibrate import Measured, calibrate

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.planner.cut import step_units, summing
 from outsize.planner.program import Program

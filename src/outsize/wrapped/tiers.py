@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
 from outsize.model.split import Split

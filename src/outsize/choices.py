@@ -1,0 +1,16 @@
+"""The words between which a user chooses, where flags and the configuration offer the same ones.
+
+They stand apart so that ``--help`` can list them without loading the configuration.
+"""
+
+from typing import Literal
+
+Method = Literal["full", "lora"]
+Home = Literal["auto", "host", "disk"]
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+Dtype = Literal["auto", ComputeDtype]
+Clip = Literal["global", "unit", "none"]
+Moments = Literal["fp32", "bf16", "int8"]
+Masters = Literal["auto", "separate", "split"]
+WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
+WireWeights = Literal["raw", "delta"]
