@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory):
 def config_of(model_dir, size, batches, dtype="fp32", **sections):
     """12 microbatches of a sequence, whatever the number of ranks."""
     train = {"microbatches": NUM_SEQUENCES // size, **sections.pop("train", {})}
-    optimizer = {"max_grad_norm": 0.5}
+    optimizer = {"max_grad_norm": 0.5, **sections.pop("optimizer", {})}
     return make_config(
         model_dir, batches, model={"dtype": dtype}, train=train, optimizer=optimizer, **sections
     )
@@ -93,10 +93,16 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in sorted((step / "optimizer").iterdir())}
 
 
-@pytest.mark.parametrize(("home", "dtype"), [("host", "fp32"), ("disk", "bf16")])
-def test_ranks_train_and_save_what_a_single_process_does(home, dtype, model_dir, tmp_path):
+SGD = {"name": "sgd", "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("home", "dtype", "optimizer"),
+    [("host", "fp32", {}), ("disk", "bf16", {}), ("host", "bf16", SGD), ("disk", "fp32", SGD)],
+)
+def test_ranks_train_and_save_what_a_single_process_does(home, dtype, optimizer, model_dir, tmp_path):
     batches = make_batches("llama", STEPS, NUM_SEQUENCES)
-    options = {"dtype": dtype, "memory": {"home": home}}
+    options = {"dtype": dtype, "memory": {"home": home}, "optimizer": optimizer}
     ((alone, weights, held),) = run(1, model_dir, tmp_path / "one", batches, **options)
     ranks = run(2, model_dir, tmp_path / "two", batches, **options)
     tolerance = TOLERANCE if dtype == "fp32" else 2e-3

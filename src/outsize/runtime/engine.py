@@ -19,7 +19,7 @@ import torch
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
+from outsize.optim.update import Rule
 from outsize.planner.choice import Extent
 from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
@@ -66,7 +66,7 @@ class EngineSettings:
     """What does not follow from the model, the plan or the machine.
 
     Attributes:
-        optimizer: settings of AdamW.
+        optimizer: how a parameter steps.
         max_grad_norm: global norm to clip to; infinity only takes the norm.
         skip_nonfinite: skip steps that are not finite instead of raising.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
@@ -80,7 +80,7 @@ class EngineSettings:
         describe: what a home that commits is told of each step.
     """
 
-    optimizer: AdamW
+    optimizer: Rule
     max_grad_norm: float
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None

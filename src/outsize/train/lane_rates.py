@@ -18,7 +18,8 @@ from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.readings import Measurement
 from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
-from outsize.planner.costs import UnitTimes
+from outsize.optim.spec import StateLayout
+from outsize.planner.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.memory import home_bytes
 from outsize.probe.compute import measure_device_memory
 from outsize.probe.disk import measure_disk
@@ -81,10 +82,17 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
             memory_bytes=total,
             bytes_per_s=triad,
             cores=psutil.cpu_count(logical=False) or 1,
-            adamw_params_per_s=_figure(measure_adamw(effort, dtype), "AdamW"),
+            adamw_params_per_s=_adamw(effort, dtype),
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
     )
+
+
+def _adamw(effort: Effort, dtype: str) -> Figure:
+    """Return the rate of AdamW as it is in fp32, told from that in ``dtype``: weights of bf16 are written beside."""
+    found = _figure(measure_adamw(effort, dtype), "AdamW")
+    moved = StateLayout(dtype="bf16" if dtype == "bf16" else "fp32").step_bytes
+    return replace(found, value=found.value * moved / ADAMW_BYTES)
 
 
 def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
