@@ -6,7 +6,7 @@ import torch
 import zoo
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice
-from outsize.train import prepare
+from outsize.train import unit_times
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.planning import Shape, held_copies, shape_of
@@ -44,8 +44,8 @@ def test_a_call_without_labels_is_planned_with_more_room():
 
 def test_a_budget_that_is_too_small_to_keep_all_keeps_what_is_dear(monkeypatch: pytest.MonkeyPatch):
     """What products returned, as in a run; the rest is made again, and no bit changes."""
-    monkeypatch.setattr(prepare, "LEAST_SELECTED_FLOPS", 1.0)
-    monkeypatch.setattr(prepare, "FLOPS_PER_BYTE", 0.0)
+    monkeypatch.setattr(unit_times, "LEAST_SELECTED_FLOPS", 1.0)
+    monkeypatch.setattr(unit_times, "FLOPS_PER_BYTE", 0.0)
     room = {"slots": 2, "offload": False, "microbatches": 2}
 
     def needs(activations: str) -> int:

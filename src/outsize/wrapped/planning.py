@@ -15,7 +15,7 @@ from outsize.optim.spec import StateLayout
 from outsize.planner.plan import Plan, PlanOptions
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.train.machine import Machine
-from outsize.train.prepare import plan_with_heap
+from outsize.train.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
 
 # The caller holds the outputs until the backward, and a loss of his own on them takes two more of their size: their
