@@ -18,7 +18,8 @@ from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import TensorSpec
 from outsize.optim.spec import Moments
 from outsize.train.machine import choose_device, choose_dtype
-from outsize.wrapped.arguments import Home, memory_of, transport_of
+from outsize.choices import Home
+from outsize.wrapped.arguments import memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill

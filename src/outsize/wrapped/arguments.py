@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
+from outsize.choices import Home
 from outsize.codecs.spec import RAW
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig, OptimizerConfig
+from outsize.config.memory import MemoryConfig
+from outsize.config.optimizer import OptimizerConfig
 from outsize.errors import ConfigError
-
-Home = Literal["auto", "host", "disk"]
 
 
 def memory_of(
