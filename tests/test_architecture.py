@@ -54,6 +54,7 @@ ARROWS = {
         "group",
         "hardware",
         "model",
+        "native",
         "optim",
         "planner",
         "probe",
@@ -64,6 +65,7 @@ ARROWS = {
     },
     "inference": GROUND | {"codecs", "hardware", "model", "planner", "runtime", "storage"},
     "wrapped": GROUND
+    | CHOICES
     | {
         "codecs",
         "config",

@@ -12,7 +12,6 @@ from outsize.optim.sgd import SGD
 from outsize.optim.step import step_state
 
 
-
 def without(planes: StatePlanes, num_moments: int) -> StatePlanes:
     """Return the planes with that many moments."""
     kept = {name: getattr(planes, name) for name in ("weights", "master", "master_low", "master_ties")}

@@ -236,15 +236,22 @@ class _Pricing:
     def _exchange(self, op: Op) -> Cost:
         """Return the cost of what a node sends to all others, and receives from them at the same time.
 
-        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction.
+        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction. The lane
+        writes and reads codecs itself.
         """
         if op.kind is Kind.AGREE:
             return Cost(seconds=EXCHANGE_S)
-        numel, dtype = self.model.units[op.unit or 0].numel, self.model.dtype
-        reduces = op.kind is Kind.REDUCE
-        size = self.wire.gradient_bytes(numel) if reduces else self.wire.weight_bytes(numel, dtype)
-        others = (self.layout.num_nodes - 1) / self.layout.num_nodes
-        return Cost(seconds=EXCHANGE_S, amount=size * others, through=("network", "host memory"))
+        numel, dtype, nodes = self.model.units[op.unit or 0].numel, self.model.dtype, self.layout.num_nodes
+        share = numel // nodes
+        if op.kind is Kind.REDUCE:
+            size, coding_s = self.wire.gradient_bytes(numel), self.wire.gradient_s(numel - share)
+        else:
+            size, coding_s = (
+                self.wire.weight_bytes(numel, dtype),
+                self.wire.weight_s(share, numel - share, dtype),
+            )
+        sent = size * (nodes - 1) / nodes
+        return Cost(seconds=EXCHANGE_S + coding_s, amount=sent, through=("network", "host memory"))
 
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""

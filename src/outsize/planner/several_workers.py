@@ -225,12 +225,6 @@ def _fit(
     least = _shared_out(question, model, layout_of(_single_units(model, HALVES[-1], options)))
     room = _room(model, options, least)
     below = bytes_below(model, in_room(model, least, options, room), options, room)
-    if question.nodes > 1:
-        # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
-        below[options.home]["home"] += sum(
-            (unit.gradient_bytes - 4 * own) * unit.trainable
-            for unit, own in zip(model.units, least.own_elements, strict=True)
-        )
     table = partial(_memory, model, work, options.microbatches, shared, below)
     for halves in HALVES:
         stages = _single_units(model, halves, options)

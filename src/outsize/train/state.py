@@ -72,7 +72,7 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     """Return how a trained unit of a run lies at home.
 
     Raises:
-        ConfigError: the masters cannot be split, gradients not be rounded, or several ranks not share such a state.
+        ConfigError: the masters cannot be split, or gradients not be rounded.
     """
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
@@ -92,11 +92,8 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
         gradients=optimizer.gradients,
         num_moments=num_moments,
     )
-    if num_ranks > 1 and not (layout.plain and layout.gradients == "fp32"):
-        raise ConfigError(
-            "optimizer.state, masters, gradients: ranks share a state of separate masters and fp32 moments and "
-            "gradients; leave them as they are by default"
-        )
+    if num_ranks > 1 and layout.gradients != "fp32":
+        raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
     several = len(device_names(choose_device(config.memory.device))) > 1
     if several and layout.gradients != "fp32":
         raise ConfigError(

@@ -277,7 +277,8 @@ def _shared(prepared: Prepared) -> Shared | None:
     group, wire = prepared.group, prepared.plan.wire
     if group.size == 1:
         return None
-    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, prepared.machine.home))
+    home, state = prepared.machine.home, prepared.plan.state
+    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, home, state))
 
 
 def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from outsize.choices import Home
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
@@ -18,7 +19,6 @@ from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import TensorSpec
 from outsize.optim.spec import Moments
 from outsize.train.machine import choose_device, choose_dtype
-from outsize.choices import Home
 from outsize.wrapped.arguments import memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
