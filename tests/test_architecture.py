@@ -48,6 +48,7 @@ ARROWS = {
     "train": GROUND
     | FILES
     | {
+        "native.library",
         "codecs",
         "config",
         "data",

@@ -60,11 +60,12 @@ def test_a_machine_of_64_gb_says_yes_and_what_brings_the_state_into_its_memory(a
     """A run takes 80 % of it: 51.2 GB. Nothing that rounds is chosen unasked."""
     found = answer(capsys, *asked, "--ram", "64GB")
     assert (found["verdict"], found["home"]) == ("fits", "disk")
-    assert "optimizer.state=int8 and optimizer.clip=unit, with which it fits" in found["why_on_disk"]
+    assert "optimizer.state=int8 and optimizer.clip=unit with fewer tokens per step" in found["why_on_disk"]
     assert run(*asked, "--ram", "64GB") == 0
     assert "home on disk, for want of host memory: there the smallest plan needs" in capsys.readouterr().out
-    found = answer(capsys, *asked, "--ram", "64GB", *SIX_BYTES)
+    found = answer(capsys, *asked, "--ram", "64GB", "--home", "host", *SIX_BYTES)
     assert (found["verdict"], found["home"], found["why_on_disk"]) == ("fits", "host", None)
+    assert found["tokens_per_step"] >= 16 * 2048  # as many as fit, where none are named
     assert sum(found["memory_bytes"]["host"].values()) < 0.8 * 64 * GB
 
 

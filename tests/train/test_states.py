@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 import zoo
-from outsize import native
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, StorageError
+from outsize.native import library
 from outsize.testing.tiny import tiny_model
-from outsize.train import state
 from outsize.train.prepare import prepare
 from outsize.train.run import plan, train
 from outsize.train.stream import StreamedTrainer
@@ -129,9 +128,17 @@ def test_a_home_that_lies_otherwise_is_refused(changes: dict[str, Any], held: st
 def test_masters_of_bf16_are_split_by_themselves_where_kernels_step_them(
     kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "available", lambda: kernels)
+    monkeypatch.setattr(library, "available", lambda: kernels)
     assert plan(make_run(tmp_path, model=BF16)).state.masters == ("split" if kernels else "separate")
     assert plan(make_run(tmp_path)).state.masters == "separate"
+
+
+def test_small_tiles_keep_masters_separate_where_nobody_asks_for_others(tmp_path: Path) -> None:
+    """Tiles of split masters are whole sectors of ties, too."""
+    memory = {**DISK, "tile_elements": 4096}
+    assert plan(make_run(tmp_path, model=BF16, memory=memory)).state.masters == "separate"
+    with pytest.raises(ConfigError, match=r"memory\.tile_elements: 4096 is not a multiple of 32768"):
+        plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=memory))
 
 
 @pytest.mark.parametrize("former", [SPLIT, SEPARATE])
@@ -143,7 +150,7 @@ def test_a_run_goes_on_with_masters_as_they_lie_at_home(
     config = make_run(tmp_path, model=BF16, optimizer=former, memory=DISK)
     train(in_dir(config, tmp_path / "whole"))
     interrupted(in_dir(config, tmp_path / "parts"), 3)
-    monkeypatch.setattr(state.native, "available", lambda: kernels)  # and steps as it did
+    monkeypatch.setattr(library, "available", lambda: kernels)  # and steps as it did
     said: list[str] = []
     auto = make_run(tmp_path, model=BF16, memory=DISK)
     train(in_dir(auto, tmp_path / "parts", resume="auto"), announce=said.append)

@@ -297,6 +297,26 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
     )
 
 
+def _smaller_state(
+    memory: Table,
+    options: PlanOptions,
+    state: StateLayout,
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
+    otherwise: str,
+) -> str:
+    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
+    least = otherwise
+    for keys, other in smaller_states(options, state):
+        lacking = shortage(other)
+        if not lacking:
+            return f"{keys}, with which it fits"
+        saved = memory["host"].get("saved activations", 0)
+        if lacking.keys() == {"host"} and lacking["host"] < saved:
+            return f"{keys} with fewer tokens per step"
+        least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
+    return least
+
+
 def _what_to_try(
     memory: Table,
     short_by: Mapping[str, int],
@@ -316,15 +336,8 @@ def _what_to_try(
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
-        advice = "fewer tokens per step" if room and not options.cut else "the home on disk"
-        smallest = ""
-        for keys, other in smaller_states(options, state):
-            lacking = shortage(other)
-            if not lacking:
-                advice, smallest = f"{keys}, with which it fits", ""
-                break
-            smallest = f"; with {keys} {format_bytes(lacking.get(tier, 0))} are lacking still"
-        advice += smallest
+        otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"
+        advice = _smaller_state(memory, options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (
             f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "

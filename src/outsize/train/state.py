@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Literal
 
-from outsize import native
 from outsize.config import Config
 from outsize.config.optimizer import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
+from outsize.native import library
 from outsize.optim.adamw import AdamW
 from outsize.optim.lion import Lion
 from outsize.optim.sgd import SGD
@@ -86,12 +86,15 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     layout = StateLayout(
         dtype=spec.dtype,
         masters=masters_for(
-            optimizer.masters, spec.dtype, moments, kernels=native.available() and not shared
+            optimizer.masters, spec.dtype, moments, kernels=library.available() and not shared
         ),
         moments=moments,
         gradients=optimizer.gradients,
         num_moments=num_moments,
     )
+    tile = config.memory.tile_elements or 0
+    if optimizer.masters == "auto" and layout.exact and tile % layout.quantum:
+        layout = replace(layout, masters="separate")  # whose tiles may be smaller
     if num_ranks > 1 and layout.gradients != "fp32":
         raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
     several = len(device_names(choose_device(config.memory.device))) > 1
