@@ -55,7 +55,6 @@ ARROWS = {
         "group",
         "hardware",
         "model",
-        "native",
         "optim",
         "planner",
         "probe",
