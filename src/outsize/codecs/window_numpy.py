@@ -141,9 +141,7 @@ def _unpack(layout: WindowLayout, rows: Words, bases: Words, blocks: Words) -> N
     blocks += bases[:, None]
 
 
-def _list_exceptions(
-    sections: Sections, found: list[tuple[NDArray[np.int64], Words]], words: Words
-) -> None:
+def _list_exceptions(sections: Sections, found: list[tuple[NDArray[np.int64], Words]], words: Words) -> None:
     at = sections.exceptions_start
     counts = np.zeros(sections.num_counts, np.int64)
     for positions, holes in found:
