@@ -122,7 +122,9 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     try:
         return [*given, *lines_of(file.read_text(encoding="utf-8"))]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as text: {error}") from error
+        raise DataError(
+            f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"
+        ) from error
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> Any:

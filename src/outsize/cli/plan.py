@@ -107,4 +107,4 @@ def _write(texts: Mapping[Path, str]) -> None:
         try:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+            raise StorageError(f"cannot write {path}: {error.strerror}; choose another file") from error

@@ -32,9 +32,11 @@ def share_of(sequences: int, nodes: int) -> int:
         ConfigError: no node, or shares that are not even.
     """
     if nodes < 1:
-        raise ConfigError(f"--nodes: {nodes} machines train nothing")
+        raise ConfigError(f"--nodes: {nodes} machines train nothing; there is at least one")
     if sequences % nodes:
-        raise ConfigError(f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes")
+        raise ConfigError(
+            f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes; name --tokens-per-step"
+        )
     return sequences // nodes
 
 

@@ -201,7 +201,7 @@ def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
         raise ConfigError(
-            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here"
+            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here; leave it auto"
         )
     if optimizer.clip == "unit" and spec.compute_dtype == "fp16":
         raise ConfigError(
