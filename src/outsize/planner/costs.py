@@ -124,7 +124,7 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
     known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
-        depends = op.kind in (Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
+        depends = op.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
         choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
         key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice)
         cost = known.get(key)
@@ -162,7 +162,8 @@ class _Pricing:
         if op.kind in FORWARD_KINDS:
             return Cost(seconds=self.times.forward_s[unit])
         if op.kind is Kind.RECOMPUTE:
-            return Cost(seconds=self.times.recompute(unit))
+            spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
+            return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             stages = layout.stages
             # An R has recomputed it, or its forward kept it.

@@ -237,8 +237,8 @@ class Engine:
 
     def forget_saved(self, number: int) -> None:
         """Free what was saved of activations for the step of that number, and will not be fetched."""
-        if isinstance(self.activations, ActivationOps):
-            self.activations.forget(number)
+        for worker in self._crew.workers:
+            worker.activations.forget(number)
 
     def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
         """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only.
@@ -371,6 +371,11 @@ class Engine:
         return self._crew.workers[0].gradients
 
     @property
+    def num_let_go(self) -> int:
+        """How often what a forward had kept had no room below its device, so that it is recomputed."""
+        return sum(worker.activations.num_let_go for worker in self._crew.workers)
+
+    @property
     def activations(self) -> ActivationOps | HandoverOps:
         """What worker 0 has moved of activations."""
         return self._crew.workers[0].activations
@@ -391,6 +396,8 @@ class Engine:
             (Kind.BACKWARD, False): worker.compute.backward,
             (Kind.SAVE, False): worker.activations.save,
             (Kind.FETCH, False): worker.activations.fetch,
+            (Kind.OFFLOAD, False): worker.activations.offload,
+            (Kind.ONLOAD, False): worker.activations.onload,
             (Kind.NORM, False): worker.gradients.norm,
             (Kind.GRAD, False): worker.gradients.bring_home,
             (Kind.GRAD, True): worker.gradients.to_ring,
@@ -411,9 +418,6 @@ class Engine:
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
-        if isinstance(worker.activations, ActivationOps):
-            table[Kind.OFFLOAD, False] = worker.activations.offload
-            table[Kind.ONLOAD, False] = worker.activations.onload
         return table
 
 

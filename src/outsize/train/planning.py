@@ -181,7 +181,9 @@ def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOp
             "activations that other units receive too; use one device"
         )
     return StageOptions(
-        num_workers=machine.num_workers, forward_s=forward_times(parts), rest_users=measured.rest_users
+        num_workers=machine.num_workers,
+        forward_s=forward_times(parts, measured.num_sequences, measured.seq_len),
+        rest_users=measured.rest_users,
     )
 
 
