@@ -6,8 +6,10 @@ what a rank computes. ``hidden`` is what of that time steps do not become longer
 
     hidden = 1 - (throttled step - unthrottled step) / (bytes that a rank sends / rate)
 
-The rest is told by what the compute lane waited for in throttled steps. The model is 16 blocks deep, since what cannot
-be hidden belongs to its lowest units: their gradients come last, and their weights are wanted first.
+The rest is told by what the compute lane waited for in throttled steps. What cannot be hidden belongs to the lowest
+units of a model: their gradients come last, and their weights are wanted first. So a model has to be as deep as those
+that people train, and its vocabulary no larger a part of it: 32 blocks, as a 7B has, and an embedding of less than one.
+``--simulated`` says what the simulator makes of such models on GPUs; that takes seconds, and no clock.
 
 Two predictions stand beside the measured step: that of ``outsize train``, from a moment's calibration before the first
 step, and what the simulator makes of the throttle where every other op takes as long as it took without.
@@ -16,6 +18,7 @@ step, and what the simulator makes of the throttle where every other op takes as
     OMP_NUM_THREADS=1 python bench/bench_nodes.py --namespaces      # by tc, on a veth of each rank; needs root
     OMP_NUM_THREADS=1 python bench/bench_nodes.py --ranks 4         # which share the cores, where there are fewer
     OMP_NUM_THREADS=1 python bench/bench_nodes.py --curve           # losses of 300 steps, by codec of the gradients
+    python bench/bench_nodes.py --simulated
 """
 
 import argparse
@@ -40,13 +43,27 @@ import ranks
 from outsize.planner.ops import Kind
 
 # Microbatches of all ranks together.
-SHAPE = {"seq_len": 256, "sequences": 8, "layers": 16, "hidden": 256, "vocabulary": 2048, "microbatches": 8}
+SHAPE = {"seq_len": 256, "sequences": 8, "layers": 32, "hidden": 192, "vocabulary": 2048, "microbatches": 8}
 CURVE = {"seq_len": 64, "sequences": 8, "layers": 2, "hidden": 128, "vocabulary": 512, "microbatches": 4}
 CURVE_STEPS = 300
 # Communication by compute, where gradients are sent in fp32.
 SHARE = 0.5
 # Steps of a phase, of which the first one starts from rest and is left out.
-WARM_STEPS, PHASE_STEPS, PHASES = 2, 5, ("free", "slow") * 3
+WARM_STEPS, PHASE_STEPS, ROUNDS = 2, 5, 3
+# Sequences of a node's step, of 1,024 tokens, in microbatches of four.
+SIMULATED = {"sequences": 32, "microbatches": 8}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+MODELS = {
+    "Llama-2-7B": {**LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "Llama-3.1-8B": {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+    "6 blocks of the 7B": {
+        **LLAMA,
+        "intermediate_size": 11008,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "num_hidden_layers": 6,
+    },
+}
 EXCHANGES = (Kind.REDUCE, Kind.AGREE, Kind.GATHER)
 
 
@@ -106,7 +123,7 @@ class Rank:
         from outsize.train.stream import StreamedTrainer
 
         job, group, config = self.job, self.group, self.config
-        rates = measure_rates(self.prepared, self.own) if job["phases"] else None
+        rates = measure_rates(self.prepared, self.own) if job["rounds"] else None
         with open_dataset(config, self.prepared, self.own, lambda _: None) as dataset:
             numbers = range(job["steps"])
             batches = [
@@ -132,7 +149,7 @@ class Rank:
         waits: Counter[str] = Counter()
         found: dict[str, Any] = {}
         list(itertools.islice(outcomes, WARM_STEPS))
-        for kind in PHASES:
+        for kind in ("free", "slow") * self.job["rounds"]:
             trainer.settle()
             self.group.barrier()
             if kind == "free":
@@ -141,7 +158,7 @@ class Rank:
                 found |= self._throttle(seen["free"], rates)
             else:
                 self.link.limit(found["rate"])
-            phase = Phase(trainer, itertools.islice(outcomes, PHASE_STEPS))
+            phase = Phase(trainer, itertools.islice(outcomes, self.job["phase_steps"]))
             seen[kind].append(phase)
             if kind == "slow":
                 waits.update(phase.waits)
@@ -161,7 +178,7 @@ class Rank:
         from outsize.train.forecast import Forecast, measure_exchange, of_slowest
 
         compute_s = max(self.group.gather_objects(statistics.median(free[0].computes)))
-        rate = self.job["rate"] or sum(free[0].wire.values()) / (SHARE * compute_s)
+        rate = self.job["rate"] or sum(free[0].logical.values()) / (SHARE * compute_s)
         rate = self.group.gather_objects(rate)[0]
         self.link.limit(rate)
         measured = of_slowest(self.group, rates, measure_exchange(self.group))
@@ -256,7 +273,7 @@ def _sent(trainer: Any) -> dict[str, tuple[int, int]]:
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Return what steps take with and without a throttle, by ranks and codec."""
     bench_speed.build(directory, SHAPE["layers"], SHAPE["hidden"], SHAPE["vocabulary"], 300_000)
-    wires = [("fp32", "raw"), ("bf16", "raw"), ("int8-ef", "raw")]
+    wires = [(gradients, "raw") for gradients in args.gradients]
     wires += [("int8-ef", "delta")] if args.dtype != "fp32" else []
     cases: list[dict[str, Any]] = []
     for gradients, weights in wires:
@@ -264,8 +281,9 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             **SHAPE,
             "directory": str(directory),
             "dtype": args.dtype,
-            "steps": WARM_STEPS + PHASE_STEPS * len(PHASES),
-            "phases": True,
+            "steps": WARM_STEPS + 2 * args.phase_steps * args.rounds,
+            "rounds": args.rounds,
+            "phase_steps": args.phase_steps,
             "lr": 2e-5,
             "gradients": gradients,
             "weights": weights,
@@ -334,7 +352,7 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "directory": str(directory),
         "dtype": "fp32",
         "steps": CURVE_STEPS,
-        "phases": False,
+        "rounds": 0,
         "lr": 1e-3,
         "weights": "raw",
     }
@@ -356,6 +374,53 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return {"first": exact[0], "noise_of_mean": noise_of_mean, "curves": rows}
 
 
+def simulated() -> list[dict[str, Any]]:
+    """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
+    from outsize.hardware.presets import parse_gpus
+    from outsize.hardware.spec import Figure
+    from outsize.model.spec_from_config import read_shape, spec_from_config
+    from outsize.model.workload import count_workload
+    from outsize.planner.one_worker import one_worker
+    from outsize.planner.plan import Budgets
+    from outsize.planner.prediction import predict
+    from outsize.planner.question import Question
+
+    def step(config: dict[str, Any], nodes: int, bytes_per_s: float) -> Any:
+        shape, count = read_shape(config), SIMULATED["microbatches"]
+        question = Question(
+            model=spec_from_config(config, "bf16"),
+            machine=parse_gpus("4090"),
+            budgets=Budgets(device=20 * 2**30, host=300 * 2**30, disk=0),
+            sequences=SIMULATED["sequences"],
+            seq_len=1024,
+            workload_of=lambda rows: count_workload(shape, "bf16", sequences=rows, seq_len=1024),
+            nodes=nodes,
+            net_bytes_per_s=Figure(value=bytes_per_s, source="half of compute"),
+        )
+        return question, predict(question, one_worker(question, count, "host"))
+
+    rows = []
+    for (name, config), nodes in itertools.product(MODELS.items(), (2, 4)):
+        question, free = step(config, nodes, 1e15)
+        compute_s = (1 - free.bubble) * free.step_s
+        numel = sum(unit.numel for unit in question.model.units)
+        rate = 6 * numel * (nodes - 1) / nodes / (SHARE * compute_s)
+        _, slow = step(config, nodes, rate)
+        comm_s = SHARE * compute_s
+        rows.append(
+            {
+                "model": name,
+                "nodes": nodes,
+                "gbit_per_s": 8e-9 * rate,
+                "compute_s": compute_s,
+                "step_free_s": free.step_s,
+                "step_s": slow.step_s,
+                "hidden_share": 1 - (slow.step_s - free.step_s) / comm_s,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -364,12 +429,21 @@ def main() -> None:
     parser.add_argument(
         "--namespaces", action="store_true", help="throttle a veth of each rank with tc; needs root"
     )
+    parser.add_argument("--gradients", nargs="+", default=["fp32", "bf16", "int8-ef"], metavar="CODEC")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of unthrottled and throttled steps")
+    parser.add_argument("--phase-steps", type=int, default=PHASE_STEPS, help="in a row, two at least")
     parser.add_argument("--curve", action="store_true", help="compare losses of 300 steps instead")
+    parser.add_argument("--simulated", action="store_true", help="what the simulator makes of larger models")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(Rank(json.loads(args.child)).run()))
+        return
+    if args.simulated:
+        rows = simulated()
+        common.print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+        common.finish({"bench": "nodes_simulated", "cases": rows}, args.output)
         return
     if args.namespaces:
         ranks.check_namespaces()

@@ -11,7 +11,7 @@ from outsize.planner.search import fastest
 from outsize.planner.several_workers import several_workers
 from outsize.planner.simulate import simulate
 from outsize.planner.what_if import outcome
-from planner.questions import ask
+from planner.questions import CONFIG, ask
 
 
 def nodes(count, rate=25e9 / 8, gpus="4090", **changes):
@@ -88,6 +88,21 @@ def test_a_node_holds_its_share_of_what_the_optimizer_keeps(gpus, plan):
     classes = whole.memory["host"], shared.memory["host"]
     of_each = [classes[1][name] / classes[0][name] for name in ("optimizer state", "gradients")]
     assert of_each == pytest.approx([0.25, 0.25 if gpus == "4090" else 1.0], rel=0.01)
+
+
+def test_most_of_what_takes_half_of_compute_is_hidden_in_a_deep_model():
+    """All but the lowest units': their gradients come last, and their weights are wanted first."""
+    hidden = {}
+    for layers in (6, 32):
+        config = {**CONFIG, "num_hidden_layers": layers}
+        free = predict(question := nodes(2, rate=1e15, config=config), one_worker(question, 4, "host"))
+        communication_s = 0.5 * (1 - free.bubble) * free.step_s
+        sent = 0.5 * 6 * sum(unit.numel for unit in question.model.units)
+        question = nodes(2, rate=sent / communication_s, config=config)
+        slow = predict(question, one_worker(question, 4, "host"))
+        hidden[layers] = 1 - (slow.step_s - free.step_s) / communication_s
+    assert hidden[32] >= 0.9
+    assert 0.7 <= hidden[6] < hidden[32]
 
 
 def test_codecs_take_time_on_the_lane_that_exchanges():
