@@ -239,9 +239,12 @@ class Engine:
         if isinstance(self.activations, ActivationOps):
             self.activations.forget(number)
 
-    def shorten(self, needed: Mapping[int, Needed]) -> None:
-        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
-        self._crew.workers[0].compute.shorten(needed)
+    def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only.
+
+        See `EngineSettings` for both.
+        """
+        self._crew.workers[0].compute.shorten(needed, num_products)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""
