@@ -23,8 +23,9 @@ from outsize.planner.memory import home_bytes
 from outsize.probe.compute import measure_device_memory
 from outsize.probe.disk import measure_disk
 from outsize.probe.effort import QUICK, Effort, within_memory
-from outsize.probe.host import measure_adamw, measure_dram
+from outsize.probe.host import measure_dram
 from outsize.probe.link import measure_links
+from outsize.probe.stepping import measure_adamw
 from outsize.runtime.workers import device_names
 from outsize.train.prepare import Prepared
 
@@ -63,7 +64,8 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
         OutsizeError: something could not be measured.
     """
     machine, dtype = prepared.machine, prepared.split.spec.dtype
-    state_bytes = sum(home_bytes(unit, prepared.plan.state) for unit in prepared.split.spec.units)
+    state, units = prepared.plan.state, prepared.split.spec.units
+    state_bytes = sum(home_bytes(unit, state) for unit in units)
     # Within the budgets; and a small model lives in caches, as small arrays do.
     effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
     copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
@@ -81,7 +83,7 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
             memory_bytes=total,
             bytes_per_s=triad,
             cores=psutil.cpu_count(logical=False) or 1,
-            adamw_params_per_s=_figure(measure_adamw(effort, dtype), "AdamW"),
+            adamw_params_per_s=_figure(measure_adamw(effort, state, units), "AdamW"),
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
     )
