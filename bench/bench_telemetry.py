@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 
 from outsize.testing.tiny import tiny_model, tiny_run
-from outsize.train import run as training
 from outsize.train.accounts import Accounts
 from outsize.train.heartbeat import Heartbeat
+from outsize.train.loop import TIMELINE_STEP
+from outsize.train.run import train
 
 TARGET_SHARE, TARGET_BOOKED = 0.01, 0.02
 # What a run is: sizes of its model, tokens per step, microbatches, and sections of its configuration.
@@ -90,10 +91,10 @@ def measure(directory: Path, name: str, steps: int) -> dict[str, Any]:
     records: list[float] = []
     beats: list[float] = []
     with timed(Accounts, "record", records), timed(Heartbeat, "beat", beats):
-        training.train(config)
+        train(config)
     lines = [json.loads(line) for line in (directory / "run" / "heartbeat.jsonl").read_text().splitlines()]
     # The first step warms up; the third and the last write a timeline.
-    counted = [index for index in range(1, steps - 1) if index != training.TIMELINE_STEP]
+    counted = [index for index in range(1, steps - 1) if index != TIMELINE_STEP]
     step = common.Spread.of(lines[index]["seconds"] for index in counted)
     cost = common.Spread.of(records[index] + beats[index] for index in counted)
     return {

@@ -31,7 +31,8 @@ from outsize.planner.timeline import Timeline
 from outsize.report.chrome import to_chrome
 from outsize.train.machine import available_ram_bytes
 from outsize.train.prepare import Prepared, prepare
-from outsize.train.stream import StepOutcome, StreamedTrainer
+from outsize.train.steps import StepOutcome
+from outsize.train.stream import StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.units import parse_bytes
 
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace, config: Config, directory: Path) -> dict[str, 
         trainer.settle()
         tail_s = time.perf_counter() - marks[-1]
         timeline = trainer.take_timeline()
-        arena = trainer._host.statistics()
+        arena = trainer.tiers.host.statistics()
     steady = common.Spread.of(o.seconds for o in (outcomes[1:] or outcomes))
     return {
         **describe(args, prepared, steady.median),

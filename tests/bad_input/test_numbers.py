@@ -22,7 +22,8 @@ from outsize.errors import NonFiniteError
 from outsize.planner.ops import Kind
 from outsize.train.prepare import prepare
 from outsize.train.run import train
-from outsize.train.stream import StepOutcome, StreamedTrainer
+from outsize.train.steps import StepOutcome
+from outsize.train.stream import StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 
 NAN = float("nan")

@@ -8,8 +8,9 @@ from outsize.hardware.from_probe import read_machine
 from outsize.planner.costs import UnitTimes
 from outsize.train import forecast as module
 from outsize.train.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
-from outsize.train.prepare import prepare, recompute_shares
+from outsize.train.prepare import prepare
 from outsize.train.run import foresee, train
+from outsize.train.unit_times import recompute_shares
 from support import make_run
 
 

@@ -13,7 +13,8 @@ from outsize.errors import BudgetExceededError, InfeasiblePlanError, NonFiniteEr
 from outsize.planner.ops import Kind
 from outsize.runtime.context import Microbatch
 from outsize.train.prepare import prepare
-from outsize.train.stream import StreamedTrainer, microbatches_of, schedule_of
+from outsize.train.steps import microbatches_of, schedule_of
+from outsize.train.stream import StreamedTrainer
 from support import make_batches, make_config, read_weights, save_model
 
 MIB = 2**20
@@ -142,7 +143,7 @@ def test_a_trainer_that_cannot_be_made_gives_everything_back(
     def full(*_: object, **__: object) -> None:
         raise BudgetExceededError("planted")
 
-    monkeypatch.setattr("outsize.train.stream.open_device", full)
+    monkeypatch.setattr("outsize.train.tiers.open_device", full)
     with pytest.raises(BudgetExceededError, match="planted"):
         StreamedTrainer(prepared, tmp_path / "store")
     monkeypatch.undo()

@@ -17,7 +17,8 @@ from outsize.telemetry.nvml import GpuSampler
 from outsize.train.flops import Peak
 from outsize.train.lane_times import LaneTimes, lane_times
 from outsize.train.records import StepRecord
-from outsize.train.stream import StepOutcome, StreamedTrainer
+from outsize.train.steps import StepOutcome
+from outsize.train.stream import StreamedTrainer
 
 _READ, _WRITTEN = "disk:read", "disk:write"
 

@@ -16,7 +16,8 @@ from outsize.planner.codec_choice import worth_it
 from outsize.planner.layout import StepLayout
 from outsize.train.codec_choice import expected_s
 from outsize.train.forecast import Rates, measure_rates
-from outsize.train.prepare import Prepared, options_of, plan_with_heap
+from outsize.train.planning import options_of, plan_with_heap
+from outsize.train.prepare import Prepared
 from outsize.units import format_seconds
 
 AUTO = "auto"

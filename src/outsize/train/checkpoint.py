@@ -38,7 +38,7 @@ from outsize.train.loss_scale import LossScale
 from outsize.train.masters import MasterWriter
 from outsize.train.prepare import Prepared
 from outsize.train.standing import Position
-from outsize.train.stream import schedule_of
+from outsize.train.steps import schedule_of
 from outsize.units import align_up
 
 Stored = Mapping[str, StoredTensor]

@@ -31,10 +31,11 @@ from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.runtime.microbatch import loss_of
-from outsize.train.prepare import Prepared, check_shares, model_inputs, num_targets
+from outsize.train.model_inputs import model_inputs, num_targets
+from outsize.train.prepare import Prepared, check_shares
 from outsize.train.replica import Replica
 from outsize.train.resident import seeding
-from outsize.train.stream import StepOutcome, schedule_of
+from outsize.train.steps import StepOutcome, schedule_of
 from outsize.units import format_bytes
 
 # fp32 parameters, gradients and two moments.

@@ -42,7 +42,7 @@ from outsize.train.replica import Replica, opened
 from outsize.train.saver import DEFAULT_MINUTES
 from outsize.train.saving import Saving
 from outsize.train.standing import Position
-from outsize.train.stream import StepOutcome
+from outsize.train.steps import StepOutcome
 
 
 def run_data_parallel(

@@ -35,7 +35,9 @@ from outsize.train.codec_rates import codec_rates
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
-from outsize.train.prepare import Prepared, kept_bytes, made_up_inputs, recompute_shares, selections
+from outsize.train.model_inputs import made_up_inputs
+from outsize.train.prepare import Prepared
+from outsize.train.unit_times import kept_bytes, recompute_shares, selections
 from outsize.units import format_seconds
 
 PREDICTION_FILE = "prediction.json"

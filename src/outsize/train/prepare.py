@@ -1,66 +1,40 @@
 """Everything that must be known before the first step: the model's units, their sizes, the plan that fits them."""
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from outsize.codecs.spec import RAW
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
-from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.group.group import Group
 from outsize.group.single import SingleGroup
-from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import ModelSpec
-from outsize.model.spec_from_config import forward_flops, read_shape, recompute_flops
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.shares import shares
-from outsize.optim.spec import StateLayout
-from outsize.planner.choice import Choice, Extent, KeptBytes
 from outsize.planner.memory import home_bytes
 from outsize.planner.microbatches import step_cuts
-from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
-from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.plan import Plan
 from outsize.planner.sizing import own_elements
-from outsize.planner.validate import validate
-from outsize.runtime.allocator import HEAP_WORKSPACES, resident_bytes, trim
+from outsize.runtime.allocator import resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
-from outsize.runtime.decoding import decoding_bytes
-from outsize.storage.pool import DEFAULT_THREADS
-from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.train.model_inputs import made_up_inputs
+from outsize.train.planning import choose_plan
 from outsize.train.residency import settle_home
-from outsize.train.state import clip_of, layout_for, may_skip
+from outsize.train.state import layout_for
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
-# A length at which the operations of units are compared.
-SAMPLE_TOKENS = 1024
-# What a processor multiplies and adds while it reads a byte and writes one: 10 to 20 on a core with AVX, 250 on an RTX
-# 4090. It ranks what is kept of a unit; the exact number only decides between choices that are as good.
-FLOPS_PER_BYTE = 20
-# Looking at each operation of a unit costs Python tens of microseconds for each. A few cores compute so much in ten
-# milliseconds; less is recomputed, or kept whole.
-LEAST_SELECTED_FLOPS = 1e9
-# What a scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
-BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
-# What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
-# up to a third where oneDNN multiplies bf16 or fp16.
-KERNEL_SHARE, HALF_KERNEL_SHARE = 0.125, 0.375
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,321 +231,6 @@ def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters
     if not parts.spec.num_trainable:
         raise ModelError("model.freeze leaves no parameter to train")
     return parts
-
-
-def num_targets(batch: Batch, shifted: bool) -> int:
-    """Tokens that a model's loss is a mean over; a model that predicts the token in its place shifts nothing."""
-    return batch.num_target_tokens if shifted else int((batch.labels != IGNORED).sum())
-
-
-def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
-    """The keyword arguments of a model's forward for ``batch``."""
-    inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
-    if batch.attention_mask is not None:
-        inputs["attention_mask"] = batch.attention_mask
-    return inputs
-
-
-def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
-    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
-
-    Something is padded where anything may be: without padding models of transformers make no mask.
-    """
-    vocabulary = hf_config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
-    inputs = {"input_ids": ids, "labels": ids}
-    if not config.data.pack:
-        inputs["attention_mask"] = torch.ones_like(ids)
-        inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
-    return inputs
-
-
-def choose_plan(
-    config: Config, parts: Split, machine: Machine, measured: Measured, group: Group | None = None
-) -> tuple[Plan, bool]:
-    """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
-
-    Room for the heap comes before more slots or larger tiles; where even the smallest plan leaves none, it is given up.
-
-    Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
-    """
-    options = options_of(config, parts, machine, measured, group)
-    return plan_with_heap(parts, machine, measured, options, measured.held_bytes)
-
-
-def options_of(
-    config: Config, parts: Split, machine: Machine, measured: Measured, group: Group | None = None
-) -> PlanOptions:
-    """What ``config`` and the machine decide about the plan; of several ranks in ``group``, each makes its own.
-
-    Raises:
-        ConfigError: a codec that does not go with the machine, or several devices of one of several ranks.
-    """
-    memory, num_ranks = config.memory, 1 if group is None else group.size
-    if num_ranks > 1 and machine.num_workers > 1:
-        raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, and {num_ranks} ranks share each step; start as many "
-            "ranks as there are devices, with one device each"
-        )
-    clip, state = clip_of(config, parts.spec, num_ranks), layout_for(config, parts.spec, num_ranks)
-    return PlanOptions(
-        home=machine.home,
-        below=machine.below,
-        clip=clip == "global",
-        unit_clip=clip == "unit",
-        may_skip=may_skip(config, parts.spec),
-        state=state,
-        microbatches=config.microbatches,
-        slots=memory.slots,
-        prefetch=memory.prefetch,
-        tile_elements=_tile_elements(memory.tile_elements, state, machine),
-        offload=False if measured.inputs_shared else memory.offload,
-        commits=memory.commits == "step",
-        transport=transport_of(config, machine),
-        activations=memory.activations,
-        nodes=num_ranks,
-        rank=group.rank if group is not None else None,
-        wire=wire_of(config, parts.spec, machine) if num_ranks > 1 else EXACT,
-    )
-
-
-def plan_with_heap(
-    parts: Split, machine: Machine, measured: Measured, options: PlanOptions, held_bytes: int
-) -> tuple[Plan, bool]:
-    """Plan a step as `choose_plan` does.
-
-    Args:
-        parts: the model.
-        machine: device and budgets.
-        measured: what a microbatch needs.
-        options: what is decided already.
-        held_bytes: what stays on the device for each microbatch from its first unit to its last.
-
-    Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
-    """
-    if machine.device != "cpu":
-        return make_plan(parts, machine, measured, options, held_bytes), True
-    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
-    with contextlib.suppress(InfeasiblePlanError):
-        roomy = int(workspace * (share + HEAP_WORKSPACES))
-        return make_plan(parts, machine, measured, options, held_bytes, roomy), True
-    return make_plan(parts, machine, measured, options, held_bytes, int(workspace * share)), False
-
-
-def make_plan(
-    parts: Split,
-    machine: Machine,
-    measured: Measured,
-    options: PlanOptions,
-    held_bytes: int,
-    unseen_bytes: int = 0,
-) -> Plan:
-    """Plan a step within the machine's budgets, less ``unseen_bytes`` of the device's; see `plan_with_heap`.
-
-    Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
-    """
-    demand = Demand(
-        boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
-        saved_bytes=measured.saved_bytes,
-        recompute_s=_recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
-        **({} if options.cut else selections(measured)),
-        shared_bytes=held_bytes * options.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine, options) + decoding_bytes(parts.spec),
-    )
-    _check_choice(options.activations, demand)
-    budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
-    if machine.num_workers > 1:
-        plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
-    else:
-        plan = plan_step(parts.spec, demand, budgets, options)
-    for program in plan.programs:
-        validate(program, plan.layout)
-    return plan
-
-
-def _check_choice(activations: str, demand: Demand) -> None:
-    """Check that there is something that a user's choice could keep.
-
-    Raises:
-        ConfigError: there is not.
-    """
-    extent = None if activations == "auto" else Choice(activations).extent
-    if extent is not None and not any(demand.kept_bytes.get(extent, ())):
-        advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
-        raise ConfigError(
-            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
-        )
-
-
-def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
-    """Return the codecs between ranks.
-
-    Raises:
-        ConfigError: changes of weights are asked for where there are none to be had.
-    """
-    wire = Wire(gradients=config.parallel.gradients, weights=config.parallel.weights)
-    if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
-        raise ConfigError(
-            "parallel.weights: delta is of 16-bit weights in host memory, and here "
-            + ("weights are fp32" if spec.dtype == "fp32" else "the home is on disk")
-            + "; leave it raw"
-        )
-    return wire
-
-
-def _tile_elements(wanted: int | None, state: StateLayout, machine: Machine) -> int | None:
-    """Return the elements of a tile, where the user gave them.
-
-    Raises:
-        ConfigError: a tile would be no whole sectors in every plane.
-    """
-    if wanted is not None and machine.home == "disk" and wanted % state.quantum:
-        raise ConfigError(
-            f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
-            f"are; try {-(-wanted // state.quantum) * state.quantum}"
-        )
-    return wanted
-
-
-def transport_of(config: Config, machine: Machine) -> Transport:
-    """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
-
-    Raises:
-        ConfigError: there is no such link on this machine, or the codec does not run there.
-    """
-    named = config.transport.model_dump()
-    transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
-    check_transport(transport, machine)
-    return transport
-
-
-def check_transport(transport: Transport, machine: Machine) -> None:
-    """Check that the codecs run where ``machine`` wants them.
-
-    Raises:
-        ConfigError: there is no such link on this machine, or the codec does not run there.
-    """
-    if transport == Transport():
-        return
-    if machine.device == "cpu":
-        raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
-    if machine.home == "disk" and not transport.is_raw("weights"):
-        raise ConfigError(
-            "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
-            "or set memory.home=host"
-        )
-    if machine.device.startswith("cuda"):
-        for crossing in ("activations", "gradients"):
-            if transport.spec(crossing).lossless and not transport.is_raw(crossing):
-                raise ConfigError(
-                    f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
-                )
-
-
-def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOptions:
-    """What is to be known of a model that several workers train.
-
-    Raises:
-        ConfigError: its units share activations, which one worker can do only.
-    """
-    if measured.inputs_shared:
-        raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, but units of {type(parts.model).__name__} receive "
-            "activations that other units receive too; use one device"
-        )
-    return StageOptions(
-        num_workers=machine.num_workers, forward_s=_forward_times(parts), rest_users=measured.rest_users
-    )
-
-
-def _forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> tuple[float, ...]:
-    """How long the forwards of units take beside each other: by their operations, or by their parameters."""
-    count = parts.spec.num_streamed
-    with contextlib.suppress(ModelError, AttributeError):
-        flops = forward_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
-        if len(flops) == count:
-            return flops
-    table = max((tensor.numel for unit in parts.spec.units for tensor in unit.all_tensors), default=1)
-    numel = [
-        0 if unit.kind == "embedding" else sum(tensor.numel for tensor in unit.all_tensors)
-        for unit in parts.spec.units[:count]
-    ]
-    tokens = 2.0 * rows * length
-    return tuple(tokens * (size or (table if unit + 1 == count else 1)) for unit, size in enumerate(numel))
-
-
-def kept_bytes(measured: Measured) -> KeptBytes:
-    """What forwards keep, by its extent."""
-    found = selections(measured).get("selected_bytes", {})
-    return {Extent.WHOLE: measured.saved_bytes, **found}
-
-
-def selections(measured: Measured) -> dict[str, Any]:
-    """What may be kept of forwards, as `Demand` wants it; what it spares is counted in FLOPs.
-
-    Where products are kept, what lies between them is made again, each byte of it at the cost of `FLOPS_PER_BYTE`.
-    """
-    if not measured.products:
-        return {}
-    between = [
-        FLOPS_PER_BYTE * max(0, whole - products.num_bytes)
-        for whole, products in zip(measured.saved_bytes, measured.products, strict=True)
-    ]
-    spared = [max(0.0, y.flops - rest) for y, rest in zip(measured.products, between, strict=True)]
-    return {
-        "selected_bytes": {
-            Extent.ATTENTION: tuple(y.num_bytes for y in measured.attention),
-            Extent.PRODUCTS: tuple(y.num_bytes for y in measured.products),
-        },
-        "selected_s": {
-            Extent.ATTENTION: tuple(float(y.flops) for y in measured.attention),
-            Extent.PRODUCTS: tuple(spared),
-        },
-        "least_selected_s": LEAST_SELECTED_FLOPS,
-        "num_saved": measured.num_saved,
-    }
-
-
-def _recompute_times(
-    parts: Split, measured: Measured, rows: int = 1, length: int = SAMPLE_TOKENS
-) -> tuple[float, ...]:
-    """The same of recomputes, of which some end early."""
-    times = _forward_times(parts, rows, length)
-    with contextlib.suppress(ModelError, AttributeError):
-        flops = recompute_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
-        if len(flops) == len(times):
-            return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))
-    return times
-
-
-def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
-    """Return how much of each streamed unit's forward its recompute takes, 0 to 1."""
-    pairs = zip(_recompute_times(parts, measured), _forward_times(parts), strict=True)
-    return tuple(recompute / forward if forward else 1.0 for recompute, forward in pairs)
-
-
-def fixed_bytes(model: nn.Module, machine: Machine, options: PlanOptions) -> int:
-    """What lies on the device throughout and is neither weights nor activations."""
-    scratches = 1 + (options.activations != "auto" and Choice(options.activations).leaves)
-    fixed = scratches * BOUNCE_BYTES if machine.below == "disk" else 0
-    if machine.device.startswith("cuda"):
-        fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
-    return fixed
-
-
-def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
-    """The most of any unit of each kind."""
-    most: dict[str, int] = {}
-    for unit, size in zip(parts.spec.units, num_bytes, strict=False):
-        most[unit.kind] = max(most.get(unit.kind, 0), size)
-    return most
 
 
 def _measure_and_plan(

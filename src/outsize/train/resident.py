@@ -25,9 +25,10 @@ from outsize.runtime.microbatch import loss_of
 from outsize.runtime.workers import device_names
 from outsize.train.frozen import Decoded
 from outsize.train.loss_scale import LossScale
-from outsize.train.prepare import Prepared, model_inputs, num_targets
+from outsize.train.model_inputs import model_inputs, num_targets
+from outsize.train.prepare import Prepared
 from outsize.train.state import clip_of, layout_for, max_norm_of
-from outsize.train.stream import schedule_of
+from outsize.train.steps import schedule_of
 
 
 class ResidentTrainer:

@@ -1,25 +1,16 @@
 """A training run from its configuration to its result."""
 
 import contextlib
-import math
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from outsize.config import Config, dump_config
-from outsize.data.batch import Batch
 from outsize.data.packed import PackedDataset
-from outsize.data.prefetch import Prefetcher
-from outsize.data.shared import SharedData
-from outsize.errors import NonFiniteError
-from outsize.group.group import Group
 from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
-from outsize.planner.idle import Window
 from outsize.planner.plan import Plan
-from outsize.planner.timeline import Timeline
-from outsize.report.chrome import to_chrome
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
@@ -37,27 +28,25 @@ from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
-from outsize.train.home_file import newest_home, remove_home, start, tell_costs
+from outsize.train.home_file import newest_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
+from outsize.train.loop import Progress, Run
 from outsize.train.machine import choose_device
 from outsize.train.microbatches import as_before
 from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
-from outsize.train.profiling import PROFILE, StepProfiler
+from outsize.train.profiling import StepProfiler
 from outsize.train.ranks import Ranks, own_share, together
-from outsize.train.records import StepRecord, TrainResult
+from outsize.train.records import TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
 from outsize.train.standing import Position
-from outsize.train.stream import StepOutcome, StreamedTrainer
+from outsize.train.stream import StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
-Progress = Callable[[StepRecord], None]
-# The step whose timeline is kept: by then kernels and caches are warm.
-TIMELINE_STEP = 2
 # Errors of frozen weights that a codec has written, by name.
 QUANTISATION = "quantisation.json"
 
@@ -191,7 +180,7 @@ def _train(
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
     sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
     saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
-    run = _Run(
+    run = Run(
         config,
         prepared,
         ranks,
@@ -240,121 +229,6 @@ def _dataset(
         first = 0 if resumed is None else checkpoint.position_of(resumed).step
         check_same_run(prepared, dataset.batch(first, config.sequences_per_step), resumed, ranks.group)
     return dataset
-
-
-@dataclass(slots=True)
-class _Run:
-    """The loop over steps, and what it keeps count of."""
-
-    config: Config
-    prepared: Prepared
-    ranks: Ranks
-    trainer: StreamedTrainer
-    accounts: Accounts
-    heartbeat: Heartbeat
-    writers: Writers
-    profiler: StepProfiler
-    watchdog: Watchdog
-    saver: Saver
-    progress: Progress | None
-    position: Position
-    forecast: Forecast | None = None
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
-        """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
-        config, run_dir = self.config, self.ranks.run_dir
-        interrupt.can_finish = True
-        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
-        with _batches(dataset, config, self.ranks.group, self.position.step) as batches:
-            for outcome in self.trainer.steps(batches, self.position.step):
-                self._note(outcome)
-                if self.ranks.any_wants(interrupt.requested):
-                    self.ranks.announce(f"interrupted after step {self.position.step}; saving")
-                    break
-                with self.accounts.saving():
-                    self.saver.between_steps(self.position)
-            self.trainer.settle()
-            self.accounts.count()  # what the optimizer of the last step moved after that step was known
-            with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
-                self.saver.finish(self.position)
-            self.ranks.group.barrier()  # who holds a part of the state keeps it until the whole is saved
-            tell_costs(self.prepared, self.ranks.own_dir, self.ranks.announce)
-            saved = latest(run_dir)
-            if saved is not None and self.position.step >= config.train.steps:
-                remove_home(config, self.ranks.own_dir, saved, self.ranks.announce)
-        stalled_s = self.accounts.stalled_s
-        return TrainResult(
-            steps=self.position.step,
-            loss=self.position.loss,
-            tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
-            peak_rss_bytes=peak_rss_bytes(),
-            budget_bytes=self.prepared.machine.device_bytes,
-            stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
-            bytes_read=self.accounts.read_bytes,
-            bytes_written=self.accounts.written_bytes,
-            run_dir=str(run_dir),
-            skipped_steps=self.position.skipped,
-            stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
-            export_dir=str(latest(run_dir)),
-            failed_saves=self.saver.num_failed,
-            **_told(self.forecast),
-        )
-
-    def _note(self, outcome: StepOutcome) -> None:
-        """Keep count of one step, and tell the heartbeat and whoever watches."""
-        former = self.position
-        self.position = Position(
-            former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
-        )
-        self.watchdog.step_ended(outcome.seconds)
-        self.tokens += outcome.tokens
-        self.seconds += outcome.seconds
-        timeline = self.trainer.take_timeline()
-        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
-        record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
-        # Before any other file: should one of those fail, a step that is being committed has its line.
-        self.heartbeat.beat(record)
-        self.writers.tell(record)
-        if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
-            write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
-        self._foresee(outcome.window, timeline)
-        if self.profiler.step_ended():
-            self.ranks.announce(
-                f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
-            )
-        if self.progress is not None:
-            self.progress(record)
-        if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
-            raise NonFiniteError(
-                f"step {record.step}: loss {outcome.loss:g}; no weight was changed. Loss scaling cannot mend that: try "
-                "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
-            )
-
-    def _foresee(self, window: Window, timeline: Timeline) -> None:
-        """Once the first steps are known, say how far they are from what was predicted, and go by them."""
-        if self.forecast is not None and self.forecast.step_ended(window, timeline):
-            assert self.forecast.comparison is not None
-            for line in self.forecast.comparison.lines():
-                self.ranks.announce(line)
-            self.forecast.write(self.ranks.own_dir)
-
-
-@contextlib.contextmanager
-def _batches(dataset: PackedDataset, config: Config, group: Group, first: int) -> Iterator[Iterator[Batch]]:
-    source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
-    with Prefetcher(source, config.sequences_per_step, first) as prefetcher:
-        yield (prefetcher.next() for _ in range(first, config.train.steps))
-
-
-def _told(forecast: Forecast | None) -> dict[str, float]:
-    """What a result says of predictions."""
-    if forecast is None:
-        return {}
-    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
-    found = forecast.comparison
-    return told if found is None else {**told, "measured_step_s": found.measured_s}
 
 
 def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:

@@ -32,7 +32,7 @@ from outsize.runtime.engine import Engine, EngineSettings
 from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
-from outsize.train.prepare import check_transport
+from outsize.train.crossings import check_transport
 from outsize.wrapped import planning
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers

@@ -14,7 +14,7 @@ from outsize.model.split import Split
 from outsize.planner.plan import Plan, PlanOptions
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.train.machine import Machine
-from outsize.train.prepare import plan_with_heap
+from outsize.train.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
 
 # Of each microbatch the caller holds the outputs until the backward; the graph of a loss in the model holds two more of

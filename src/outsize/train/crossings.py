@@ -1,0 +1,60 @@
+"""The codecs of a run, on the link and between ranks, checked against its machine."""
+
+from outsize.codecs.spec import RAW
+from outsize.codecs.transport import Transport
+from outsize.codecs.wire import Wire
+from outsize.config import Config
+from outsize.errors import ConfigError
+from outsize.model.spec import ModelSpec
+from outsize.train.machine import Machine
+
+
+def transport_of(config: Config, machine: Machine) -> Transport:
+    """Return the codecs on the link; ``auto`` is raw until `outsize.train.codec_choice` has chosen.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
+    named = config.transport.model_dump()
+    transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
+    check_transport(transport, machine)
+    return transport
+
+
+def check_transport(transport: Transport, machine: Machine) -> None:
+    """Check that the codecs run where ``machine`` wants them.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
+    if transport == Transport():
+        return
+    if machine.device == "cpu":
+        raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
+    if machine.home == "disk" and not transport.is_raw("weights"):
+        raise ConfigError(
+            "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
+            "or set memory.home=host"
+        )
+    if machine.device.startswith("cuda"):
+        for crossing in ("activations", "gradients"):
+            if transport.spec(crossing).lossless and not transport.is_raw(crossing):
+                raise ConfigError(
+                    f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
+                )
+
+
+def wire_of(config: Config, spec: ModelSpec, machine: Machine) -> Wire:
+    """Return the codecs between ranks.
+
+    Raises:
+        ConfigError: changes of weights are asked for where there are none to be had.
+    """
+    wire = Wire(gradients=config.parallel.gradients, weights=config.parallel.weights)
+    if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
+        raise ConfigError(
+            "parallel.weights: delta is of 16-bit weights in host memory, and here "
+            + ("weights are fp32" if spec.dtype == "fp32" else "the home is on disk")
+            + "; leave it raw"
+        )
+    return wire
