@@ -46,6 +46,7 @@ def test_what_plans_need_comes_first_and_the_rest_only_within_the_time(tmp_path)
     assert found.devices[0].links[0].fit is not None
     assert found.devices[0].overlap is found.data is found.all_reduce is None
     assert "tokenizer and loader" in found.left_out.value
+    assert "time" in found.host.adamw_beside_copies_params_per_s.source
 
 
 def test_several_devices_share_the_time_of_one():

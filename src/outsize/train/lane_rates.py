@@ -18,6 +18,7 @@ from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.readings import Measurement
 from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
+from outsize.optim.spec import StateLayout
 from outsize.planner.costs import UnitTimes
 from outsize.planner.memory import home_bytes
 from outsize.probe.compute import measure_device_memory
@@ -64,8 +65,8 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
         OutsizeError: something could not be measured.
     """
     machine, dtype = prepared.machine, prepared.split.spec.dtype
-    state, units = prepared.plan.state, prepared.split.spec.units
-    state_bytes = sum(home_bytes(unit, state) for unit in units)
+    units = prepared.split.spec.units
+    state_bytes = sum(home_bytes(unit, prepared.plan.state) for unit in units)
     # Within the budgets; and a small model lives in caches, as small arrays do.
     effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
     copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
@@ -83,7 +84,7 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
             memory_bytes=total,
             bytes_per_s=triad,
             cores=psutil.cpu_count(logical=False) or 1,
-            adamw_params_per_s=_figure(measure_adamw(effort, state, units), "AdamW"),
+            adamw_params_per_s=_figure(measure_adamw(effort, StateLayout(dtype=dtype), units), "AdamW"),
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
     )
