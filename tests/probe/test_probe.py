@@ -70,6 +70,13 @@ def test_emulated_devices_report_their_throttle(tmp_path):
     )
 
 
+def test_a_device_is_fed_from_the_first_directory_that_can_be_written(tmp_path):
+    tiny = replace(TINY, limit_s=1e9, loader_tokens=2**12, data_chars=500)
+    (cpu,) = probe(tiny, [Path("/proc"), tmp_path]).devices
+    assert cpu.feed.source == f"a file in {tmp_path}"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_proc_and_sys_everything_is_still_timed(tmp_path):
     found = probe(TINY, [tmp_path], root=tmp_path / "empty")
     assert found.inventory.memory.total_bytes.status == "not measured"
