@@ -67,8 +67,8 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
         OutsizeError: something could not be measured.
     """
     machine, dtype = prepared.machine, prepared.split.spec.dtype
-    units = prepared.split.spec.units
-    state_bytes = sum(home_bytes(unit, prepared.plan.state) for unit in units)
+    state, units = prepared.plan.state, prepared.split.spec.units
+    state_bytes = sum(home_bytes(unit, state) for unit in units)
     # Within the budgets; and a small model lives in caches, as small arrays do.
     effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
     copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
