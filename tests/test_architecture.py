@@ -41,13 +41,27 @@ ARROWS = {
     "group": GROUND,
     "runtime": GROUND | {"codecs", "group", "hardware", "model", "optim", "planner", "storage"},
     "data": GROUND | FILES | {"runtime.allocator"},
-    "probe": GROUND | {"codecs", "hardware", "model.spec", "optim", "runtime.device", "storage", "data"},
+    "probe": GROUND
+    | {
+        "codecs",
+        "data",
+        "hardware",
+        "model.spec",
+        "native.library",
+        "optim",
+        "planner.hazards",
+        "planner.lanes",
+        "planner.ops",
+        "runtime",
+        "storage",
+    },
     "doctor": GROUND | {"hardware", "telemetry.schema"},
     "telemetry": GROUND | {"hardware"},
     "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
     | {
+        "native.library",
         "codecs",
         "config",
         "data",
@@ -64,6 +78,7 @@ ARROWS = {
     },
     "inference": GROUND | {"codecs", "hardware", "model", "planner", "runtime", "storage"},
     "wrapped": GROUND
+    | CHOICES
     | {
         "codecs",
         "config",

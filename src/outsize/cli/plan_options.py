@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from outsize.choices import Clip, ComputeDtype, Home, Masters, Method, Moments, WireGradients, WireWeights
+from outsize.choices import (
+    Clip,
+    ComputeDtype,
+    Home,
+    Masters,
+    Method,
+    Moments,
+    Optimizer,
+    WireGradients,
+    WireWeights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,10 @@ class PlanOptions:
         int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
     ] = None
     home: Annotated[Home, typer.Option(help="Where the training state rests.")] = "auto"
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory of the machine, e.g. 64GB, if not as usual."),
+    ] = None
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
     ] = None
@@ -58,9 +72,11 @@ class PlanOptions:
     clip: Annotated[
         Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
     ] = "global"
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="AdamW with two moments, or SGD or Lion with a momentum.")
+    ] = "adamw"
     optimizer_state: Annotated[
-        Moments,
-        typer.Option(help="What AdamW's moments are kept in; bf16 and int8 take less memory and round."),
+        Moments, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")
     ] = "fp32"
     masters: Annotated[
         Masters,

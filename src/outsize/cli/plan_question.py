@@ -18,11 +18,11 @@ from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_m
 from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
-from outsize.optim.spec import StateLayout, masters_for
+from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
-from outsize.units import parse_count
+from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
@@ -90,7 +90,7 @@ def ask(options: PlanOptions) -> Asked:
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
     check_nodes(options)
-    machine = _machine(options.gpus, options.machine)
+    machine = _with_ram(_machine(options.gpus, options.machine), options.ram)
     path, hf_config = read_config(options.model)
     adapters = (options.lora_r, parse_modules(options.lora_modules)) if options.method == "lora" else None
     spec, workload_of = model_of(hf_config, options.dtype, adapters)
@@ -107,7 +107,7 @@ def ask(options: PlanOptions) -> Asked:
         microbatches=options.microbatches,
         clip=options.dtype == "fp16" or clip == "global",
         unit_clip=clip == "unit",
-        state=_state(config, spec),
+        state=_state(config, spec, options.nodes),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
         nodes=options.nodes,
         net_bytes_per_s=net_of(options),
@@ -154,6 +154,7 @@ def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
         "train.microbatches": options.microbatches,
         "optimizer.max_grad_norm": options.max_grad_norm,
         "optimizer.clip": options.clip,
+        "optimizer.name": options.optimizer,
         "optimizer.state": options.optimizer_state,
         "optimizer.masters": options.masters,
         "memory.device": "cuda",
@@ -195,7 +196,7 @@ def _named(modules: str) -> str | tuple[str, ...]:
     return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
 
 
-def _state(config: Config, spec: ModelSpec) -> StateLayout:
+def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
     """Return how a trained unit lies at home, its gradient aside."""
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
@@ -206,8 +207,11 @@ def _state(config: Config, spec: ModelSpec) -> StateLayout:
         raise ConfigError(
             "--clip: fp16 may have to skip a step, for which all its gradients are to be known; use bf16"
         )
-    masters = masters_for(optimizer.masters, spec.dtype, optimizer.state)
-    return StateLayout(dtype=spec.dtype, masters=masters, moments=optimizer.state)
+    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
+    moments = optimizer.state if num_moments else "fp32"
+    # Several nodes share separate masters; a machine is taken to have the kernels that come with an install.
+    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
+    return StateLayout(dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments)
 
 
 def _machine(gpus: str | None, file: Path | None) -> Machine:
@@ -217,6 +221,19 @@ def _machine(gpus: str | None, file: Path | None) -> Machine:
         return parse_gpus(gpus)
     assert file is not None
     return read_machine(file)
+
+
+def _with_ram(machine: Machine, ram: str | None) -> Machine:
+    """Return ``machine`` with that much host memory."""
+    if ram is None:
+        return machine
+    try:
+        num_bytes = parse_bytes(ram)
+    except ValueError as error:
+        raise ConfigError(f"--ram: {error}") from error
+    if num_bytes <= 0:
+        raise ConfigError("--ram: a machine has some; write for example 64GB")
+    return replace(machine, host=replace(machine.host, memory_bytes=num_bytes))
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:

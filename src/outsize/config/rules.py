@@ -2,13 +2,16 @@
 
 from typing import TYPE_CHECKING
 
+from outsize.config.optimizer import SETTINGS_OF
+
 if TYPE_CHECKING:
     from outsize.config.schema import Config
 
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    return [line for rule in (_portions, _warmup, _prefetch, _lora, _clip, _masters) for line in rule(config)]
+    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters)
+    return [line for rule in rules for line in rule(config)]
 
 
 def _portions(config: "Config") -> list[str]:
@@ -55,6 +58,19 @@ def _lora(config: "Config") -> list[str]:
     if config.train.method == "lora" and config.model.freeze:
         return ["model.freeze: with train.method=lora the whole model is frozen; leave it out"]
     return []
+
+
+def _settings(config: "Config") -> list[str]:
+    """An optimizer has settings of its own, and those of another change nothing."""
+    optimizer, fields = config.optimizer, type(config.optimizer).model_fields
+    found = [
+        f"optimizer.{key}: {optimizer.name} has none; leave it out, or set optimizer.name={' or '.join(users)}"
+        for key, users in SETTINGS_OF.items()
+        if optimizer.name not in users and getattr(optimizer, key) != fields[key].default
+    ]
+    if optimizer.name == "sgd" and optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
+        found.append("optimizer.nesterov: needs a momentum and no dampening; leave it false")
+    return found
 
 
 def _clip(config: "Config") -> list[str]:

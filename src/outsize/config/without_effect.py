@@ -54,6 +54,8 @@ def _optimizer(config: "Config") -> Iterator[tuple[str, str]]:
         yield "optimizer.clip", "optimizer.max_grad_norm is 0"
     if not _gradients_wait(config):
         yield "optimizer.gradients", "gradients do not wait for a global norm"
+    if optimizer.name == "sgd" and not optimizer.momentum:
+        yield "optimizer.state", "sgd without momentum keeps none"
     if optimizer.clip == "none":
         yield "optimizer.max_grad_norm", "optimizer.clip is none"
 

@@ -76,6 +76,9 @@ ON_DEVICE = {
 }
 OFFLOADED = {extent: choice for choice, extent in _EXTENTS.items() if choice.leaves and extent is not None}
 
+# What may become of it where forward and backward of a unit are stages apart: a graph stays with its worker.
+LEAVING_STAGES = frozenset({Choice.RECOMPUTE, Choice.OFFLOAD_ATTENTION, Choice.OFFLOAD_PRODUCTS})
+
 KeptBytes = Mapping[Extent, Sequence[int]]
 """Bytes that forwards of each extent keep, by streamed unit, for one microbatch."""
 

@@ -51,7 +51,7 @@ class Question:
         transport: codecs on the link of one GPU, where the home is in host memory.
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
-        activations: what becomes of what backwards need of their forwards on one GPU, see `planner.choice`.
+        activations: what becomes of what backwards need of their forwards, see `planner.choice`.
         wire: codecs on the network.
     """
 

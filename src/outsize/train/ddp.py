@@ -73,6 +73,15 @@ def check_fits(prepared: Prepared) -> None:
         raise ConfigError(
             "train.method: plain data parallel (parallel.mode=ddp) trains whole models: use full"
         )
+    if config.optimizer.name != "adamw":
+        raise ConfigError(
+            "optimizer.name: plain data parallel (parallel.mode=ddp) steps by AdamW; use adamw, or parallel.mode=stream"
+        )
+    if not prepared.plan.state.plain:
+        raise ConfigError(
+            "optimizer.state, masters: plain data parallel (parallel.mode=ddp) keeps fp32 moments beside fp32 masters; "
+            "leave them as they are by default"
+        )
     if prepared.dtype == "fp16":
         raise ConfigError("model.dtype: plain data parallel (parallel.mode=ddp) takes bf16 or fp32")
     if config.train.loss == "chunked":
