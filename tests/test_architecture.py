@@ -28,6 +28,7 @@ ARROWS = {
     "model": GROUND | FILES | {"codecs.spec"},
     "optim": GROUND | {"codecs", "model.spec", "native"},
     "planner": GROUND
+    | CHOICES
     | {
         "hardware.spec",
         "model.spec",
@@ -60,6 +61,7 @@ ARROWS = {
     "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
+    | CHOICES
     | {
         "native.library",
         "codecs",

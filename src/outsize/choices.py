@@ -1,6 +1,6 @@
-"""The words between which a user chooses, where flags and the configuration offer the same ones.
+"""The words between which a user chooses, where flags, configuration, calls and planner know the same ones.
 
-They stand apart so that ``--help`` can list them without loading the configuration.
+They stand apart so that ``--help`` can list them without loading the configuration, and the planner can take them.
 """
 
 from typing import Literal
@@ -15,3 +15,14 @@ Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
+# What becomes of what backwards need of their forwards.
+Activations = Literal[
+    "auto",
+    "recompute",
+    "keep-attention",
+    "keep-products",
+    "keep",
+    "offload-attention",
+    "offload-products",
+    "offload",
+]

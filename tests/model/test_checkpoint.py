@@ -1,12 +1,10 @@
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from torch import Tensor, nn
 
 import zoo
@@ -16,13 +14,6 @@ from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 
 STRETCH = 1000  # elements per read: ends inside rows, experts and projections
-
-
-@pytest.fixture(autouse=True)
-def no_progress_bars() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def save(model: nn.Module, directory: Path, max_shard_size: str = "60KB") -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import Home
+from outsize.choices import Activations, Home
 from outsize.config.section import Device, PathText, Section, Size
 
 
@@ -56,16 +56,7 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
-    activations: Literal[
-        "auto",
-        "recompute",
-        "keep-attention",
-        "keep-products",
-        "keep",
-        "offload-attention",
-        "offload-products",
-        "offload",
-    ] = Field(
+    activations: Activations = Field(
         default="auto",
         description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
         "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "

@@ -183,8 +183,8 @@ def _inside(places: tuple[tuple[nn.Module, str], ...], unit: nn.Module) -> bool:
     return all(id(module) in members for module, _ in places)
 
 
-def _check_patterns(patterns: tuple[str, ...], names: object) -> None:
-    known = list(names)  # type: ignore[call-overload]
+def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
+    known = list(names)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in known):
             raise ModelError(

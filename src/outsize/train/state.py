@@ -1,8 +1,8 @@
 """From what a user says of optimizer and clipping to how a parameter steps and a trained unit lies at home."""
 
 from dataclasses import replace
-from typing import Literal
 
+from outsize.choices import Clip
 from outsize.config import Config
 from outsize.config.optimizer import OptimizerConfig
 from outsize.errors import ConfigError
@@ -14,8 +14,6 @@ from outsize.optim.sgd import SGD
 from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.runtime.workers import device_names
 from outsize.train.machine import choose_device
-
-Clip = Literal["global", "unit", "none"]
 
 
 def rule_of(optimizer: OptimizerConfig) -> AdamW | SGD | Lion:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from outsize.choices import Home
+from outsize.choices import Dtype, Home
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
@@ -90,7 +90,7 @@ def wrap(
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dtype: Dtype = "auto",
     attention: str = "auto",
     trust_remote_code: bool = False,
     trainable: bool = True,
