@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from optim.test_step import Resident, master_of, odd_unit, planes_of, random, same, use_native
+from optim.test_step import Resident, master_of, odd_unit, planes_of, random, same
 from outsize import native
 from outsize.optim.lion import Lion
 from outsize.optim.momentum_kernel import form_of_torch
 from outsize.optim.planes import StatePlanes
 from outsize.optim.sgd import SGD
 from outsize.optim.step import step_state
-
-__all__ = ["use_native"]  # a fixture
 
 
 def without(planes: StatePlanes, num_moments: int) -> StatePlanes:

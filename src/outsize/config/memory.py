@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import Activations, Home
 from outsize.config.section import Device, PathText, Section, Size
 
 
@@ -30,7 +31,7 @@ class MemoryConfig(Section):
     disk_memory: Size | None = Field(
         default=None, description="Budget on disk, a size; null is what is free, less a margin."
     )
-    home: Literal["auto", "host", "disk"] = Field(
+    home: Home = Field(
         default="auto",
         description="Where weights and optimizer state rest between uses; "
         "auto is host if they fit its budget.",
@@ -55,16 +56,7 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
-    activations: Literal[
-        "auto",
-        "recompute",
-        "keep-attention",
-        "keep-products",
-        "keep",
-        "offload-attention",
-        "offload-products",
-        "offload",
-    ] = Field(
+    activations: Activations = Field(
         default="auto",
         description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
         "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import Dtype
 from outsize.config.section import PathText, Section
 
 
@@ -13,7 +14,7 @@ class ModelConfig(Section):
     path: PathText = Field(
         description="Directory in Hugging Face layout (config.json, safetensors, tokenizer), or a hub id."
     )
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    dtype: Dtype = Field(
         default="auto",
         description="Compute dtype; master weights are exact fp32 in any case. "
         "auto is fp32 on cpu and emulated devices, bf16 on cuda.",

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from outsize.choices import Clip, Masters, Moments, Optimizer
 from outsize.config.section import Fraction, Section
 
 # What other optimizers have by default where it is not what AdamW has: torch's SGD, and the paper's Lion.
@@ -25,7 +26,7 @@ SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
 class OptimizerConfig(Section):
     """How a parameter steps, its arithmetic in fp32 in any case, and what of it is kept at home."""
 
-    name: Literal["adamw", "sgd", "lion"] = Field(
+    name: Optimizer = Field(
         default="adamw",
         description="adamw: two moments, as torch.optim.AdamW; sgd: a momentum or nothing, as torch.optim.SGD; lion: a "
         "momentum, steps of one size along its sign, which want a third to a tenth of the lr of AdamW.",
@@ -56,7 +57,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
     )
-    clip: Literal["global", "unit", "none"] = Field(
+    clip: Clip = Field(
         default="global",
         description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
         "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
@@ -67,12 +68,12 @@ class OptimizerConfig(Section):
         description="In what gradients wait for the global norm. bf16 rounds them once they are summed: 2 bytes per "
         "parameter instead of 4, not bit-exact.",
     )
-    state: Literal["fp32", "bf16", "int8"] = Field(
+    state: Moments = Field(
         default="fp32",
         description="In what the two moments are kept: 8, 4 or 2.03 bytes per parameter, and half of it where there is "
         "one. bf16 is rounded by chance, int8 in blocks of 64; neither is bit-exact.",
     )
-    masters: Literal["auto", "separate", "split"] = Field(
+    masters: Masters = Field(
         default="auto",
         description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
         "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; auto: split where "

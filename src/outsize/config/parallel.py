@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import WireGradients, WireWeights
 from outsize.config.section import Section
 
 
@@ -19,12 +20,12 @@ class ParallelConfig(Section):
         "of the optimizer's state; ddp: every rank holds the whole training state on its device, and torch's "
         "DistributedDataParallel averages gradients; auto is stream.",
     )
-    gradients: Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"] = Field(
+    gradients: WireGradients = Field(
         default="fp32",
         description="stream: how gradients are written between ranks; fp32 is exact, and -ef adds what was lost to the "
         "next step's, which takes 2 bytes of host memory for each parameter that trains.",
     )
-    weights: Literal["raw", "delta"] = Field(
+    weights: WireWeights = Field(
         default="raw",
         description="stream: how weights that have stepped are written between ranks, both lossless; delta sends the "
         "bits of 16-bit weights that have changed, about a tenth at fine-tuning rates.",

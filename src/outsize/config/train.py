@@ -4,13 +4,14 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import Method
 from outsize.config.section import PathText, Section
 
 
 class TrainConfig(Section):
     """How long it is trained, in which portions, and where the run is kept."""
 
-    method: Literal["full", "lora"] = Field(
+    method: Method = Field(
         default="full",
         description="full: all parameters that model.freeze does not name; lora: adapters beside a frozen model, see "
         "section lora.",

@@ -26,7 +26,7 @@ next one is; gradients are made anew in every step and lie there once, or not at
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -256,32 +256,42 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
 
 
-def home_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+def home_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
     """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
 
-    Of several ranks each has all weights, and of everything else ``own_elements``; None is all.
+    Of several ranks each has ``whole`` planes, and ``own_elements`` of all others; None is all.
     """
     layout = layout_of(state)
     if not unit.trainable:
         return unit.link_bytes(layout.dtype)
-    return _kept_bytes(unit, layout, tuple(layout.planes), own_elements) + sum(
-        part.home_bytes for part in unit.frozen
-    )
+    kept = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, whole)
+    return kept + sum(part.home_bytes for part in unit.frozen)
 
 
-def committed_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+def committed_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
     """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
     layout = layout_of(state)
-    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements) if unit.trainable else 0
-    return home_bytes(unit, layout, own_elements) + twice
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, whole) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements, whole) + twice
 
 
-def _kept_bytes(unit: UnitSpec, layout: StateLayout, names: tuple[str, ...], own_elements: int | None) -> int:
-    """Return the bytes of planes of a unit: its weights whole, and ``own_elements`` of the others, or all of them."""
+def _kept_bytes(
+    unit: UnitSpec,
+    layout: StateLayout,
+    names: tuple[str, ...],
+    own_elements: int | None,
+    whole: Collection[str],
+) -> int:
+    """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
     if own_elements is None:
         return layout.bytes_of(unit.numel, names)
-    others = tuple(name for name in names if name != WEIGHTS)
-    return layout.bytes_of(unit.numel, (WEIGHTS,)) + layout.bytes_of(own_elements, others)
+    shared = tuple(name for name in names if name not in whole)
+    rest = tuple(name for name in names if name in whole)
+    return layout.bytes_of(unit.numel, rest) + layout.bytes_of(own_elements, shared)
 
 
 def commit_record_bytes(

@@ -1,8 +1,8 @@
 """From what a user says of optimizer and clipping to how a parameter steps and a trained unit lies at home."""
 
 from dataclasses import replace
-from typing import Literal
 
+from outsize.choices import Clip
 from outsize.config import Config
 from outsize.config.optimizer import OptimizerConfig
 from outsize.errors import ConfigError
@@ -14,8 +14,6 @@ from outsize.optim.sgd import SGD
 from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.runtime.workers import device_names
 from outsize.train.machine import choose_device
-
-Clip = Literal["global", "unit", "none"]
 
 
 def rule_of(optimizer: OptimizerConfig) -> AdamW | SGD | Lion:
@@ -72,7 +70,7 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     """Return how a trained unit of a run lies at home.
 
     Raises:
-        ConfigError: the masters cannot be split, gradients not be rounded, or several ranks not share such a state.
+        ConfigError: the masters cannot be split, or gradients not be rounded.
     """
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
@@ -95,11 +93,8 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     tile = config.memory.tile_elements or 0
     if optimizer.masters == "auto" and layout.exact and tile % layout.quantum:
         layout = replace(layout, masters="separate")  # whose tiles may be smaller
-    if num_ranks > 1 and not (layout.plain and layout.gradients == "fp32"):
-        raise ConfigError(
-            "optimizer.state, masters, gradients: ranks share a state of separate masters and fp32 moments and "
-            "gradients; leave them as they are by default"
-        )
+    if num_ranks > 1 and layout.gradients != "fp32":
+        raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
     several = len(device_names(choose_device(config.memory.device))) > 1
     if several and layout.gradients != "fp32":
         raise ConfigError(

@@ -19,7 +19,6 @@ from outsize.model.walk import Boundaries
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
-from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.context import StepContext
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
@@ -219,10 +218,7 @@ class StreamedTrainer:
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
-        found = self.tiers.fallbacks()
-        if isinstance(self.engine.activations, ActivationOps):
-            found["recomputed"] = self.engine.activations.num_let_go
-        return found
+        return {**self.tiers.fallbacks(), "recomputed": self.engine.num_let_go}
 
     def take_timeline(self) -> Timeline:
         """What the lanes did since the last call."""
@@ -277,7 +273,8 @@ def _shared(prepared: Prepared) -> Shared | None:
     group, wire = prepared.group, prepared.plan.wire
     if group.size == 1:
         return None
-    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, prepared.machine.home))
+    home, state = prepared.machine.home, prepared.plan.state
+    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, home, state))
 
 
 def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:
