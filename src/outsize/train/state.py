@@ -9,7 +9,9 @@ from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
 from outsize.native import library
 from outsize.optim.adamw import AdamW
+from outsize.optim.adamw_kernel import agrees_with_torch
 from outsize.optim.lion import Lion
+from outsize.optim.momentum_kernel import form_of_torch
 from outsize.optim.sgd import SGD
 from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.runtime.workers import device_names
@@ -84,7 +86,7 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     layout = StateLayout(
         dtype=spec.dtype,
         masters=masters_for(
-            optimizer.masters, spec.dtype, moments, kernels=library.available() and not shared
+            optimizer.masters, spec.dtype, moments, kernels=not shared and _has_kernel(optimizer)
         ),
         moments=moments,
         gradients=optimizer.gradients,
@@ -103,3 +105,12 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     if clip_of(config, spec, num_ranks) != "global" and not several and config.transport.gradients == "raw":
         return replace(layout, gradients="none")
     return layout
+
+
+def _has_kernel(optimizer: OptimizerConfig) -> bool:
+    """Return whether a kernel in C steps exact state, to the bit as the torch at hand does."""
+    if not library.available():
+        return False
+    if optimizer.name == "sgd":
+        return form_of_torch(library.level()) is not None
+    return optimizer.name == "lion" or agrees_with_torch(library.level())
