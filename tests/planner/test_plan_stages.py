@@ -259,7 +259,7 @@ def test_no_more_leaves_unasked_than_host_memory_has_room_for():
     assert parts >= 7 * 4 * 9_000
     assert leaving(2 * needed) == 7 * 4
     assert 0 < leaving(needed - parts // 8) < 7 * 4
-    assert leaving(needed - parts) == 0
+    assert leaving(needed - 3 * parts // 4) == 0  # what has room gains less than 3 %
 
 
 def test_a_graph_does_not_leave_the_worker_that_made_it():
