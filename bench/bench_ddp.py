@@ -1,6 +1,6 @@
 """Which settings of DistributedDataParallel matter? Step time, bytes on the wire and loss of each.
 
-Two ranks on the loopback of this machine train a Llama of 9.5M parameters in fp32, in four microbatches. Every variant
+Two ranks on the loopback of this machine train a Llama of 9.0M parameters in fp32, in four microbatches. Every variant
 is a run of its own, all of them one after the other, over and over, so that what else the machine does hits all. Bytes
 are those that the loopback counted in a whole run, over its steps. ``sync every microbatch`` is not a setting: it is
 what accumulation without sync saves.

@@ -46,6 +46,7 @@ def test_what_plans_need_comes_first_and_the_rest_only_within_the_time(tmp_path)
     assert found.devices[0].links[0].fit is not None
     assert found.devices[0].overlap is found.data is found.all_reduce is None
     assert "tokenizer and loader" in found.left_out.value
+    assert "time" in found.host.adamw_beside_copies_params_per_s.source
 
 
 def test_several_devices_share_the_time_of_one():
@@ -67,6 +68,13 @@ def test_emulated_devices_report_their_throttle(tmp_path):
         probe(replace(TINY, limit_s=0.0), [], wishes=Wishes(emulated=1)).devices[0].throttle_bytes_per_s.value
         is None
     )
+
+
+def test_a_device_is_fed_from_the_first_directory_that_can_be_written(tmp_path):
+    tiny = replace(TINY, limit_s=1e9, loader_tokens=2**12, data_chars=500)
+    (cpu,) = probe(tiny, [Path("/proc"), tmp_path]).devices
+    assert cpu.feed.source == f"a file in {tmp_path}"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_proc_and_sys_everything_is_still_timed(tmp_path):

@@ -31,7 +31,7 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
     num_requests = max(1, effort.disk_buffer_bytes // DEFAULT_REQUEST_BYTES)
     sample_bytes = num_requests * DEFAULT_REQUEST_BYTES
     num_bytes = max(sample_bytes, effort.disk_bytes // sample_bytes * sample_bytes)
-    queue_depths = [depth for depth in effort.queue_depths if depth <= num_requests]
+    queue_depths = list(dict.fromkeys(min(depth, num_requests) for depth in effort.queue_depths))
     depths: list[DepthRates] = []
     direct = Fact.absent("nothing was measured")
     sustained = Measurement.absent("a quick probe is too short for it: outsize probe --full")

@@ -17,7 +17,7 @@ class Effort:
         array_bytes: of each array of the DRAM loops: three, and larger than any cache.
         plane_bytes: of each fp32 plane of AdamW: four.
         disk_bytes: size of the file that the disk is timed with.
-        disk_buffer_bytes: what the disk is read into and written from; queue depths that need more are left out.
+        disk_buffer_bytes: what the disk is read into and written from; no more requests are in flight than it holds.
         disk_s: seconds per queue depth and direction.
         queue_depths: requests in flight.
         copy_bytes_max: largest copy over a link.
