@@ -71,7 +71,6 @@ FORWARDS: Mapping[Extent | None, Kind] = {
     Extent.PRODUCTS: Kind.FORWARD_PRODUCTS,
     Extent.WHOLE: Kind.FORWARD_KEEP,
 }
-EXTENT_OF: Mapping[Kind, Extent | None] = {kind: extent for extent, kind in FORWARDS.items()}
 ON_DEVICE = {
     extent: choice for choice, extent in _EXTENTS.items() if not choice.leaves and extent is not None
 }

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from outsize.optim.spec import GRADIENT, WEIGHTS
 from outsize.planner.choice import LEAVING_STAGES, Choice, Kept
 from outsize.planner.stages import Stages
 
@@ -165,6 +166,11 @@ class StepLayout:
     def reduces_buffers(self) -> bool:
         """Whether gradients go into host buffers for other nodes: those of stages are summed at home first."""
         return self.num_nodes > 1 and self.stages is None
+
+    @property
+    def whole_planes(self) -> tuple[str, ...]:
+        """Planes of which each of several nodes keeps all: weights, and sums of several rounds of stages."""
+        return (WEIGHTS,) if self.reduces_buffers else (WEIGHTS, GRADIENT)
 
     @property
     def num_rounds(self) -> int:

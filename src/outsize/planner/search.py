@@ -99,9 +99,15 @@ def fits_at_all(question: Question) -> bool:
 
 def missing_host_bytes(question: Question, microbatches: int) -> int:
     """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
+    refusal = host_refusal(question, microbatches)
+    return 0 if refusal is None else refusal.short_by.get("host", 0)
+
+
+def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
+    """Return why the home is not in host memory, with what to try; None where it fits there."""
     make = several_workers if len(question.machine.gpus) > 1 else one_worker
     try:
         make(question, microbatches, "host")
     except InfeasiblePlanError as error:
-        return error.short_by.get("host", 0)
-    return 0
+        return error
+    return None

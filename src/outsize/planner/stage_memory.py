@@ -60,16 +60,9 @@ def room_of(task: Task) -> Room:
 
 def table_below(task: Task) -> Table:
     """Return what lies below the GPUs whatever the stages."""
-    model, options, question = task.model, task.options, task.question
+    model, options = task.model, task.options
     least, room = shared_out(task, layout_of(task, Way(), single_units(task, HALVES[-1]))), room_of(task)
-    below = bytes_below(model, in_room(model, least, options, room), options, room)
-    if question.nodes > 1:
-        # Sums of several rounds come home whole, so nodes share the state of the optimizer, and not the gradients.
-        below[options.home]["home"] += sum(
-            (unit.gradient_bytes - 4 * own) * unit.trainable
-            for unit, own in zip(model.units, least.own_elements, strict=True)
-        )
-    return below
+    return bytes_below(model, in_room(model, least, options, room), options, room)
 
 
 def device_memory_of(task: Task, way: Way, stages: Stages) -> dict[str, int]:
