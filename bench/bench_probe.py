@@ -1,14 +1,17 @@
 """Does ``outsize probe`` say what independent programs say, and what a training run does?
 
-DRAM: STREAM's triad in C, compiled here by gcc with OpenMP, and the probe's take turns, with arrays of the same
-size and as many threads. Disk: fio with direct I/O and the probe take turns, with requests of the same size and as
-many in flight; where fio is not installed, a plain loop of ``preadv`` and ``pwritev`` on as many threads takes its
-place, and the table says so. At depth 1 fio fills one buffer again and again, which stays in the cache, and the probe
-64 MiB, as streaming does: there it may be a fifth slower. AdamW: the optimizer lane of a training run (a Llama of some
-40M parameters, few tokens, state in host memory, a norm that no gradient reaches, since clipping is one more pass over
-it), with the next step held back until the optimizer has ended, against the probe's rate; and without holding back,
-beside loads and compute, next to its rate beside copies. Link: how far the fitted line lies from copies of sizes that
-it has not seen. Time: whole quick probes, each in a fresh process.
+DRAM: STREAM's triad in C, compiled here by gcc with OpenMP, and the probe's take turns, with arrays of the same size
+and as many threads. Disk: fio and the probe take turns, with requests of the same size, direct I/O, as many threads
+(fio's ``psync``: its ``libaio`` hands requests over from one thread, which at 4 MiB is work) and the same order of
+offsets; where fio is not installed, a plain loop of ``preadv`` and ``pwritev`` takes its place, and the table says
+so. At depth 1 fio fills one buffer again and again, which stays in the cache, and the probe 64 MiB, as streaming
+does. AdamW: the optimizer lane of a training run (a Llama of some 40M parameters, few tokens, state in host memory, a
+norm that no gradient reaches, since clipping is one more pass over it) in fp32 and in bf16, with the next step held
+back until the optimizer has ended, against the probe's rate; and without holding back, beside loads and compute, next
+to its rate beside copies. Link: how far the fit lies from copies of sizes that it has not seen. Time: whole quick
+probes, each in a fresh process.
+
+A ratio is the median over the rounds of each round's own: what the machine does meanwhile meets both.
 
     python bench/bench_probe.py --dir /path/on/the/disk               # about 4 minutes on two quiet cores
 """
@@ -32,13 +35,14 @@ from typing import Any
 
 import torch
 from bench_speed import build
-from common import Spread, finish, machine, print_table, ratio
+from common import Spread, finish, machine, print_table
 
 from outsize.config import load_config
 from outsize.hardware.machine_file import parse
 from outsize.probe.disk import measure_disk
 from outsize.probe.effort import QUICK, Effort
-from outsize.probe.host import measure_adamw, measure_adamw_beside, measure_dram
+from outsize.probe.host import measure_adamw_beside, measure_dram
+from outsize.probe.stepping import measure_adamw
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES
 from outsize.train.lane_times import lane_times
 from outsize.train.prepare import prepare
@@ -95,14 +99,14 @@ def stream_rates(program: Path, effort: Effort, repeats: int) -> list[float]:
 
 def compare_dram(effort: Effort, rounds: int) -> dict[str, Any]:
     """Return both medians over all rounds; each round runs both."""
-    ours: list[float] = []
-    theirs: list[float] = []
+    ours: list[list[float]] = []
+    theirs: list[list[float]] = []
     with tempfile.TemporaryDirectory(prefix="bench-probe-") as directory:
         program = compile_stream(Path(directory))
         for _ in range(rounds):
-            ours += measure_dram(effort)[1].samples
+            ours.append(list(measure_dram(effort)[1].samples))
             if program is not None:
-                theirs += stream_rates(program, effort, repeats=10)
+                theirs.append(stream_rates(program, effort, repeats=10))
     if program is None:
         print("gcc is not installed: no STREAM to compare with")
     return _pair(ours, theirs)
@@ -111,20 +115,26 @@ def compare_dram(effort: Effort, rounds: int) -> dict[str, Any]:
 def fio_rate(
     fio: str, path: Path, effort: Effort, depth: int, kind: str, *, seconds: float | None = None
 ) -> float:
-    """Return bytes per second of one sequential job with ``depth`` requests in flight; one pass without ``seconds``."""
-    duration = [] if seconds is None else [f"--runtime={seconds}", "--time_based"]
+    """Return bytes per second of ``depth`` threads, each of which moves every depth-th request; one pass without
+    ``seconds``.
+    """
+    skip = f":{(depth - 1) * DEFAULT_REQUEST_BYTES}" if depth > 1 else ""
+    duration = [] if seconds is None else ["--ramp_time=200ms", f"--runtime={seconds}", "--time_based"]
     done = subprocess.run(
         [
             fio,
             "--name=probe",
             f"--filename={path}",
-            f"--rw={kind}",
+            f"--rw={kind}{skip}",
             f"--bs={DEFAULT_REQUEST_BYTES}",
-            f"--iodepth={depth}",
-            "--ioengine=libaio",
+            "--ioengine=psync",
+            "--thread",
+            f"--numjobs={depth}",
+            f"--offset_increment={DEFAULT_REQUEST_BYTES}",
+            "--group_reporting",
             "--direct=1",
             "--iomem_align=2m",
-            f"--size={effort.disk_bytes}",
+            f"--size={effort.disk_bytes - (depth - 1) * DEFAULT_REQUEST_BYTES}",
             "--output-format=json",
             *duration,
         ],
@@ -170,36 +180,33 @@ def plain_rate(path: Path, effort: Effort, depth: int, kind: str, *, seconds: fl
 def compare_disk(directory: Path, effort: Effort, rounds: int, fio: str | None) -> dict[str, Any]:
     """Return reads and writes by queue depth, the probe's and those of fio or of the plain loop."""
     measure = partial(fio_rate, fio) if fio is not None else plain_rate
-    ours: dict[tuple[str, int], list[float]] = {}
-    theirs: dict[tuple[str, int], list[float]] = {}
+    ours: dict[tuple[str, int], list[list[float]]] = {}
+    theirs: dict[tuple[str, int], list[list[float]]] = {}
     for _ in range(rounds):
         for depth in measure_disk(directory, effort).depths:
             for kind, rate in (("read", depth.read_bytes_per_s), ("write", depth.write_bytes_per_s)):
                 if rate.median is None:
                     raise SystemExit(f"{directory}: {rate.source}")
-                ours.setdefault((kind, depth.queue_depth), []).append(rate.median)
+                ours.setdefault((kind, depth.queue_depth), []).append([rate.median])
         with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
             path = Path(scratch) / "file"
             # A write fills the file, so that no read is of a hole.
-            measure(path, effort, 16, "write")
-            for kind, depth in ours:
-                rate = measure(path, effort, depth, kind, seconds=effort.disk_s)
-                theirs.setdefault((kind, depth), []).append(rate)
-    return {
-        f"{kind} depth {depth}": _pair(ours[kind, depth], theirs.get((kind, depth), []))
-        for kind, depth in ours
-    }
+            measure(path, effort, 1, "write")
+            for kind, queue_depth in ours:
+                rate_of_other = measure(path, effort, queue_depth, kind, seconds=effort.disk_s)
+                theirs.setdefault((kind, queue_depth), []).append([rate_of_other])
+    return {f"{kind} depth {depth}": _pair(ours[kind, depth], theirs[kind, depth]) for kind, depth in ours}
 
 
-def compare_adamw(directory: Path, rounds: int, steps: int) -> dict[str, Any]:
+def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[str, Any]:
     """Return parameters per second of the probe's step and of a training run's, alone and beside what else goes on."""
-    rates: dict[str, list[float]] = {"probe": [], "run": [], "probe beside": [], "run beside": []}
+    rates: dict[str, list[list[float]]] = {"probe": [], "run": [], "probe beside": [], "run beside": []}
     with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
         home = Path(scratch)
         build(home, layers=10, hidden=512, vocabulary=8192, num_tokens=200_000)
         overrides = [
             f"model.path={home / 'model'}",
-            "model.dtype=fp32",
+            f"model.dtype={dtype}",
             f"data.path={home / 'tokens.npy'}",
             "data.format=tokens",
             "data.seq_len=16",
@@ -227,13 +234,14 @@ def compare_adamw(directory: Path, rounds: int, steps: int) -> dict[str, Any]:
                 for held_back, start in ((True, first), (False, first + steps)):
                     seconds = stepping_s(trainer, batches[start : start + steps], start, held_back)
                     name = "run" if held_back else "run beside"
-                    rates[name] += [num_parameters / each for each in seconds]
-                rates["probe"] += measure_adamw(QUICK, "fp32").samples
-                rates["probe beside"] += measure_adamw_beside("cpu", QUICK)[0].samples
-    return {
-        "AdamW alone": _pair(rates["probe"], rates["run"], "params_per_s"),
-        "AdamW beside": _pair(rates["probe beside"], rates["run beside"], "params_per_s"),
-    }
+                    rates[name].append([num_parameters / each for each in seconds])
+                rates["probe"].append(list(measure_adamw(QUICK, dtype).samples))
+                if dtype == "fp32":
+                    rates["probe beside"].append(list(measure_adamw_beside("cpu", QUICK)[0].samples))
+    found = {f"AdamW {dtype} alone": _pair(rates["probe"], rates["run"], "params_per_s")}
+    if dtype == "fp32":
+        found["AdamW fp32 beside"] = _pair(rates["probe beside"], rates["run beside"], "params_per_s")
+    return found
 
 
 def stepping_s(trainer: StreamedTrainer, batches: list[Any], first: int, held_back: bool) -> list[float]:
@@ -250,15 +258,21 @@ def stepping_s(trainer: StreamedTrainer, batches: list[Any], first: int, held_ba
     return found
 
 
-def _pair(ours: list[float], theirs: list[float], unit: str = "bytes_per_s") -> dict[str, Any]:
-    probe, other = Spread.of(ours), Spread.of(theirs) if theirs else None
+def _pair(ours: list[list[float]], theirs: list[list[float]], unit: str = "bytes_per_s") -> dict[str, Any]:
+    """Return medians over all rounds, and the ratio: of each round's medians, the median over the rounds."""
+    probe = Spread.of(itertools.chain(*ours))
+    other = Spread.of(itertools.chain(*theirs)) if theirs else None
+    ratios = [
+        statistics.median(mine) / statistics.median(its) for mine, its in zip(ours, theirs, strict=False)
+    ]
     return {
         f"probe_{unit}": probe.median,
         "probe_spread": probe.relative,
         f"other_{unit}": other.median if other else None,
         "other_spread": other.relative if other else None,
-        "ratio": ratio(probe.median, other.median if other else None),
-        "ratio_of_best": ratio(probe.high, other.high if other else None),
+        "ratio": statistics.median(ratios) if ratios else None,
+        "ratio_low": min(ratios, default=None),
+        "ratio_high": max(ratios, default=None),
     }
 
 
@@ -297,7 +311,11 @@ def main() -> None:
     dram = compare_dram(effort, arguments.rounds)
     if arguments.fio is None:
         print("fio is not installed: a plain loop of direct reads and writes takes its place")
-    adamw = compare_adamw(arguments.dir, arguments.rounds, arguments.steps)
+    adamw = {
+        name: pair
+        for dtype in ("fp32", "bf16")
+        for name, pair in compare_adamw(arguments.dir, dtype, arguments.rounds, arguments.steps).items()
+    }
     disk = compare_disk(arguments.dir, effort, arguments.rounds, arguments.fio)
     runs = [whole_probe(arguments.dir) for _ in range(arguments.rounds)]
 
@@ -307,13 +325,14 @@ def main() -> None:
             _gigabytes(pair["probe_bytes_per_s"]),
             _gigabytes(pair["other_bytes_per_s"]),
             pair["ratio"],
-            pair["ratio_of_best"],
+            pair["ratio_low"],
+            pair["ratio_high"],
         ]
         for name, pair in {"DRAM triad": dram, **disk}.items()
     ]
     disk_by = "fio" if arguments.fio is not None else "plain loop"
     print_table(
-        ["GB/s", "probe", f"STREAM, {disk_by}", "ratio", "of best"],
+        ["GB/s", "probe", f"STREAM, {disk_by}", "ratio", "low", "high"],
         rows,
         title="The same machine by other programs",
     )
@@ -323,11 +342,12 @@ def main() -> None:
             _gigabytes(pair["probe_params_per_s"]),
             _gigabytes(pair["other_params_per_s"]),
             pair["ratio"],
-            pair["ratio_of_best"],
+            pair["ratio_low"],
+            pair["ratio_high"],
         ]
         for name, pair in adamw.items()
     ]
-    print_table(["G parameters/s", "probe", "training run", "ratio", "of best"], rows)
+    print_table(["G parameters/s", "probe", "training run", "ratio", "low", "high"], rows)
     held_out = {
         name: statistics.median(run["held_out_median_error"][name] for run in runs)
         for name in runs[0]["held_out_median_error"]

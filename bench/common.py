@@ -105,6 +105,19 @@ def last_json(text: str) -> dict[str, Any] | None:
     return None
 
 
+def run_child(what: str, directory: Path) -> dict[str, Any]:
+    """Run the benchmark under way once more, for ``--child what`` in ``directory``, and return what it ends with.
+
+    Raises:
+        CalledProcessError: it failed; what it said is on standard error.
+    """
+    command = [sys.executable, *sys.argv, "--child", what, "--dir", str(directory)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = last_json(done.stdout)
+    assert found is not None
+    return found
+
+
 # --- machine --------------------------------------------------------------------------------------
 
 

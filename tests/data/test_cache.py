@@ -3,13 +3,17 @@ import os
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outsize.data.cache import new_entry
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
+from outsize.files import System, replaced
 
 
 def test_an_entry_appears_whole_or_not_at_all(tmp_path):
@@ -81,6 +85,41 @@ def test_ranges_continue_over_files(shards):
     for start, count in ((-1, 2), (7, 2), (9, 0), (0, -1)):
         with pytest.raises(IndexError):
             reader.read(start, count)
+
+
+@given(starts=st.lists(st.integers(0, 5), min_size=1, max_size=9), cached_rows=st.integers(1, 4))
+def test_rows_are_ranges_widened_however_many_are_read_at_a_time(tmp_path_factory, starts, cached_rows):
+    path = tmp_path_factory.mktemp("rows")
+    (path / "a").write_bytes(np.array([9, 2**16 - 1, 8], "<u2").tobytes())
+    (path / "b").write_bytes(np.array([7, 6, 5, 4, 3], "<u2").tobytes())
+    reader = ArrayReader([ArrayFile(path / name, np.dtype("<u2"), n) for name, n in (("a", 3), ("b", 5))])
+    ids, labels = (np.full((len(starts), 3), -1) for _ in range(2))
+    with mock.patch("outsize.data.tokens._ROWS_BYTES", cached_rows * 3 * 2 + 1):
+        reader.read_rows(starts, ids, labels)
+    assert ids.tolist() == labels.tolist() == [reader.read(start, 3).tolist() for start in starts]
+    for outside in (-1, 6):
+        with pytest.raises(IndexError):
+            reader.read_rows([*starts, outside], np.empty((len(starts) + 1, 3), np.int64))
+    reader.close()
+    with pytest.raises(DataError, match="closed"):
+        reader.read_rows(starts, ids)
+
+
+def test_rows_cost_one_call_each(tmp_path):
+    """What Python does beside them is what a loader cannot do beside training."""
+    np.arange(64, dtype="<i4").tofile(tmp_path / "tokens")
+    calls = []
+
+    class Counting(System):
+        def pread(self, descriptor, into, offset):
+            calls.append((len(into), offset))
+            return super().pread(descriptor, into, offset)
+
+    reader = ArrayReader([ArrayFile(tmp_path / "tokens", np.dtype("<i4"), 64)])
+    with replaced(Counting()):
+        reader.read_rows([0, 32, 16], np.empty((3, 8), np.int64), np.empty((3, 8), np.int64))
+    reader.close()
+    assert calls == [(32, 0), (32, 128), (32, 64)]
 
 
 def test_a_file_cut_while_open_and_a_closed_reader_are_errors(shards):

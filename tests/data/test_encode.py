@@ -1,8 +1,9 @@
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from outsize.data.encode import BATCH_CHARS, Encoder, batches
+from outsize.data.encode import BATCH_CHARS, Encoder, _plain_backend, batches
 from outsize.data.formats import Document
 from outsize.errors import DataError
 
@@ -51,6 +52,48 @@ def test_pieces_get_special_tokens_at_the_ends_of_the_document_only(make):
     encoded = Encoder(tokenizer, eos=True, masked=False).encode(pieces)
     assert [tokenizer.decode(e.ids) for e in encoded] == ["<s>hello ", "fox ", "dog<|endoftext|>"]
     assert [e.closes for e in encoded] == [False, False, True]
+
+
+def called(tokenizer, texts, masked):
+    """What calling the tokenizer itself gives, whatever it is."""
+    told = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=masked)
+    return told["input_ids"], told.get("offset_mapping")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "text", ["hello fox", "and é?  \n\n🦊 <s> <|im_end|>", "", "a" * 200, "the quick brown fox"]
+)
+def test_the_backend_alone_gives_what_a_call_of_the_tokenizer_gives(make, monkeypatch, text, masked):
+    tokenizer = make(bos=True)
+    documents = [Document("f:1", text), Document("f:2", "hello, how are you?")]
+    backend_alone = Encoder(tokenizer, eos=True, masked=masked).encode(documents)
+    monkeypatch.setattr("outsize.data.encode._plain_backend", lambda _: None)
+    by_a_call = Encoder(tokenizer, eos=True, masked=masked).encode(documents)
+    for one, other in zip(backend_alone, by_a_call, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert (one.trained is None) == (other.trained is None) == (not masked)
+        assert one.trained is None or one.trained.tolist() == other.trained.tolist()
+    ids, _ = called(tokenizer, [text], masked)
+    assert backend_alone[0].ids[1 : 1 + len(ids[0])].tolist() == ids[0]
+
+
+def test_a_tokenizer_that_does_more_than_its_backend_is_called(make):
+    tokenizer = make()
+    assert _plain_backend(tokenizer) is tokenizer.backend_tokenizer
+
+    class Own(type(tokenizer)):
+        def _encode_plus(self, *args, **kwargs):
+            return super()._encode_plus(*args, **kwargs)
+
+    own = Own(tokenizer_object=tokenizer.backend_tokenizer)
+    assert _plain_backend(own) is None
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    assert _plain_backend(tokenizer) is None
+    assert len(Encoder(tokenizer, eos=False, masked=False).encode([Document("f:1", "a b c d")])[0].ids) > 2
+    tokenizer.backend_tokenizer.enable_padding(length=99)
+    assert _plain_backend(tokenizer) is None
+    assert _plain_backend(SimpleNamespace(is_fast=False)) is None
 
 
 def test_a_tokenizer_without_eos_is_logged(make, caplog):

@@ -39,6 +39,11 @@ class MemoryStore:
         assert 0 <= start <= start + count <= self.num_tokens
         return np.arange(start, start + count, dtype=np.int32)
 
+    def read_rows(self, starts, *targets):
+        for target in targets:
+            for row, start in zip(target, starts, strict=True):
+                row[:] = self.read(start, len(row))
+
     def read_trained(self, start, count):
         return self.read(start, count) % 2 == 0 if self.masked else None
 

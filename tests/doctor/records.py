@@ -202,6 +202,7 @@ def step(number, **changes):
         "mfu": 0.35,
         "rss_bytes": 6 * GIB,
         "device_bytes": {"cuda:0": 2 * GIB},
+        "fallbacks": {},
         "busy_s": busy_s | changes.pop("busy_s", {}),
         "stall_s": stall_s,
         **changes,

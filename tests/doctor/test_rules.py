@@ -81,6 +81,11 @@ SHOWN = {
         lambda d: gpu_machine(d, devices=(device(up=12e9), device(1))),
     ),
     "pinning-refused": ("error", "64.00 KiB", lambda d: gpu_machine(d, devices=(refused(), device(1)))),
+    "copies-pageable": (
+        "error",
+        "3 requests for pinned memory stayed pageable in this run",
+        lambda d: run(d, fallbacks={"pageable": 3}),
+    ),
     "numa-wrong-node": (
         "warning",
         "node 1 (CPUs 2-3); this process may only run on 0-1",
@@ -395,6 +400,11 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
             "step-superlinear",
             lambda d: Facts(recorded=run(d / "large"), others=(run(d / "small", tokens=1024, seconds=1.0),)),
         ),
+        ("copies-pageable", lambda d: run(d, fallbacks={"pageable": 0, "buffered": 2})),
+        (
+            "copies-pageable",
+            lambda d: run(d, config={"memory": {"device": "cpu"}}, fallbacks={"pageable": 3}),
+        ),
         ("allocator-fragmented", lambda d: run(d, device_bytes={"cuda:0": int(2.2 * GIB)})),
         (
             "allocator-fragmented",
@@ -420,6 +430,26 @@ def test_other_ways_to_the_same_finding(tmp_path):
     assert found(gpu_machine(tmp_path, **variables(NCCL_BLOCKING_WAIT="1")))["nccl-misspelt"].evidence == (
         "NCCL_BLOCKING_WAIT is now called TORCH_NCCL_BLOCKING_WAIT"
     )
+
+
+def test_what_pageable_copies_cost_is_told_where_both_were_measured(tmp_path):
+    staged = device().model_copy(
+        update={
+            "links": (
+                link("up", path="pinned", bytes_per_s=24e9),
+                link("up", path="pageable", bytes_per_s=6e9),
+            )
+        }
+    )
+    machine = gpu_machine(tmp_path, devices=(staged, device(1)))
+    finding = found((machine, run(tmp_path / "run", fallbacks={"pageable": 1})))["copies-pageable"]
+    assert "pageable copies reach 25% of the rate of pinned ones here" in finding.evidence
+    assert finding.gain_share > 0
+    old = [step(number) for number in range(1, 13)]
+    for line in old:
+        del line["fallbacks"]
+    report = examine(Facts(recorded=run(tmp_path / "old", old)))
+    assert "fallbacks" in {entry.id: entry.lacks for entry in report.not_judged}["copies-pageable"]
 
 
 def test_rates_of_a_run_stand_beside_those_of_the_probe(tmp_path):

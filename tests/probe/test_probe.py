@@ -6,7 +6,7 @@ import torch
 
 from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.readings import Measurement
-from outsize.probe.compute import measure_matmul
+from outsize.probe.compute import measure_attention, measure_matmul
 from outsize.probe.disk import measure_disk
 from outsize.probe.effort import FULL, shared, within_memory
 from outsize.probe.link import measure_links, sizes
@@ -46,6 +46,7 @@ def test_what_plans_need_comes_first_and_the_rest_only_within_the_time(tmp_path)
     assert found.devices[0].links[0].fit is not None
     assert found.devices[0].overlap is found.data is found.all_reduce is None
     assert "tokenizer and loader" in found.left_out.value
+    assert "time" in found.host.adamw_beside_copies_params_per_s.source
 
 
 def test_several_devices_share_the_time_of_one():
@@ -67,6 +68,13 @@ def test_emulated_devices_report_their_throttle(tmp_path):
         probe(replace(TINY, limit_s=0.0), [], wishes=Wishes(emulated=1)).devices[0].throttle_bytes_per_s.value
         is None
     )
+
+
+def test_a_device_is_fed_from_the_first_directory_that_can_be_written(tmp_path):
+    tiny = replace(TINY, limit_s=1e9, loader_tokens=2**12, data_chars=500)
+    (cpu,) = probe(tiny, [Path("/proc"), tmp_path]).devices
+    assert cpu.feed.source == f"a file in {tmp_path}"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_proc_and_sys_everything_is_still_timed(tmp_path):
@@ -107,7 +115,7 @@ def test_the_link_of_a_cpu_is_memory_in_three_directions():
     for link in links.values():
         assert link.path == "dram copy"
         assert link.fit is not None, link.note
-        assert [point.num_bytes for point in link.points] == [2**power for power in range(10, 21)]
+        assert [point.num_bytes for point in link.points] == [size for size, _ in sizes(MIB)]
         assert link.fit.held_out_median is not None
         assert {len(point.copy_s.samples) for point in link.points} == {TINY.num_samples_min}
 
@@ -115,7 +123,17 @@ def test_the_link_of_a_cpu_is_memory_in_three_directions():
 def test_sizes_from_a_kilobyte_every_other_one_held_out():
     assert sizes(FULL.copy_bytes_max)[0] == (1024, False)
     assert sizes(FULL.copy_bytes_max)[-1] == (2**30, False)
-    assert [held_out for _, held_out in sizes(8192)] == [False, True, False, True]
+    assert sizes(8192) == (
+        *(
+            (1024, False),
+            (1536, True),
+            (2048, False),
+            (3072, True),
+            (4096, False),
+            (6144, True),
+            (8192, False),
+        ),
+    )
 
 
 def test_copies_never_run_over_the_end(monkeypatch):
@@ -148,6 +166,18 @@ def test_little_memory_makes_little_arrays():
     assert within_memory(FULL, None) == FULL
     assert within_memory(FULL, 10**12) == FULL
     assert within_memory(FULL, 0).array_bytes == MIB
+
+
+def test_little_memory_leaves_out_what_needs_more(tmp_path):
+    small = within_memory(replace(TINY, queue_depths=(1, 2, 16)), 100 * MIB)
+    assert small.disk_buffer_bytes == 8 * MIB
+    assert [depth.queue_depth for depth in measure_disk(tmp_path, small).depths] == [1, 2]
+    assert within_memory(TINY, 0).disk_buffer_bytes == 4 * MIB
+
+
+def test_no_tensor_of_attention_is_larger_than_an_array():
+    eager = replace(TINY, matmul_s=1e9, array_bytes=4 * MIB)
+    assert measure_attention("cpu", "fp32", eager).source.endswith("tokens = 1024")
 
 
 def test_little_memory_makes_little_matrices():

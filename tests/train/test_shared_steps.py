@@ -99,13 +99,15 @@ def sizes_of(directory):
     return {name: len(data) for name, data in files_of(directory).items() if "excepted" not in name}
 
 
-PLAIN, SPLIT, INT8 = {}, {"masters": "split"}, {"state": "int8"}
+PLAIN, SPLIT, INT8, SGD = {}, {"masters": "split"}, {"state": "int8"}, {"name": "sgd", "lr": 0.1}
 # Fewer bits of state are rounded by chance, and a sum in another order may fall to the other side.
 STATES = [
     ("host", "fp32", PLAIN, TOLERANCE, 1e-4),
     ("disk", "bf16", PLAIN, 2e-3, 2e-3),
     ("host", "bf16", SPLIT, 2e-3, 2e-3),
     ("disk", "bf16", INT8, 1e-2, 5e-3),
+    ("host", "bf16", SGD, 2e-3, 2e-3),
+    ("disk", "fp32", SGD, TOLERANCE, 1e-4),
 ]
 
 

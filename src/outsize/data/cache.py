@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +76,10 @@ class CachedTokens:
     def read(self, start: int, count: int) -> NDArray[np.int32]:
         """Return ``count`` tokens from ``start``, int32 ``[count]``."""
         return self._tokens.read(start, count).astype(np.int32, copy=False)
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
+        self._tokens.read_rows(starts, *targets)
 
     def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
         """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""

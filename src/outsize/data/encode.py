@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,41 @@ class Encoded:
     ids: NDArray[np.int32]
     trained: NDArray[np.uint8] | None
     closes: bool
+
+
+class _Encoding(Protocol):
+    """What a tokenizer makes of a text; both are made into lists anew each time that they are asked for."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens."""
+
+    @property
+    def offsets(self) -> list[Span]:
+        """The characters of each."""
+
+
+class _Lists(NamedTuple):
+    """An `_Encoding` of a tokenizer that hands out lists."""
+
+    ids: list[int]
+    offsets: list[Span]
+
+
+class Tokenized(NamedTuple):
+    """Documents on their way: their texts are tokenised, and nothing of that is an array yet.
+
+    Attributes:
+        documents: in order.
+        marked: of each whose template marks what the assistant says, all that becomes of it; None of the others.
+        encodings: of the others, in order.
+        spans: of the others, the characters that are trained.
+    """
+
+    documents: Sequence[Document]
+    marked: list[Encoded | None]
+    encodings: list[_Encoding]
+    spans: list[list[Span]]
 
 
 class Encoder:
@@ -90,24 +125,44 @@ class Encoder:
         Raises:
             DataError: a conversation that the chat template refuses.
         """
-        marked = [d.messages is not None and self.chat.is_marked for d in documents]
-        texts, spans = self._texts([d for d, m in zip(documents, marked, strict=True) if not m])
-        encoded: Any = {"input_ids": []}
-        if texts:
-            encoded = self._tokenizer(
-                texts,
-                add_special_tokens=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                return_offsets_mapping=self._masked,
-                verbose=False,
-            )
-        offsets = encoded.get("offset_mapping") or [None] * len(texts)
-        plain = zip(encoded["input_ids"], offsets, spans, strict=True)
-        return [
-            self._encode_marked(document) if is_marked else self._finish(document, *next(plain))
-            for document, is_marked in zip(documents, marked, strict=True)
+        return self.finish(self.tokenize(documents))
+
+    def tokenize(self, documents: Sequence[Document]) -> Tokenized:
+        """Do the part of `encode` that the tokenizer's own threads do, while Python is free for others."""
+        marked = [
+            self._encode_marked(d) if d.messages is not None and self.chat.is_marked else None
+            for d in documents
         ]
+        texts, spans = self._texts([d for d, m in zip(documents, marked, strict=True) if m is None])
+        return Tokenized(documents, marked, self._encodings(texts) if texts else [], spans)
+
+    def finish(self, tokenized: Tokenized) -> list[Encoded]:
+        """Do the rest of `encode`."""
+        plain = zip(tokenized.encodings, tokenized.spans, strict=True)
+        return [
+            marked or self._finish(document, *next(plain))
+            for document, marked in zip(tokenized.documents, tokenized.marked, strict=True)
+        ]
+
+    def _encodings(self, texts: list[str]) -> list[_Encoding]:
+        """Tokenise as calling the tokenizer does, by its backend where that is all that a call would do.
+
+        A call also makes lists of what nobody asked for, and follows characters that only a mask needs.
+        """
+        backend = _plain_backend(self._tokenizer)
+        if backend is not None:
+            encode = backend.encode_batch if self._masked else backend.encode_batch_fast
+            return list(encode(texts, add_special_tokens=False))
+        encoded: Any = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=self._masked,
+            verbose=False,
+        )
+        offsets = encoded.get("offset_mapping") or [[] for _ in texts]
+        return [_Lists(*each) for each in zip(encoded["input_ids"], offsets, strict=True)]
 
     def _texts(self, documents: Sequence[Document]) -> tuple[list[str], list[list[Span]]]:
         texts, spans = [], []
@@ -125,10 +180,10 @@ class Encoder:
         ids, trained = self.chat.encode(document.messages, document.tools, document.where)
         return self._close_chat(document, ids, np.array(trained, np.uint8))
 
-    def _finish(
-        self, document: Document, ids: list[int], offsets: list[Span] | None, spans: list[Span]
-    ) -> Encoded:
-        trained = None if offsets is None else _mask(np.array(offsets, np.int64).reshape(-1, 2), spans)
+    def _finish(self, document: Document, encoding: _Encoding, spans: list[Span]) -> Encoded:
+        ids, trained = encoding.ids, None
+        if self._masked:
+            trained = _mask(np.array(encoding.offsets, np.int64).reshape(-1, 2), spans)
         if document.messages is not None:
             assert trained is not None
             return self._close_chat(document, ids, trained)
@@ -188,6 +243,24 @@ def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]
     return [], []
+
+
+def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> Any | None:
+    """Return the backend of a fast tokenizer whose call is nothing but a call of that, as the backend stands now."""
+    if not tokenizer.is_fast:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    backend: Any = tokenizer.backend_tokenizer
+    own: Any = type(tokenizer)
+    plain = (
+        own._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and own.__call__ is PreTrainedTokenizerFast.__call__
+        and backend.truncation is None
+        and backend.padding is None
+        and backend.encode_special_tokens == tokenizer.split_special_tokens
+    )
+    return backend if plain else None
 
 
 def _vocabulary_text(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from outsize.data.cache import CachedTokens, fingerprint, new_entry, write_index
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.documents import DocumentReader
-from outsize.data.encode import Encoded, Encoder, batches
+from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.files import Sources, find_sources
 from outsize.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
 from outsize.data.packed import Layout, OnePerDocument, Packed, PackedDataset
@@ -166,20 +166,23 @@ def _open_cached(
 
 
 def _encoded_ahead(encoder: Encoder, reader: DocumentReader) -> Iterator[list[Encoded]]:
-    """Yield the batches of a data set as tokens, in order, each encoded while its neighbours are read and written.
+    """Yield the batches of a data set as tokens, in order.
 
-    The tokenizer's threads would else wait for as long as this one parses and writes: a tenth of the time on two cores.
-    One batch is in the making at a time; an error of it is raised where it would be yielded.
+    1. a thread hands a batch to the tokenizer, whose own threads then have it, and every core;
+    2. meanwhile this one makes arrays of the batch before, lets it be written, and reads the next one;
+    3. which is handed over as soon as the tokenizer is done.
+
+    Two batches are in the making at a time; an error of one is raised where it would be yielded.
     """
     with ThreadPoolExecutor(1, "outsize-encode") as ahead:
-        pending: Future[list[Encoded]] | None = None
+        pending: Future[Tokenized] | None = None
         for batch in batches(reader.documents()):
-            following = ahead.submit(encoder.encode, batch)
+            following = ahead.submit(encoder.tokenize, batch)
             if pending is not None:
-                yield pending.result()
+                yield encoder.finish(pending.result())
             pending = following
         if pending is not None:
-            yield pending.result()
+            yield encoder.finish(pending.result())
 
 
 def _detect(

@@ -55,11 +55,10 @@ class Packed:
     def batch(self, indices: NDArray[np.int64]) -> Batch:
         """Return the sequences of these numbers."""
         ids, labels = (self._arrays.take(len(indices), self._seq_len) for _ in range(2))
-        for row, index in enumerate(indices.tolist()):
-            ids[row] = self._store.read(index * self._seq_len, self._seq_len)
-        np.copyto(labels, ids)
-        for row, index in enumerate(indices.tolist()):
-            trained = self._store.read_trained(index * self._seq_len, self._seq_len)
+        starts = [index * self._seq_len for index in indices.tolist()]
+        self._store.read_rows(starts, ids, labels)
+        for row, start in enumerate(starts):
+            trained = self._store.read_trained(start, self._seq_len)
             if trained is None:
                 break  # no mask for one, no mask for any
             labels[row, ~trained] = IGNORED

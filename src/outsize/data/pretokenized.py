@@ -5,6 +5,7 @@ block, else as uint16 if that does (the two cannot both be by accident: two 16-b
 leave any vocabulary as soon as the second is not zero).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ class PretokenizedTokens:
     def read(self, start: int, count: int) -> NDArray[np.int32]:
         """Return ``count`` tokens from ``start``, int32 ``[count]``."""
         return self._tokens.read(start, count).astype(np.int32, copy=False)
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
+        self._tokens.read_rows(starts, *targets)
 
     def read_trained(self, start: int, count: int) -> None:
         """Return ``None``: all tokens are targets."""

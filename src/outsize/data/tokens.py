@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from outsize.errors import DataError
 from outsize.files import system
 
+# Rows are widened while they are in a cache: more of them are read first than this only where one alone is larger.
+_ROWS_BYTES = 2**17
+
 
 class TokenStore(Protocol):
     """A sequence of tokens, with a training mask and document bounds where there are any."""
@@ -33,6 +36,9 @@ class TokenStore(Protocol):
 
     def read(self, start: int, count: int) -> NDArray[np.int32]:
         """Return ``count`` tokens from ``start``, int32 ``[count]``."""
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
 
     def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
         """Return which of these tokens are targets, ``[count]``; ``None`` where all are, and then everywhere."""
@@ -72,6 +78,15 @@ class ArrayReader:
         """
         self._files = tuple(files)
         self._ends = list(accumulate(file.count for file in files))
+        # Of each file: where element 0 of the array would stand in it, bytes of an element, and its end.
+        self._bytes = [
+            (
+                file.offset_bytes - (end - file.count) * file.dtype.itemsize,
+                file.dtype.itemsize,
+                file.offset_bytes + file.count * file.dtype.itemsize,
+            )
+            for file, end in zip(files, self._ends, strict=True)
+        ]
         self._descriptors: list[int] = []
         self._close = weakref.finalize(
             self, _close_all, self._descriptors
@@ -93,40 +108,74 @@ class ArrayReader:
             DataError: a file is shorter than it was, cannot be read, or has been closed.
             IndexError: the range leaves the array.
         """
-        if start < 0 or count < 0 or start + count > len(self):
-            raise IndexError(f"elements {start} to {start + count} of {len(self)}")
+        self._check(start, start + count)
         out = np.empty(count, self._files[0].dtype)
-        done = 0
-        index = bisect_right(self._ends, start)
-        while done < count:
-            file_start = self._ends[index] - self._files[index].count
-            within = start + done - file_start
-            part = out[done : min(count, done + self._files[index].count - within)]
-            self._fill(index, within, part)
-            done += len(part)
-            index += 1
+        if count:
+            self._fill(start, out.view(np.uint8).data)
         return out
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, ``[len(starts), count]``, to the elements from ``starts[i]`` on.
+
+        What it costs beside the bytes is one call of the system for each row: batches are made of hundreds of them,
+        and whatever else Python did for each would be time in which nobody else runs Python.
+
+        Raises:
+            DataError: as of `read`.
+            IndexError: a row leaves the array.
+        """
+        num_rows, count = targets[0].shape
+        self._check(min(starts), max(starts) + count)
+        dtype = self._files[0].dtype
+        row_bytes = count * dtype.itemsize
+        rows = np.empty((min(num_rows, max(1, _ROWS_BYTES // row_bytes)), count), dtype)
+        room = rows.reshape(-1).view(np.uint8).data
+        views = [room[first : first + row_bytes] for first in range(0, len(room), row_bytes)]
+        for first in range(0, num_rows, len(rows)):
+            group = starts[first : first + len(rows)]
+            for start, view in zip(group, views, strict=False):
+                self._fill(start, view)
+            for target in targets:
+                target[first : first + len(group)] = rows[: len(group)]
 
     def close(self) -> None:
         """Close the files. May be called twice."""
         self._close()
 
-    def _fill(self, index: int, within: int, out: NDArray[np.generic]) -> None:
-        file = self._files[index]
+    def _check(self, start: int, stop: int) -> None:
+        """Raise where elements ``start`` to ``stop`` cannot be read."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"elements {start} to {stop} of {len(self)}")
         if not self._close.alive:
-            raise DataError(f"{file.path}: read after the data set was closed")
-        buffer = out.view(np.uint8).data
-        position = file.offset_bytes + within * file.dtype.itemsize
-        while len(buffer):
+            raise DataError(f"{self._files[0].path}: read after the data set was closed")
+
+    def _fill(self, start: int, room: memoryview) -> None:
+        """Fill ``room``, whole elements, with those from ``start`` on, from as many files as they lie in."""
+        index = bisect_right(self._ends, start)
+        while True:
+            origin, itemsize, end = self._bytes[index]
+            position = origin + start * itemsize
+            if position + len(room) <= end:
+                self._fill_from(index, position, room)
+                return
+            num_bytes = end - position
+            self._fill_from(index, position, room[:num_bytes])
+            room = room[num_bytes:]
+            index, start = index + 1, self._ends[index]
+
+    def _fill_from(self, index: int, position: int, room: memoryview) -> None:
+        """Fill ``room`` from a byte of one file."""
+        path = self._files[index].path
+        while True:
             try:
-                num_read = system().pread(self._descriptors[index], buffer, position)
+                num_read = system().pread(self._descriptors[index], room, position)
             except OSError as error:
-                raise DataError(f"{file.path}: cannot read at byte {position}: {error.strerror}") from error
+                raise DataError(f"{path}: cannot read at byte {position}: {error.strerror}") from error
+            if num_read == len(room):
+                return
             if num_read == 0:
-                raise DataError(
-                    f"{file.path}: ends at byte {position}; it was changed or cut since it was opened"
-                )
-            buffer, position = buffer[num_read:], position + num_read
+                raise DataError(f"{path}: ends at byte {position}; it was changed or cut since it was opened")
+            room, position = room[num_read:], position + num_read
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from outsize.doctor.facts import Facts, LackingError, fit_of, link_of, number, text
+from outsize.doctor.facts import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
 from outsize.doctor.finding import Seen
 from outsize.hardware.cpu import listed
 from outsize.hardware.gpus import GpuFacts
@@ -80,6 +80,27 @@ def pageable(facts: Facts) -> Seen | None:
             gain_share=gain,
         )
     return None
+
+
+def fell_to_pageable(facts: Facts) -> Seen | None:
+    """A run on a GPU copies from memory that should be pinned and is not, as its own heartbeat counts."""
+    counted = facts.run.steps[-1].get("fallbacks")
+    if counted is None:
+        raise LackingError("fallbacks in the heartbeat: of an older version")
+    if not counted.get("pageable") or is_on_cpu(facts):
+        return None
+    gain = None
+    if facts.probed is not None and facts.probed.devices:
+        pinned, staged = (fit_of(facts.probed.devices[0], path, "up") for path in ("pinned", "pageable"))
+        if pinned is not None and staged is not None and staged.bytes_per_s < pinned.bytes_per_s:
+            gain = 1 - staged.bytes_per_s / pinned.bytes_per_s
+    rates = "" if gain is None else f"; pageable copies reach {1 - gain:.0%} of the rate of pinned ones here"
+    return Seen(
+        severity="error",
+        evidence=f"{counted['pageable']} requests for pinned memory stayed pageable in this run{rates}",
+        expected="none: pageable copies are staged by the driver, and compute waits for them",
+        gain_share=gain,
+    )
 
 
 def small_copies(facts: Facts) -> Seen | None:

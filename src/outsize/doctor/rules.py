@@ -6,7 +6,16 @@ order of rows decides nothing: findings are ranked by gain.
 
 from typing import Final
 
-from outsize.doctor import compute_rules, host_rules, link_rules, nccl, peer_rules, run_rules
+from outsize.doctor import (
+    compute_rules,
+    device_rules,
+    disk_rules,
+    host_rules,
+    link_rules,
+    nccl,
+    peer_rules,
+    run_rules,
+)
 from outsize.doctor.finding import Rule
 from outsize.doctor.wait_rules import waits_for
 
@@ -67,6 +76,17 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         fix="ulimit -l unlimited (containers: --ulimit memlock=-1); more free RAM",
         verify="outsize probe: a fit stands beside the link's pinned path",
+    ),
+    Rule(
+        id="copies-pageable",
+        part="link",
+        look=link_rules.fell_to_pageable,
+        causes=(
+            "a limit of locked memory (memlock) below what the run holds in RAM",
+            "RAM was short, or the control group's limit was reached, when the run began",
+        ),
+        fix="ulimit -l unlimited (containers: --ulimit memlock=-1), or a smaller memory.host_memory; then start again",
+        verify="fallbacks in heartbeat.jsonl of the next run: no `pageable`",
     ),
     Rule(
         id="pinned-rounded-up",
@@ -214,7 +234,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="gpu-throttled",
         part="compute",
-        look=host_rules.gpu_clocks,
+        look=device_rules.gpu_clocks,
         causes=("cooling", "a power limit below the board's", "a supply that cannot give more"),
         fix="nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE says which; cooling, or nvidia-smi -pl WATTS (needs root)",
         verify="nvidia-smi --query-gpu=clocks_event_reasons.active,clocks.sm --format=csv during a run",
@@ -222,7 +242,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="rate-sags",
         part="compute",
-        look=host_rules.sagging,
+        look=device_rules.sagging,
         causes=(
             "heat",
             "a power limit",
@@ -243,7 +263,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-unsuitable",
         part="disk",
-        look=host_rules.poor_disk,
+        look=disk_rules.poor_disk,
         causes=("the directory lies on a network, overlay or memory file system", "an old drive"),
         fix="memory.store_dir: a directory on a local NVMe with ext4 or XFS",
         verify="outsize probe --directory DIR",
@@ -251,7 +271,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-sags",
         part="disk",
-        look=host_rules.sagging_disk,
+        look=disk_rules.sagging_disk,
         causes=("the drive's fast cache is full", "heat", "a virtual disk that has used up its credit"),
         fix="memory.store_dir on a drive made for writes; memory.home: host where it fits; fewer, larger steps",
         verify="outsize probe --full --directory DIR: sustained_write_bytes_per_s in machine.json",
@@ -259,7 +279,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="attention-unfused",
         part="compute",
-        look=host_rules.slow_attention,
+        look=device_rules.slow_attention,
         causes=(
             "a torch build without the fused kernel for this GPU",
             "a GPU too old for it",

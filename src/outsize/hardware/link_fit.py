@@ -1,22 +1,53 @@
-"""Latency and bandwidth of a link from the times of copies of many sizes. Arithmetic only."""
+"""Latency and bandwidth of a link from the times of copies of many sizes. Arithmetic only.
+
+One line, ``latency + bytes / rate``, serves a bus whose every byte costs the same. Where sizes fall into regimes (one
+thread copies what is small and several what is large, a cache holds what is small) one line is off by a fifth in
+between, so a fit may be of several pieces, each a line over a range of sizes; neighbours share the size at which they
+meet. A further piece has to pay for its three numbers, by the criterion of Schwarz (1978) for errors whose absolute
+values are summed. Sizes that judge a fit have no say in it.
+"""
 
 import statistics
-from collections.abc import Iterator, Mapping
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
+from math import exp, log
+from typing import NamedTuple
 
 from outsize.hardware.readings import Record
+
+# A piece through two sizes has nothing to say of its own error.
+_LEAST_SIZES = 3
+# Of a piece: where it begins, its latency and its rate.
+_NUM_PARAMETERS = 3
+# Times are not known to more than this; what is left of it is no reason for another piece.
+_NOISE = 0.005
+
+
+class Piece(Record):
+    """A range of sizes and its line.
+
+    Attributes:
+        num_bytes: the smallest size of the range; below the first piece its line goes on.
+        latency_s: where the line meets 0 bytes; below 0 where bytes cost more than those of the piece before.
+        bytes_per_s: rate per direction of further bytes.
+    """
+
+    num_bytes: int
+    latency_s: float
+    bytes_per_s: float
 
 
 class LinkFit(Record):
     """``latency_s + num_bytes / bytes_per_s``, and how far copies lie from it, as shares of their time.
 
     Attributes:
-        latency_s: fixed cost of a copy.
-        bytes_per_s: rate per direction beyond it.
+        latency_s: fixed cost of a copy: of the smallest sizes, where there are several pieces.
+        bytes_per_s: rate per direction beyond it: of the largest sizes, where there are several pieces.
         residual_median: over the sizes that the fit has seen.
         residual_max: the worst of them.
         held_out_median: over sizes that it has not seen; None where there are none.
         held_out_max: the worst of them.
+        pieces: by size, where one line is not enough; empty where it is.
     """
 
     latency_s: float
@@ -25,13 +56,42 @@ class LinkFit(Record):
     residual_max: float
     held_out_median: float | None
     held_out_max: float | None
+    pieces: tuple[Piece, ...] = ()
 
     def copy_s(self, num_bytes: int) -> float:
         """Return the predicted time of a copy in seconds."""
-        return self.latency_s + num_bytes / self.bytes_per_s
+        pieces = [piece for piece in self.pieces if piece.num_bytes <= num_bytes] or self.pieces[:1]
+        line = pieces[-1] if pieces else self
+        return line.latency_s + num_bytes / line.bytes_per_s
 
 
-def fit_link(seconds_by_size: Mapping[int, float], held_out: Mapping[int, float] | None = None) -> LinkFit:
+class _Line(NamedTuple):
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes * self.s_per_byte
+
+    def error(self, num_bytes: int, seconds: float) -> float:
+        return abs(self.seconds(num_bytes) - seconds) / seconds
+
+
+class _Broken(NamedTuple):
+    """Lines, and the sizes at which each but the first begins."""
+
+    lines: tuple[_Line, ...]
+    knees: tuple[int, ...]
+
+    def error(self, num_bytes: int, seconds: float) -> float:
+        return self.lines[sum(knee <= num_bytes for knee in self.knees)].error(num_bytes, seconds)
+
+
+def fit_link(
+    seconds_by_size: Mapping[int, float],
+    held_out: Mapping[int, float] | None = None,
+    *,
+    num_pieces_max: int = 1,
+) -> LinkFit:
     """Fit ``latency + num_bytes / rate`` so that the *relative* errors have the least sum of absolute values.
 
     With absolute errors the largest copy alone would set both, and a copy of 4 KB be off by its whole time. Squares
@@ -41,33 +101,93 @@ def fit_link(seconds_by_size: Mapping[int, float], held_out: Mapping[int, float]
     Args:
         seconds_by_size: time of a copy by its bytes, at least two sizes.
         held_out: the same for sizes that only judge the fit.
+        num_pieces_max: most pieces; one more is taken where the error falls by more than it would by chance.
 
     Raises:
         ValueError: fewer than two sizes, or times that are not above zero.
     """
     if len(seconds_by_size) < 2 or min(seconds_by_size.values()) <= 0:
         raise ValueError(f"a line needs two sizes and times above zero, not {dict(seconds_by_size)}")
-
-    def errors(line: tuple[float, float], times: Mapping[int, float]) -> list[float]:
-        return [abs(line[0] + size * line[1] - seconds) / seconds for size, seconds in times.items()]
-
-    best = min(_lines(seconds_by_size), key=lambda line: sum(errors(line, seconds_by_size)))
-    seen, unseen = errors(best, seconds_by_size), errors(best, held_out or {})
+    best = _chosen(seconds_by_size, num_pieces_max)
+    seen, unseen = (
+        [best.error(size, seconds) for size, seconds in times.items()]
+        for times in (seconds_by_size, held_out or {})
+    )
+    starts = (min(seconds_by_size), *best.knees)
+    pieces = tuple(
+        Piece(num_bytes=start, latency_s=line.latency_s, bytes_per_s=1 / line.s_per_byte)
+        for start, line in zip(starts, best.lines, strict=True)
+    )
     return LinkFit(
-        latency_s=best[0],
-        bytes_per_s=1 / best[1],
+        latency_s=pieces[0].latency_s,
+        bytes_per_s=pieces[-1].bytes_per_s,
         residual_median=statistics.median(seen),
         residual_max=max(seen),
         held_out_median=statistics.median(unseen) if unseen else None,
         held_out_max=max(unseen) if unseen else None,
+        pieces=pieces if len(pieces) > 1 else (),
     )
 
 
-def _lines(times: Mapping[int, float]) -> Iterator[tuple[float, float]]:
-    """Yield latency and seconds per byte of every line that may be the best."""
-    yield from ((0.0, seconds / size) for size, seconds in times.items())
+def _chosen(times: Mapping[int, float], num_pieces_max: int) -> _Broken:
+    """Return the fit of as many pieces as pay.
+
+    With errors that are distributed as exp(-|e| / scale) the likelihood of n sizes is that of their mean error to the
+    power of -n, and Schwarz asks for half the logarithm of n for each number of a model.
+    """
+    num_sizes = len(times)
+    worth = exp(-_NUM_PARAMETERS * log(num_sizes) / (2 * num_sizes))
+    best = _best(times, 1)
+    error, needed = _mean_error(best, times), worth
+    for num_pieces in range(2, num_pieces_max + 1):
+        other = _best(times, num_pieces)
+        if error < _NOISE or len(other.lines) < num_pieces:
+            break
+        if _mean_error(other, times) < needed * error:
+            best, error, needed = other, _mean_error(other, times), 1.0
+        needed *= worth
+    return best
+
+
+def _mean_error(fit: _Broken, times: Mapping[int, float]) -> float:
+    return statistics.fmean(fit.error(size, seconds) for size, seconds in times.items())
+
+
+def _best(times: Mapping[int, float], num_pieces: int) -> _Broken:
+    """Return the fit of least error with ``num_pieces``, or with fewer where there are too few sizes for them."""
+    sizes = sorted(times)
+    cuts = list(_cuts(len(sizes), num_pieces))
+    if not cuts:
+        return _best(times, num_pieces - 1)
+    known: dict[tuple[int, int], tuple[float, _Line]] = {}
+
+    def piece(first: int, last: int) -> tuple[float, _Line]:
+        if (first, last) not in known:
+            part = {size: times[size] for size in sizes[first : last + 1]}
+            known[first, last] = min(
+                (sum(line.error(*point) for point in part.items()), line)
+                for line in _lines(part)
+                if first > 0 or line.latency_s >= 0
+            )
+        return known[first, last]
+
+    best = min(cuts, key=lambda cut: sum(piece(*ends)[0] for ends in pairwise(cut)))
+    lines = tuple(piece(*ends)[1] for ends in pairwise(best))
+    return _Broken(lines, tuple(sizes[index] for index in best[1:-1]))
+
+
+def _cuts(num_sizes: int, num_pieces: int) -> Iterator[Sequence[int]]:
+    """Yield the indices at which pieces begin and end; neighbours share one, and each of several has sizes enough."""
+    for inner in combinations(range(1, num_sizes - 1), num_pieces - 1):
+        cut = (0, *inner, num_sizes - 1)
+        if num_pieces == 1 or all(last - first + 1 >= _LEAST_SIZES for first, last in pairwise(cut)):
+            yield cut
+
+
+def _lines(times: Mapping[int, float]) -> Iterator[_Line]:
+    """Yield every line that may be the best."""
+    yield from (_Line(0.0, seconds / size) for size, seconds in times.items())
     for (size, seconds), (larger, later) in combinations(sorted(times.items()), 2):
         s_per_byte = (later - seconds) / (larger - size)
-        latency_s = seconds - size * s_per_byte
-        if s_per_byte > 0 and latency_s >= 0:
-            yield latency_s, s_per_byte
+        if s_per_byte > 0:
+            yield _Line(seconds - size * s_per_byte, s_per_byte)

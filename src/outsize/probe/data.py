@@ -60,7 +60,10 @@ def _tokenized(backend: Any, pieces: Sequence[str], num_threads: int, effort: Ef
     """Return tokens per second with ``num_threads`` threads, each of which encodes all pieces."""
 
     def work(_: int) -> int:
-        return sum(len(encoded.ids) for encoded in backend.encode_batch(pieces, add_special_tokens=False))
+        # As ingest does where nothing is masked: without the offsets that only a mask needs.
+        return sum(
+            len(encoded.ids) for encoded in backend.encode_batch_fast(pieces, add_special_tokens=False)
+        )
 
     rates = _rates_of(work, num_threads, effort)
     return Measurement.of(rates, f"{sum(map(len, pieces))} characters on each of {num_threads} threads")
@@ -107,8 +110,14 @@ def _open_tokenizer(path: Path | None) -> tuple[Any, Fact]:
     if path is not None:
         file = path / "tokenizer.json" if path.is_dir() else path
         return tokenizers.Tokenizer.from_file(str(file)), Fact.read(str(file), "--tokenizer")
-    backend = tokenizers.ByteLevelBPETokenizer()
-    backend.train_from_iterator(_pieces(_TRAINING_CHARS), vocab_size=_VOCABULARY, show_progress=False)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(_pieces(_TRAINING_CHARS), trainer)
     name = f"byte-level BPE of {backend.get_vocab_size()} tokens"
     return backend, Fact(value=name, status="assumed", source="made here; name yours with --tokenizer")
 

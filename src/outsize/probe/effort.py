@@ -17,6 +17,7 @@ class Effort:
         array_bytes: of each array of the DRAM loops: three, and larger than any cache.
         plane_bytes: of each fp32 plane of AdamW: four.
         disk_bytes: size of the file that the disk is timed with.
+        disk_buffer_bytes: what the disk is read into and written from; no more requests are in flight than it holds.
         disk_s: seconds per queue depth and direction.
         queue_depths: requests in flight.
         copy_bytes_max: largest copy over a link.
@@ -43,6 +44,7 @@ class Effort:
     array_bytes: int
     plane_bytes: int
     disk_bytes: int
+    disk_buffer_bytes: int
     disk_s: float
     queue_depths: tuple[int, ...]
     copy_bytes_max: int
@@ -70,6 +72,7 @@ QUICK = Effort(
     array_bytes=128 * MIB,
     plane_bytes=64 * MIB,
     disk_bytes=128 * MIB,
+    disk_buffer_bytes=64 * MIB,
     disk_s=0.12,
     queue_depths=(1, 4, 16),
     copy_bytes_max=128 * MIB,
@@ -96,6 +99,7 @@ FULL = Effort(
     array_bytes=256 * MIB,
     plane_bytes=256 * MIB,
     disk_bytes=2048 * MIB,
+    disk_buffer_bytes=64 * MIB,
     disk_s=2.5,
     queue_depths=(1, 2, 4, 8, 16),
     copy_bytes_max=1024 * MIB,
@@ -118,6 +122,8 @@ FULL = Effort(
 # Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.
 _SHARE = 0.1
 _LEAST_BYTES = MIB
+# One request of a disk.
+_LEAST_DISK_BYTES = 4 * MIB
 
 
 def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
@@ -133,9 +139,11 @@ def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
         effort,
         array_bytes=min(effort.array_bytes, most),
         plane_bytes=min(effort.plane_bytes, most),
+        disk_buffer_bytes=min(effort.disk_buffer_bytes, max(_LEAST_DISK_BYTES, most)),
         copy_bytes_max=min(effort.copy_bytes_max, most),
         feed_chunk_bytes=min(effort.feed_chunk_bytes, most),
         pin_bytes=min(effort.pin_bytes, most),
+        peer_bytes=min(effort.peer_bytes, most),
         loader_tokens=min(effort.loader_tokens, max(2**16, most // 16)),
         all_reduce_bytes_max=min(effort.all_reduce_bytes_max, most),
     )

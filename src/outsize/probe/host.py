@@ -8,17 +8,14 @@ import torch
 
 from outsize.hardware.machine_file import HostRates
 from outsize.hardware.readings import Measurement
-from outsize.model.spec import pack_unit
-from outsize.optim.adamw import AdamW, step_planes
 from outsize.probe.compute import finisher
 from outsize.probe.effort import Effort
+from outsize.probe.stepping import measure_adamw
 from outsize.probe.timing import sample
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.units import format_bytes
 
 _SCALAR = 3.0  # of STREAM's triad
-_MATRIX_COLUMNS = 2048  # the planes hold one parameter of this width, as large as the effort allows
-
 _BESIDE_BYTES = 16 * 2**20
 
 
@@ -42,41 +39,6 @@ def measure_dram(effort: Effort) -> tuple[Measurement, Measurement]:
         )
 
 
-def measure_adamw(effort: Effort, dtype: str) -> Measurement:
-    """Return the parameters per second of `outsize.optim.adamw.step_planes`, with nothing beside it.
-
-    Args:
-        effort: how long.
-        dtype: compute dtype: with bf16 the step also writes the rounded weights.
-    """
-    rows = max(1, effort.plane_bytes // 4 // _MATRIX_COLUMNS)
-    unit = pack_unit(0, "probe", "block", [("weight", (rows, _MATRIX_COLUMNS), True, True)])
-    with Arena() as arena:
-        master, exp_avg, exp_avg_sq, gradient = (
-            arena.take(4 * unit.numel, "AdamW plane").view(torch.float32).fill_(0.01) for _ in range(4)
-        )
-        weights = arena.take(2 * unit.numel, "weights").view(torch.bfloat16) if dtype == "bf16" else None
-        samples = sample(
-            lambda: step_planes(
-                AdamW(),
-                unit,
-                start=0,
-                stop=unit.numel,
-                master=master,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-                gradient=gradient,
-                weights=weights,
-                step=1,
-                lr=1e-5,
-            ),
-            seconds=effort.sample_s,
-            num_min=effort.num_samples_min,
-        )
-    how = f"the engine's AdamW, {unit.numel} parameters, {torch.get_num_threads()} threads, {dtype} compute"
-    return Measurement.of((unit.numel / seconds for seconds in samples), how)
-
-
 def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Measurement]:
     """Return the parameters per second of the fp32 step while copies go both ways, and the bytes per second of those.
 
@@ -84,14 +46,14 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
         device: whose link the copies take; on a CPU they are copies from memory to memory.
         effort: how long.
     """
-    copied = 0
+    copied, num_bytes = 0, min(_BESIDE_BYTES, effort.copy_bytes_max)
     stop = threading.Event()
 
     def copy_on() -> float:
         """Copy until told to stop; return the seconds."""
         nonlocal copied
         with Arena(pinner=CudaPinner() if device.startswith("cuda") else None) as arena:
-            host, back = (arena.take(_BESIDE_BYTES, "copies beside the optimizer").fill_(1) for _ in range(2))
+            host, back = (arena.take(num_bytes, "copies beside the optimizer").fill_(1) for _ in range(2))
             other = torch.empty_like(host, device=device).fill_(1)
             finish = finisher(device)
             finish()
@@ -100,7 +62,7 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
                 other.copy_(host, non_blocking=True)
                 back.copy_(other, non_blocking=True)
                 finish()
-                copied += 2 * _BESIDE_BYTES
+                copied += 2 * num_bytes
             return time.perf_counter() - started
 
     with ThreadPoolExecutor(1, "probe-beside") as thread:
@@ -110,7 +72,7 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
         finally:
             stop.set()
         seconds = copying.result()
-    how = f"copies of {format_bytes(_BESIDE_BYTES)} up to {device} and down again"
+    how = f"copies of {format_bytes(num_bytes)} up to {device} and down again"
     beside = rate.model_copy(update={"source": f"{rate.source}, beside {how}"})
     if copied == 0:
         return beside, Measurement.absent("no copy ended beside the optimizer")
@@ -118,9 +80,12 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
 
 
 def measure_host(effort: Effort) -> HostRates:
-    """Return the rates of processor and host memory."""
+    """Return the rates of processor and host memory; what is timed beside copies comes later, or not at all."""
     copy, triad = measure_dram(effort)
+    later = Measurement.absent("left out: the time did not suffice")
     return HostRates(
+        adamw_beside_copies_params_per_s=later,
+        copies_beside_adamw_bytes_per_s=later,
         dram_copy_bytes_per_s=copy,
         dram_triad_bytes_per_s=triad,
         adamw_params_per_s={dtype: measure_adamw(effort, dtype) for dtype in ("fp32", "bf16")},

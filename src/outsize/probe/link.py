@@ -22,15 +22,19 @@ from outsize.storage.arena import Arena, CudaPinner
 
 SMALLEST_BYTES = 2**10
 # Short copies are timed together until they take this long, or are so many.
-_REPETITION_S = 2e-3
+_REPETITION_S = 1e-3
 _NUM_COPIES_MAX = 1000
+# One call costs what it costs, one thread copies what is small, all of them what is large.
+_NUM_PIECES_MAX = 3
 _Path = Literal["pinned", "pageable", "dram copy"]
 
 
 def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
-    """Return the sizes of copies, powers of two from 1 KiB, and whether each is held out: every other one is."""
-    count = (copy_bytes_max // SMALLEST_BYTES).bit_length()
-    return tuple((SMALLEST_BYTES << power, power % 2 == 1) for power in range(count))
+    """Return the sizes of copies, from 1 KiB, and whether each is held out: powers of two, and halfway to the next."""
+    found: list[tuple[int, bool]] = []
+    for power in range((copy_bytes_max // SMALLEST_BYTES).bit_length()):
+        found += [(SMALLEST_BYTES << power, False), (SMALLEST_BYTES * 3 << power >> 1, True)]
+    return tuple((size, held_out) for size, held_out in found if size <= copy_bytes_max)
 
 
 def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
@@ -65,7 +69,7 @@ def _measure_link(
     unseen = {point.num_bytes: point.copy_s.median or 0.0 for point in points if point.held_out}
     note = "host memory to host memory, the link of a CPU" if path == "dram copy" else f"host and {device}"
     try:
-        fit = fit_link(times, unseen)
+        fit = fit_link(times, unseen, num_pieces_max=_NUM_PIECES_MAX)
     except ValueError as error:
         fit, note = None, f"{note}; no fit: {error}"
     return LinkRates(path=path, direction=direction, points=tuple(points), fit=fit, note=note)
@@ -136,11 +140,10 @@ class _Copier:
 
     def _copy(self, num_bytes: int, num_copies: int) -> None:
         """Copy in all directions, ``num_copies`` each, and wait for the last."""
-        length = self._ends[0][0].nbytes
-        # Sizes are powers of two, so from a multiple of the size no copy runs over the end.
-        first = self._offset // num_bytes * num_bytes
-        offsets = [(first + i * num_bytes) % length for i in range(num_copies)]
-        self._offset = (first + num_copies * num_bytes) % length
+        num_places = self._ends[0][0].nbytes // num_bytes
+        first = self._offset // num_bytes
+        offsets = [(first + i) % num_places * num_bytes for i in range(num_copies)]
+        self._offset = (first + num_copies) % num_places * num_bytes
         works = [self._work(index, num_bytes, offsets) for index in range(len(self._ends))]
         if self._threads is None or self._is_cuda:
             for work in works:

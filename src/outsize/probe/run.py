@@ -217,7 +217,10 @@ class _Probe:
         self._change(device, links=links, pcie_generation_loaded=generation, pcie_lanes_loaded=lanes)
 
     def _streaming(self, device: str, effort: Effort) -> None:
-        directory = self.directories[0] if self.directories else None
+        usable = (
+            at for at, disk in zip(self.directories, self.disks, strict=True) if disk.direct.value is not None
+        )
+        directory = next(usable, self.directories[0] if self.directories else None)
         self._change(
             device, overlap=measure_overlap(device, effort), feed=measure_feed(device, directory, effort)
         )

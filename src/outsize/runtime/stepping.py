@@ -16,6 +16,7 @@ from outsize.optim.adamw import AdamW, step_planes
 from outsize.optim.planes import StatePlanes
 from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
 from outsize.optim.step import step_state
+from outsize.optim.update import Rule
 from outsize.planner.ops import Op
 from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
@@ -49,7 +50,7 @@ class OptimizerOps:
         self,
         spec: ModelSpec,
         home: HostHome | DiskHome,
-        settings: AdamW,
+        settings: Rule,
         tile_buffers: list[Tensor],
         tile_elements: int,
         encoded: EncodedWeights | None = None,
@@ -175,11 +176,12 @@ class OptimizerOps:
         length = stop - start
         if start == self._own[unit.index].start:
             self._count(unit, context)
-        if not self.state.plain or planes[GRADIENT].dtype is not torch.float32:
+        plain = self.state.plain and planes[GRADIENT].dtype is torch.float32
+        if not plain or not isinstance(self._settings, AdamW):
             step_state(
                 self._settings,
                 unit,
-                self._state_planes(planes, length),
+                self._state_planes(planes, length, rounds=weights is not None),
                 planes[GRADIENT][:length],
                 start=start,
                 step=self.updates,
@@ -205,10 +207,15 @@ class OptimizerOps:
             skip=_untouched(unit, context),
         )
 
-    def _state_planes(self, planes: Mapping[str, Tensor], numel: int) -> StatePlanes:
-        """The planes of a range of ``numel`` elements, without what fills up their last sectors."""
+    def _state_planes(self, planes: Mapping[str, Tensor], numel: int, *, rounds: bool) -> StatePlanes:
+        """The planes of a range of ``numel`` elements, without what fills up their last sectors.
+
+        Weights beside separate masters are made of these by the step where it ``rounds``, and else by the caller.
+        """
         made = self.state.planes
         kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        if self._master != WEIGHTS and not rounds:
+            kept[WEIGHTS] = kept.pop(self._master)
         return StatePlanes(**kept)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:

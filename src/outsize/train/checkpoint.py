@@ -131,6 +131,11 @@ def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
     """
     if trainer_checkpoint.is_trainers(directory):
         moments = prepared.plan.state.moments
+        if config.optimizer.name != "adamw":
+            raise ConfigError(
+                f"optimizer.name: {directory} holds the moments of a Trainer's AdamW, not of {config.optimizer.name}; "
+                f"resume with optimizer.name=adamw, or start a run from its weights with model.path={directory}"
+            )
         if moments != "fp32":
             raise ConfigError(
                 f"optimizer.state: {directory} holds moments of a Trainer's AdamW, which are fp32, not {moments}; "

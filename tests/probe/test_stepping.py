@@ -1,0 +1,73 @@
+"""AdamW as the engine runs it: the executor's STEPs, over the planes that a run keeps."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from outsize.config import load_config
+from outsize.model.spec import ModelSpec, pack_unit
+from outsize.optim.spec import StateLayout
+from outsize.probe.stepping import measure_adamw
+from outsize.runtime.stepping import OptimizerOps
+from outsize.train.state import layout_for
+from probe.efforts import MIB, TINY
+
+
+@pytest.fixture
+def stepped(monkeypatch):
+    """Text, thread and planes of every STEP."""
+    seen = []
+    real = OptimizerOps.step
+
+    def step(self, op, context):
+        seen.append((str(op), threading.current_thread().name, self.state))
+        real(self, op, context)
+
+    monkeypatch.setattr(OptimizerOps, "step", step)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_probe_runs_the_ops_of_a_run_on_its_lane_over_its_planes(stepped, dtype):
+    rate = measure_adamw(TINY, dtype)
+    ops = [op for op, _, _ in stepped]
+    assert ops == [f"STEP {index}" for index in range(5)] * (TINY.num_samples_min + 1)
+    assert {thread for _, thread, _ in stepped} == {"host"}
+    spec = ModelSpec(units=(), dtype=dtype)
+    of_a_run = layout_for(load_config(None, ["model.path=x", "data.path=y", "train.steps=1"]), spec)
+    assert {state for _, _, state in stepped} == {of_a_run}
+    assert len(rate.samples) == TINY.num_samples_min
+    assert f"STEPs of 5 units, {5 * (12 * 64 * 64 - 2 * 64 + 2 * 64)} parameters" in rate.source
+    assert f"{dtype} compute" in rate.source
+    if dtype == "bf16":
+        assert rate.source.endswith(f"{of_a_run.masters} masters")
+
+
+def test_units_of_a_model_stand_for_it_as_far_as_they_fit(stepped):
+    matrix = [("weight", (128, 256), True, True)]
+    units = (
+        pack_unit(0, "embed", "embedding", [("huge", (2**10, 2**10), True, True)]),
+        pack_unit(1, "frozen", "block", [("weight", (128, 256), False, True)]),
+        *(pack_unit(index, f"block.{index}", "block", matrix) for index in (2, 3)),
+        pack_unit(4, "head", "head", [*matrix, ("fixed", (64,), False, False)]),
+    )
+    rate = measure_adamw(replace(TINY, plane_bytes=MIB // 2), "fp32", units)
+    assert [op for op, _, _ in stepped][:3] == ["STEP 0", "STEP 1", "STEP 2"]
+    assert f"STEPs of 3 units, {3 * 128 * 256} parameters" in rate.source
+    assert "STEPs of 2 units" in measure_adamw(replace(TINY, plane_bytes=MIB // 4), "fp32", units[2:]).source
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        StateLayout(dtype="bf16", masters="split", moments="int8"),
+        StateLayout(dtype="bf16", masters="separate", gradients="bf16"),
+        StateLayout(dtype="fp32", gradients="none"),
+    ],
+    ids=str,
+)
+def test_every_layout_of_a_run_can_be_timed(stepped, layout):
+    assert measure_adamw(TINY, layout).median > 0
+    (used,) = {state for _, _, state in stepped}
+    assert used == (layout if layout.gradients != "none" else layout.durable)
