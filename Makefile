@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/outsize/native/
 	@touch $@
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 explore: $(STAMP) ## run the tests of properties on examples that have not been tried, over and over until one fails
 	while $(BIN)/python -m pytest -q --hypothesis-profile=explore -m hypothesis; do :; done

@@ -8,8 +8,6 @@ equal, bit for bit. *recomputed* is the share of units and microbatches of which
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -86,14 +84,6 @@ def child(args: argparse.Namespace) -> dict[str, object]:
     return streamed(args, args.dir, kind, rest[0])
 
 
-def run_child(directory: Path, what: str) -> dict[str, object]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", what, "--dir", str(directory)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
-    result = common.last_json(done.stdout)
-    assert result is not None
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
@@ -115,14 +105,14 @@ def main() -> None:
         directory = Path(name)
         num_tokens = 4 * args.tokens_per_step * args.steps
         bench_speed.build(directory, args.layers, args.hidden, args.vocabulary, num_tokens)
-        ends = run_child(directory, "least")
+        ends = common.run_child("least", directory)
         between = [int(ends["least"] + share * (ends["whole"] - ends["least"])) for share in SHARES]
         variants = [f"{kind}:{budget}" for budget in between for kind in ("recompute", "auto")]
         variants += [*(f"{choice}:{between[-1]}" for choice in FORCED), *RESIDENT]
         runs: dict[str, list[dict[str, object]]] = {variant: [] for variant in variants}
         for _ in range(args.rounds):
             for variant in variants:
-                runs[variant].append(run_child(directory, variant))
+                runs[variant].append(common.run_child(variant, directory))
     report(args, runs)
 
 

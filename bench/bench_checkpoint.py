@@ -185,27 +185,7 @@ def _left(values: Any) -> float:
 # --- report ---------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--tokens-per-step", type=int, default=1024)
-    parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="of a block")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pretrain-steps", type=int, default=250)
-    parser.add_argument("--cases", nargs="*", default=["host:fp32", "host:bf16", "disk:fp32"])
-    parser.add_argument("--dir", type=Path, help="where everything lies; the current directory by default")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir or Path.cwd(), prefix="bench-checkpoint-") as name:
-        directory = Path(name)
-        num_tokens = args.tokens_per_step * args.steps * (3 * args.rounds + 2)
-        bench_speed.build(directory, args.layers, args.hidden, args.vocabulary, num_tokens)
-        found = [cost(args, directory, *case.split(":")) for case in args.cases]
-    rows = deltas(args.pretrain_steps)
+def show(found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     common.print_table(
         (
             "home, dtype",
@@ -235,6 +215,30 @@ def main() -> None:
         [tuple(row.values()) for row in rows],
         title="Share of the bytes that zstandard leaves",
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--tokens-per-step", type=int, default=1024)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="of a block")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pretrain-steps", type=int, default=250)
+    parser.add_argument("--cases", nargs="*", default=["host:fp32", "host:bf16", "disk:fp32"])
+    parser.add_argument("--dir", type=Path, help="where everything lies; the current directory by default")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir or Path.cwd(), prefix="bench-checkpoint-") as name:
+        directory = Path(name)
+        num_tokens = args.tokens_per_step * args.steps * (3 * args.rounds + 2)
+        bench_speed.build(directory, args.layers, args.hidden, args.vocabulary, num_tokens)
+        found = [cost(args, directory, *case.split(":")) for case in args.cases]
+    rows = deltas(args.pretrain_steps)
+    show(found, rows)
     worst = max(f["amortised_share"]["beside"] for f in found)
     common.finish(
         {

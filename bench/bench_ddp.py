@@ -1,6 +1,6 @@
 """Which settings of DistributedDataParallel matter? Step time, bytes on the wire and loss of each.
 
-Two ranks on the loopback of this machine train a Llama of 9.5M parameters in fp32, in four microbatches. Every variant
+Two ranks on the loopback of this machine train a Llama of 9.0M parameters in fp32, in four microbatches. Every variant
 is a run of its own, all of them one after the other, over and over, so that what else the machine does hits all. Bytes
 are those that the loopback counted in a whole run, over its steps. ``sync every microbatch`` is not a setting: it is
 what accumulation without sync saves.
@@ -21,15 +21,16 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child must not miss the threads of its parent
 sys.path.insert(0, str(Path(__file__).parent))
+import bench_speed
 import common
-from bench_node_kill import import_all
 
 from outsize.cli import main as cli
 from outsize.config import dump_config
 from outsize.config.load import parse_config
 from outsize.testing.processes import fork_ranks
 
-SEQ_LEN, VOCABULARY, SEQUENCES, STEPS, WARM = 128, 4096, 8, 8, 2
+LAYERS, HIDDEN, VOCABULARY = 5, 320, 4096
+SEQ_LEN, SEQUENCES, STEPS, WARM = 128, 8, 8, 2
 VARIANTS = {
     "defaults": {},
     "buckets of 1 MiB": {"ddp_bucket_mib": 1.0},
@@ -62,42 +63,6 @@ def write_run(root: Path, name: str, parallel: dict[str, object]) -> Path:
     return path
 
 
-def prepare(root: Path) -> list[str]:
-    """In a child: write model and tokens, and return the modules that this has imported."""
-    reader, writer = os.pipe()
-    before = set(sys.modules)
-    if not (pid := os.fork()):
-        import numpy as np
-        import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        shape = {
-            "hidden_size": 320,
-            "intermediate_size": 864,
-            "num_hidden_layers": 5,
-            "num_attention_heads": 5,
-        }
-        shape |= {"vocab_size": VOCABULARY, "num_key_value_heads": 5, "max_position_embeddings": 256}
-        torch.manual_seed(0)
-        llama = LlamaConfig(**shape, bos_token_id=None, eos_token_id=0)
-        AutoModelForCausalLM.from_config(llama, dtype=torch.float32).save_pretrained(root / "model")
-        np.save(root / "tokens.npy", np.random.default_rng(0).integers(0, VOCABULARY, 60_000, dtype=np.int32))
-        os.write(writer, "\n".join(sorted(set(sys.modules) - before)).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        modules = told.read().split()
-    os.waitpid(pid, 0)
-    return modules
-
-
-def loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        if line.strip().startswith("lo:"):
-            return int(line.split(":")[1].split()[0])
-    raise SystemExit("this machine has no loopback in /proc/net/dev")
-
-
 def run(root: Path, name: str, variant: str) -> tuple[list[float], float, float]:
     """Run a variant; returns seconds of its steps, bytes per step, and its last loss."""
     config = write_run(root, name, VARIANTS[variant])
@@ -112,14 +77,14 @@ def run(root: Path, name: str, variant: str) -> tuple[list[float], float, float]
 
     logs = root / f"{name}-logs"
     logs.mkdir()
-    before = loopback_bytes()
+    before = common.loopback_bytes()
     processes = fork_ranks(2, work, logs)
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
         told = "\n".join(path.read_text()[-1500:] for path in sorted(logs.iterdir()))
         raise SystemExit(f"{variant}: {[process.exitcode for process in processes]}\n{told}")
-    sent = (loopback_bytes() - before) / STEPS
+    sent = (common.loopback_bytes() - before) / STEPS
     beats = [json.loads(line) for line in (root / name / "heartbeat.jsonl").read_text().splitlines()]
     return [beat["seconds"] for beat in beats[WARM:]], sent, beats[-1]["loss"]
 
@@ -136,9 +101,8 @@ def main() -> None:
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="outsize-ddp-") as directory:
         root = Path(directory)
-        import_all(
-            [*prepare(root), "transformers.models.llama.modeling_llama", "torch.nn.parallel.distributed"]
-        )
+        made = common.imported_by(lambda: bench_speed.build(root, LAYERS, HIDDEN, VOCABULARY, 60_000))
+        common.import_all([*made, "torch.nn.parallel.distributed"])
         for number in range(arguments.rounds):
             for index, variant in enumerate(variants):
                 times, sent[variant], losses[variant] = run(root, f"run-{number}-{index}", variant)

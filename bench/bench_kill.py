@@ -10,9 +10,7 @@ an uninterrupted run: weights, optimizer state, and the loss of every step. Then
 """
 
 import argparse
-import contextlib
 import hashlib
-import importlib
 import json
 import math
 import mmap
@@ -24,7 +22,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -185,17 +182,6 @@ def reference_child(config: Config, phase: mmap.mmap, times: Path) -> None:
     times.write_text(json.dumps(found))
 
 
-def import_all(modules: list[str]) -> None:
-    """Import what children would: most of a child's start."""
-    for module in modules:
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module(module)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        raise SystemExit(f"{threads} threads in the process that forks: a child would miss them")
-
-
 def must(work: Callable[[], object], log: Path) -> None:
     """Run ``work`` in a child that must succeed."""
     if wait_or_kill(forked(work, log)) != 0:
@@ -331,7 +317,7 @@ def survive(root: Path, home: str, steps: int, kills: int, seed: int) -> dict[st
     for name in ("warm", "reference"):
         work = partial(reference_child, config_of(root, name, home, steps), phase, times)
         must(work, root / "child.log")
-        import_all(json.loads(times.read_text())["modules"])
+        common.import_all(json.loads(times.read_text())["modules"])
     spent = {int(number): seconds for number, seconds in json.loads(times.read_text())["seconds"].items()}
     expected = digest(root / "reference")
     run = Run(root / "run-0")

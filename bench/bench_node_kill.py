@@ -18,7 +18,6 @@ must agree within fp32 tolerance.
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -28,13 +27,13 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child must not miss the threads of its parent
 sys.path.insert(0, str(Path(__file__).parent))
+import bench_speed
 import common
 
 from outsize.cli import main as cli
@@ -42,7 +41,8 @@ from outsize.config import dump_config
 from outsize.config.load import parse_config
 from outsize.testing.processes import fork_ranks
 
-SEQ_LEN, VOCABULARY, SEQUENCES, MICROBATCHES = 16, 97, 12, 12
+LAYERS, HIDDEN, VOCABULARY = 2, 64, 97
+SEQ_LEN, SEQUENCES, MICROBATCHES = 16, 12, 12
 STEPS, SAVE_EVERY = 12, 3
 # Ranks are lost after this long without a heartbeat; a connection that breaks is noticed at once and judged in 3 s.
 TIMEOUT_S, END_S = 8.0, 120.0
@@ -86,43 +86,12 @@ def write_run(root: Path, name: str, mode: str, size: int) -> Path:
     return path
 
 
-def prepare(root: Path) -> list[str]:
-    """In a child: write the model and tokens, train once alone, and return the modules that this has imported."""
-    reader, writer = os.pipe()
-    before = set(sys.modules)
-    if not (pid := os.fork()):
-        import numpy as np
-        import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
-        shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-        shape |= {"vocab_size": VOCABULARY, "num_key_value_heads": 1, "max_position_embeddings": 64}
-        torch.manual_seed(0)
-        llama = LlamaConfig(**shape, bos_token_id=None, eos_token_id=0)
-        AutoModelForCausalLM.from_config(llama, dtype=torch.float32).save_pretrained(root / "model")
-        ids = np.random.default_rng(0).integers(0, VOCABULARY, 20_000, dtype=np.int32)
-        np.save(root / "tokens.npy", ids)
-        with contextlib.suppress(SystemExit):
-            sys.argv = ["outsize", "train", str(write_run(root, "alone", "auto", 1))]
-            cli()
-        os.write(writer, "\n".join(sorted(set(sys.modules) - before)).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        modules = told.read().split()
-    os.waitpid(pid, 0)
-    return modules
-
-
-def import_all(modules: list[str]) -> None:
-    """Import what ranks would: most of their start."""
-    for module in modules:
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            importlib.import_module(module)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        raise SystemExit(f"{threads} threads in the process that forks: ranks would miss them")
+def prepare(root: Path) -> None:
+    """Write the model and tokens, and train once alone."""
+    bench_speed.build(root, LAYERS, HIDDEN, VOCABULARY, 20_000)
+    with contextlib.suppress(SystemExit):
+        sys.argv = ["outsize", "train", str(write_run(root, "alone", "auto", 1))]
+        cli()
 
 
 def run(root: Path, config: Path, size: int, restarts: int, kill: tuple[int, float] | None = None):
@@ -263,7 +232,7 @@ def main() -> None:
     mode, size = arguments.mode, arguments.ranks
     with tempfile.TemporaryDirectory(prefix="outsize-node-kill-") as directory:
         root = Path(directory)
-        import_all(prepare(root))
+        common.import_all(common.imported_by(lambda: prepare(root)))
         began = time.monotonic()
         codes, _ = run(root, write_run(root, "whole", mode, size), size, 0)
         whole_s = time.monotonic() - began

@@ -1,64 +1,101 @@
 """How much of what ranks exchange is hidden behind compute, and does the simulator know?
 
-Ranks are processes of this machine, each with one thread and a model of its own, over gloo. First they run as fast as
-the loopback is. Then each may send no more than so many bytes per second, chosen so that exchanging in fp32 would take
-half as long as a step computes. What a step takes longer then, over what its bytes take at that rate, is what is not
-hidden. Predictions are those of `outsize train`, made before the first step, with what the network gives in a moment.
+Ranks are processes of this machine, with a core each. Steps without and with a throttle take turns in one run, so that
+what else the machine does hits both; the throttle makes what fp32 gradients and raw weights take on the wire half of
+what a rank computes. ``hidden`` is what of that time steps do not become longer by:
 
-    OMP_NUM_THREADS=1 python bench/bench_nodes.py                   # throttled by a token bucket in each process
+    hidden = 1 - (throttled step - unthrottled step) / (bytes that a rank sends / rate)
+
+The rest is told by what the compute lane waited for in throttled steps. What cannot be hidden belongs to the lowest
+units of a model: their gradients come last, and their weights are wanted first. So a model has to be as deep as those
+that people train, and its vocabulary no larger a part of it: 32 blocks, as a 7B has, and an embedding of less than one.
+``--simulated`` says what the simulator makes of such models on GPUs; that takes seconds, and no clock.
+
+Two predictions stand beside the measured step: that of ``outsize train``, from a moment's calibration before the first
+step, and what the simulator makes of the throttle where every other op takes as long as it took without.
+
+    OMP_NUM_THREADS=1 python bench/bench_nodes.py                   # 2 ranks, a token bucket in each: 4 minutes
     OMP_NUM_THREADS=1 python bench/bench_nodes.py --namespaces      # by tc, on a veth of each rank; needs root
+    OMP_NUM_THREADS=1 python bench/bench_nodes.py --ranks 4         # which share the cores, where there are fewer
     OMP_NUM_THREADS=1 python bench/bench_nodes.py --curve           # losses of 300 steps, by codec of the gradients
-
-Ranks beyond the number of cores share them: then compute takes as much longer, and so it is said in ``cores``.
+    python bench/bench_nodes.py --simulated
 """
 
 import argparse
-import contextlib
 import hashlib
+import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import common
+import ranks
 
-SEQ_LEN, SEQUENCES, MICROBATCHES = 256, 16, 4
-LAYERS, HIDDEN, VOCABULARY = 6, 384, 4096
+from outsize.planner.ops import Kind
+
+# Microbatches of all ranks together.
+SHAPE = {"seq_len": 256, "sequences": 8, "layers": 32, "hidden": 192, "vocabulary": 2048, "microbatches": 8}
+CURVE = {"seq_len": 64, "sequences": 8, "layers": 2, "hidden": 128, "vocabulary": 512, "microbatches": 4}
+CURVE_STEPS = 300
 # Communication by compute, where gradients are sent in fp32.
 SHARE = 0.5
-WARM_STEPS, STEPS = 3, 6
-CURVE = {"steps": 300, "seq_len": 64, "sequences": 8, "layers": 2, "hidden": 128, "vocabulary": 512}
+# Steps of a phase, of which the first one starts from rest and is left out.
+WARM_STEPS, PHASE_STEPS, ROUNDS = 2, 5, 3
+# Sequences of a node's step, of 1,024 tokens, in microbatches of four.
+SIMULATED = {"sequences": 32, "microbatches": 8}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+MODELS = {
+    "Llama-2-7B": {**LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "Llama-3.1-8B": {**LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+    "6 blocks of the 7B": {
+        **LLAMA,
+        "intermediate_size": 11008,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "num_hidden_layers": 6,
+    },
+}
+EXCHANGES = (Kind.REDUCE, Kind.AGREE, Kind.GATHER)
 
 
-def child(job: dict[str, Any]) -> None:
-    """Train as one rank and print what came of it as JSON."""
-    import torch
+class Rank:
+    """One rank of a run, in a process of its own.
 
-    from outsize.config import load_config
-    from outsize.group.launched import launched, open_group
-    from outsize.train.forecast import forecast
-    from outsize.train.prepare import prepare
-    from outsize.train.sources import open_dataset
-    from outsize.train.stream import StreamedTrainer
+    Args:
+        job: what `main` wants it to do.
+    """
 
-    torch.set_num_threads(1)
-    group: Any = open_group(launched(), timeout_s=120.0)
-    if job["bucket_bytes_per_s"]:
-        group = throttled(group, job["bucket_bytes_per_s"])
-    directory, own = Path(job["directory"]), Path(job["directory"]) / f"own-{group.rank}"
-    own.mkdir(exist_ok=True)
-    config = load_config(
-        None,
-        [
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+
+        from outsize.group.launched import launched, open_group
+        from outsize.train.prepare import prepare
+
+        torch.set_num_threads(1)
+        self.job = job
+        group: Any = open_group(launched(), timeout_s=120.0)
+        self.link: Any = ranks.Interface() if job["apart"] else ranks.TokenBucket(group)
+        self.group: Any = group if job["apart"] else self.link
+        directory = Path(job["directory"])
+        self.own = directory / f"own-{group.rank}"
+        self.own.mkdir(exist_ok=True)
+        self.config = self._config(directory)
+        self.prepared = prepare(self.config, self.own, lambda _: None, group=self.group)
+
+    def _config(self, directory: Path) -> Any:
+        from outsize.config import load_config
+
+        job = self.job
+        settings = [
             f"model.path={directory / 'model'}",
             f"model.dtype={job['dtype']}",
             f"data.path={directory / 'tokens.npy'}",
@@ -66,218 +103,235 @@ def child(job: dict[str, Any]) -> None:
             f"data.seq_len={job['seq_len']}",
             f"train.steps={job['steps']}",
             f"train.tokens_per_step={job['seq_len'] * job['sequences']}",
-            f"train.microbatches={job['microbatches']}",
-            "memory.device=cpu",
-            "memory.home=host",
-            "memory.device_memory=2GiB",
-            "memory.host_memory=2GiB",
+            f"train.microbatches={job['microbatches'] // self.group.size}",
             f"optimizer.lr={job['lr']}",
             f"parallel.gradients={job['gradients']}",
             f"parallel.weights={job['weights']}",
-        ],
-    )
-    prepared = prepare(config, own, lambda _: None, group=group)
-    expected = forecast(prepared, own, lambda line: print(line, file=sys.stderr))
-    with open_dataset(config, prepared, own, lambda _: None) as dataset:
-        batches = [
-            dataset.batch(step, job["sequences"]).share(group.rank, group.size)
-            for step in range(job["steps"])
+            *(
+                "memory.device=cpu",
+                "memory.home=host",
+                "memory.device_memory=2GiB",
+                "memory.host_memory=2GiB",
+            ),
         ]
-    seconds, busy, losses = [], [], []
-    with StreamedTrainer(prepared, own) as trainer:
-        trainer.fill()
-        group.barrier()
-        for outcome in trainer.steps(batches):
-            seconds.append(outcome.seconds)
-            losses.append(outcome.loss)
-            timeline = trainer.take_timeline()
-            busy.append({lane: timeline.busy_s(lane) for lane in timeline.lanes})
-        trainer.settle()
-        moved = trainer.engine.moved()
-        digest = hashlib.sha256()
+        return load_config(None, settings)
+
+    def run(self) -> dict[str, Any]:
+        """Train, in phases where there are any; returns what came of it."""
+        from outsize.train.forecast import measure_rates
+        from outsize.train.sources import open_dataset
+        from outsize.train.stream import StreamedTrainer
+
+        job, group, config = self.job, self.group, self.config
+        rates = measure_rates(self.prepared, self.own) if job["rounds"] else None
+        with open_dataset(config, self.prepared, self.own, lambda _: None) as dataset:
+            numbers = range(job["steps"])
+            batches = [
+                dataset.batch(step, job["sequences"]).share(group.rank, group.size) for step in numbers
+            ]
+        with StreamedTrainer(self.prepared, self.own) as trainer:
+            trainer.fill()
+            group.barrier()
+            losses: list[float] = []
+            outcomes = _noted(trainer.steps(batches), losses)
+            found = self._phases(trainer, outcomes, rates) if rates is not None else {}
+            list(outcomes)
+            trainer.settle()
+            found |= {"losses": losses, **self._state(trainer)}
+        group.close()
+        return found
+
+    def _phases(self, trainer: Any, outcomes: Iterator[Any], rates: Any) -> dict[str, Any]:
+        """Run throttled and unthrottled steps in turn."""
+        from outsize.planner.timeline import Timeline
+
+        seen: dict[str, list[Any]] = {"free": [], "slow": []}
+        waits: Counter[str] = Counter()
+        found: dict[str, Any] = {}
+        list(itertools.islice(outcomes, WARM_STEPS))
+        for kind in ("free", "slow") * self.job["rounds"]:
+            trainer.settle()
+            self.group.barrier()
+            if kind == "free":
+                self.link.limit(None)
+            elif "rate" not in found:
+                found |= self._throttle(seen["free"], rates)
+            else:
+                self.link.limit(found["rate"])
+            phase = Phase(trainer, itertools.islice(outcomes, self.job["phase_steps"]))
+            seen[kind].append(phase)
+            if kind == "slow":
+                waits.update(phase.waits)
+        for kind, phases in seen.items():
+            found[f"{kind}_s"] = [second for phase in phases for second in phase.seconds]
+        events = tuple(event for phase in seen["free"] for event in phase.events)
+        steps = sum(len(phase.seconds) for phase in seen["slow"])
+        return found | {
+            "wire": seen["slow"][0].wire,
+            "logical": seen["slow"][0].logical,
+            "waits": {cause: wait_s / steps for cause, wait_s in waits.items()},
+            "simulated_s": self._simulated(Timeline(events), rates, found["rate"]),
+        }
+
+    def _throttle(self, free: list["Phase"], rates: Any) -> dict[str, Any]:
+        """Throttle the network, find out what that gives, and predict a step."""
+        from outsize.train.forecast import Forecast, measure_exchange, of_slowest
+
+        compute_s = max(self.group.gather_objects(statistics.median(free[0].computes)))
+        rate = self.job["rate"] or sum(free[0].logical.values()) / (SHARE * compute_s)
+        rate = self.group.gather_objects(rate)[0]
+        self.link.limit(rate)
+        measured = of_slowest(self.group, rates, measure_exchange(self.group))
+        predicted = Forecast(self.prepared, measured)
+        return {
+            "compute_s": compute_s,
+            "rate": rate,
+            "measured_rate": measured.net_bytes_per_s,
+            "predicted_s": predicted.step_s,
+        }
+
+    def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:
+        """Return what the simulator makes of ``rate`` where all ops but exchanges take as long as they took."""
+        from outsize.planner.recalibrate import read_trace
+        from outsize.train.forecast import Forecast
+
+        planned = Forecast(self.prepared, replace(rates, net_bytes_per_s=rate)).planned
+        trace = read_trace(timeline, planned.costs(rates.machine, rates.times, coarse=False))
+        own = replace(
+            trace, by_op={key: found for key, found in trace.by_op.items() if key[0] not in EXCHANGES}
+        )
+        step_s = planned.expect(own.costs(planned.costs(rates.machine, rates.times))).step_s
+        return max(self.group.gather_objects(step_s))
+
+    def _state(self, trainer: Any) -> dict[str, Any]:
+        """Return a digest of the weights, and what the optimizer keeps here."""
+        import torch
+
+        digest, own = hashlib.sha256(), self.prepared.own
         for unit in trainer.spec.units:
             digest.update(trainer.home.view(unit.index, "weights").view(torch.uint8).numpy().data)
         state_bytes = sum(
             trainer.home.view(unit.index, plane).nbytes
             for unit in trainer.spec.units
             for plane in ("exp_avg", "exp_avg_sq")
-            if unit.trainable and (prepared.own is None or prepared.own[unit.index])
+            if unit.trainable and (own is None or own[unit.index])
         )
-    found = {
-        "rank": group.rank,
-        "predicted_s": expected.predicted.step_s if expected is not None else None,
-        "seconds": seconds,
-        "compute_s": statistics.median(part.get("compute:w0", 0.0) for part in busy[WARM_STEPS:]),
-        "losses": losses,
-        "weights": digest.hexdigest(),
-        "optimizer_bytes": state_bytes,
-        "sent_bytes": {
-            lane: [count.wire / job["steps"], count.logical / job["steps"]]
-            for lane, count in moved.items()
-            if lane.startswith("net:")
-        },
-    }
-    group.close()
-    print(json.dumps(found))
+        return {"weights": digest.hexdigest(), "optimizer_bytes": state_bytes}
 
 
-def throttled(group: Any, bytes_per_s: float) -> Any:
-    """Return ``group`` such that all its channels together send no more than ``bytes_per_s``."""
-    from outsize.group.group import Collectives
+class Phase:
+    """Steps that follow one another, all but the first.
 
-    lock, free_at = threading.Lock(), [time.monotonic()]
+    Attributes:
+        seconds: of each.
+        computes: what the compute lane was busy, of each.
+        events: of all, the first step's too.
+        waits: seconds that the compute lane waited, by cause.
+        wire: bytes sent in a step, by lane.
+        logical: what they stand for.
+    """
 
-    class Throttled(Collectives):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self._inner, self.rank, self.size = inner, inner.rank, inner.size
+    def __init__(self, trainer: Any, outcomes: Iterator[Any]) -> None:
+        from outsize.planner.blame import waits_by_cause
+        from outsize.planner.comparison import Steps
+        from outsize.planner.timeline import Timeline
 
-        def channel(self, name: str) -> "Throttled":
-            return Throttled(self._inner.channel(name))
-
-        def exchange(self, outgoing: Mapping[int, Any], incoming: Mapping[int, Any]) -> None:
-            with lock:
-                free_at[0] = max(free_at[0], time.monotonic())
-                free_at[0] += sum(tensor.nbytes for tensor in outgoing.values()) / bytes_per_s
-                until = free_at[0]
-            self._inner.exchange(outgoing, incoming)
-            time.sleep(max(0.0, until - time.monotonic()))
-
-        def close(self, error: BaseException | None = None) -> None:
-            self._inner.close(error)
-
-    return Throttled(group)
-
-
-@contextlib.contextmanager
-def namespaces(size: int, bytes_per_s: float | None) -> Iterator[list[list[str]]]:
-    """Make a network of ``size`` namespaces on a bridge, throttled; yields what a command of each begins with."""
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    names = [f"outsize-bench-{os.getpid()}-{rank}" for rank in range(size)]
-    switch = f"outsize-bench-{os.getpid()}"
-    try:
-        ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge0", "up")
-        for rank, name in enumerate(names):
-            ip("netns", "add", name)
-            ip(
-                "-n",
-                name,
-                "link",
-                "add",
-                "net0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"port{rank}",
-                "netns",
-                switch,
-            )
-            ip("-n", switch, "link", "set", f"port{rank}", "master", "bridge0", "up")
-            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "net0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "net0", "up")
-            if bytes_per_s:
-                rate = ["rate", f"{int(bytes_per_s * 8)}bit", "burst", "256kb", "latency", "400ms"]
-                command = ["tc", "-n", name, "qdisc", "add", "dev", "net0", "root", "tbf", *rate]
-                subprocess.run(command, check=True)
-        yield [["ip", "netns", "exec", name] for name in names]
-    finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+        trainer.take_timeline()
+        before = _sent(trainer)
+        self.events: list[Any] = []
+        self.seconds, self.computes, ends = [], [], []
+        for outcome in outcomes:
+            timeline = trainer.take_timeline()
+            self.events += timeline.events
+            self.seconds.append(outcome.seconds)
+            self.computes.append(timeline.busy_s("compute:w0"))
+            ends.append(outcome.ended_s)
+        trainer.settle()
+        self.events += trainer.take_timeline().events
+        count = len(ends)
+        del self.seconds[0], self.computes[0]
+        steps = Steps(
+            timeline=Timeline(tuple(self.events)), began_s=ends[0], ended_s=ends[-1], count=count - 1
+        )
+        (self.waits,) = waits_by_cause(steps.within, ["compute:w0"])
+        after = _sent(trainer)
+        self.wire = {lane: (after[lane][0] - before[lane][0]) / count for lane in after}
+        self.logical = {lane: (after[lane][1] - before[lane][1]) / count for lane in after}
 
 
-def run_ranks(
-    size: int, job: dict[str, Any], args: argparse.Namespace, rate: float | None
-) -> list[dict[str, Any]]:
-    """Run ``job`` on ``size`` ranks and return what each came to."""
-    from outsize.testing.processes import free_port, rank_variables
+def _noted(outcomes: Iterator[Any], losses: list[float]) -> Iterator[Any]:
+    for outcome in outcomes:
+        losses.append(outcome.loss)
+        yield outcome
 
-    port = free_port()
-    job = {**job, "bucket_bytes_per_s": None if args.namespaces else rate}
-    network = namespaces(size, rate) if args.namespaces else contextlib.nullcontext([[]] * size)
-    with network as prefixes:
-        processes = []
-        for rank, prefix in enumerate(prefixes):
-            variables = {**os.environ, **rank_variables(rank, size, port), "OMP_NUM_THREADS": "1"}
-            if args.namespaces:
-                variables |= {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "net0"}
-            command = [*prefix, sys.executable, __file__, "--child", json.dumps(job)]
-            processes.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
-        outputs = [process.communicate(timeout=args.limit_s)[0] for process in processes]
-    found = [common.last_json(output) for output in outputs]
-    if any(result is None for result in found):
-        raise SystemExit(f"a rank of {size} failed")
-    return [result for result in found if result is not None]
+
+def _sent(trainer: Any) -> dict[str, tuple[int, int]]:
+    moved = trainer.engine.moved()
+    return {lane: (sent.wire, sent.logical) for lane, sent in moved.items() if lane.startswith("net:")}
 
 
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Return what steps take with and without a throttle, by ranks and codec."""
-    bench_speed.build(directory, LAYERS, HIDDEN, VOCABULARY, 300_000)
-    base = {
-        "directory": str(directory),
-        "dtype": args.dtype,
-        "seq_len": SEQ_LEN,
-        "sequences": SEQUENCES,
-        "steps": WARM_STEPS + STEPS,
-        "lr": 2e-5,
-        "gradients": "fp32",
-        "weights": "raw",
-    }
-    cases = []
-    for size in args.ranks:
-        job = {**base, "microbatches": MICROBATCHES}
-        free = run_ranks(size, job, args, None)
-        sent = sum(wire for wire, _ in free[0]["sent_bytes"].values())
-        compute_s = max(result["compute_s"] for result in free)
-        rate = sent / (SHARE * compute_s)
-        wires = [("fp32", "raw"), ("bf16", "raw"), ("int8-ef", "raw")]
-        wires += [("int8-ef", "delta")] if args.dtype != "fp32" else []
-        for gradients, weights in wires:
-            slow = run_ranks(size, {**job, "gradients": gradients, "weights": weights}, args, rate)
-            cases.append(case_of(size, gradients, weights, free, slow, rate, compute_s))
-            print(json.dumps(cases[-1]), file=sys.stderr)
-    return {"cases": cases}
+    bench_speed.build(directory, SHAPE["layers"], SHAPE["hidden"], SHAPE["vocabulary"], 300_000)
+    wires = [(gradients, "raw") for gradients in args.gradients]
+    wires += [("int8-ef", "delta")] if args.dtype != "fp32" else []
+    cases: list[dict[str, Any]] = []
+    for gradients, weights in wires:
+        job = {
+            **SHAPE,
+            "directory": str(directory),
+            "dtype": args.dtype,
+            "steps": WARM_STEPS + 2 * args.phase_steps * args.rounds,
+            "rounds": args.rounds,
+            "phase_steps": args.phase_steps,
+            "lr": 2e-5,
+            "gradients": gradients,
+            "weights": weights,
+            "rate": cases[0]["rate_bytes_per_s"] if cases else None,
+        }
+        cases.append(case_of(args.ranks, gradients, weights, run_ranks(args.ranks, job, args)))
+        print(json.dumps(cases[-1]), file=sys.stderr)
+    return {"ranks": args.ranks, "dtype": args.dtype, "cases": cases}
 
 
-def case_of(
-    size: int,
-    gradients: str,
-    weights: str,
-    free: list[dict[str, Any]],
-    slow: list[dict[str, Any]],
-    rate: float,
-    compute_s: float,
-) -> dict[str, Any]:
-    """Put one measurement beside its prediction."""
-    free_s, slow_s = (statistics.median(run[0]["seconds"][WARM_STEPS:]) for run in (free, slow))
-    wire = sum(sent for sent, _ in slow[0]["sent_bytes"].values())
-    logical = sum(stood for _, stood in slow[0]["sent_bytes"].values())
-    comm_s = wire / rate
-    predicted, reduced = slow[0]["predicted_s"], slow[0]["sent_bytes"]["net:reduce"]
-    whole = sum(result["optimizer_bytes"] for result in slow)
+def run_ranks(size: int, job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    job = {**job, "apart": args.namespaces}
+    return ranks.run_ranks(__file__, size, job, apart=args.namespaces, limit_s=args.limit_s)
+
+
+def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put one measurement beside its predictions."""
+    first = found[0]
+    free_s, slow_s = statistics.median(first["free_s"]), statistics.median(first["slow_s"])
+    wire, logical = first["wire"], first["logical"]
+    comm_s = sum(wire.values()) / first["rate"]
+    whole = sum(result["optimizer_bytes"] for result in found)
     return {
         "ranks": size,
         "gradients": gradients,
         "weights": weights,
-        "rate_bytes_per_s": rate,
-        "compute_s": compute_s,
+        "rate_bytes_per_s": first["rate"],
+        "measured_rate_bytes_per_s": first["measured_rate"],
+        "compute_s": first["compute_s"],
         "communication_s": comm_s,
         "step_free_s": free_s,
         "step_s": slow_s,
+        "all_free_s": first["free_s"],
+        "all_slow_s": first["slow_s"],
         "hidden_share": 1 - (slow_s - free_s) / comm_s,
-        "predicted_s": predicted,
-        "prediction_error": None if predicted is None else predicted / slow_s - 1,
-        "wire_bytes": {lane: sent for lane, (sent, _) in slow[0]["sent_bytes"].items()},
-        "fewer_gradient_bytes": reduced[1] / reduced[0],
-        "fewer_bytes": logical / wire,
-        "same_weights": len({result["weights"] for result in slow}) == 1,
-        "optimizer_share": max(result["optimizer_bytes"] for result in slow) / whole,
+        "waited_s": {
+            cause: max(result["waits"].get(cause, 0.0) for result in found) for cause in first["waits"]
+        },
+        "predicted_s": first["predicted_s"],
+        "prediction_error": first["predicted_s"] / slow_s - 1,
+        "simulated_s": first["simulated_s"],
+        "simulation_error": first["simulated_s"] / slow_s - 1,
+        "wire_bytes": wire,
+        "fewer_gradient_bytes": logical["net:reduce"] / wire["net:reduce"],
+        "fewer_bytes": sum(logical.values()) / sum(wire.values()),
+        "same_weights": len({result["weights"] for result in found}) == 1,
+        "same_losses": len({tuple(result["losses"]) for result in found}) == 1,
+        "optimizer_share": max(result["optimizer_bytes"] for result in found) / whole,
     }
 
 
@@ -285,29 +339,28 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Return how far apart the losses of 300 steps are, by codec, beside what another order of the data changes."""
     import numpy as np
 
-    shape = CURVE
-    bench_speed.build(directory, shape["layers"], shape["hidden"], shape["vocabulary"], 10)
+    bench_speed.build(directory, CURVE["layers"], CURVE["hidden"], CURVE["vocabulary"], 10)
     random = np.random.default_rng(0)
     ids = np.empty(400_000, np.int32)
     ids[0] = 1
     noise = random.integers(0, 4, len(ids))
     for index in range(1, len(ids)):  # what comes next is one of four, so that there is something to learn
-        ids[index] = (5 * ids[index - 1] + 7 * noise[index]) % shape["vocabulary"]
+        ids[index] = (5 * ids[index - 1] + 7 * noise[index]) % CURVE["vocabulary"]
     np.save(directory / "tokens.npy", ids)
-    base = {
+    job = {
+        **CURVE,
         "directory": str(directory),
         "dtype": "fp32",
-        **{key: shape[key] for key in ("seq_len", "sequences", "steps")},
-        "microbatches": 2,
+        "steps": CURVE_STEPS,
+        "rounds": 0,
         "lr": 1e-3,
         "weights": "raw",
     }
     found = {
-        gradients: run_ranks(2, {**base, "gradients": gradients}, args, None)[0]["losses"]
+        gradients: run_ranks(args.ranks, {**job, "gradients": gradients}, args)[0]["losses"]
         for gradients in ("fp32", "bf16", "int8", "int8-ef")
     }
-    exact = found["fp32"]
-    last = slice(-50, None)
+    exact, last = found["fp32"], slice(-50, None)
     # How far a mean over 50 steps lies from another by the draw of their batches alone.
     noise_of_mean = statistics.stdev(exact[last]) / 50**0.5
     rows = {
@@ -321,29 +374,93 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return {"first": exact[0], "noise_of_mean": noise_of_mean, "curves": rows}
 
 
+def simulated() -> list[dict[str, Any]]:
+    """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
+    from outsize.hardware.presets import parse_gpus
+    from outsize.hardware.spec import Figure
+    from outsize.model.spec_from_config import read_shape, spec_from_config
+    from outsize.model.workload import count_workload
+    from outsize.planner.one_worker import one_worker
+    from outsize.planner.plan import Budgets
+    from outsize.planner.prediction import predict
+    from outsize.planner.question import Question
+
+    def step(config: dict[str, Any], nodes: int, bytes_per_s: float) -> Any:
+        shape, count = read_shape(config), SIMULATED["microbatches"]
+        question = Question(
+            model=spec_from_config(config, "bf16"),
+            machine=parse_gpus("4090"),
+            budgets=Budgets(device=20 * 2**30, host=300 * 2**30, disk=0),
+            sequences=SIMULATED["sequences"],
+            seq_len=1024,
+            workload_of=lambda rows: count_workload(shape, "bf16", sequences=rows, seq_len=1024),
+            nodes=nodes,
+            net_bytes_per_s=Figure(value=bytes_per_s, source="half of compute"),
+        )
+        return question, predict(question, one_worker(question, count, "host"))
+
+    rows = []
+    for (name, config), nodes in itertools.product(MODELS.items(), (2, 4)):
+        question, free = step(config, nodes, 1e15)
+        compute_s = (1 - free.bubble) * free.step_s
+        numel = sum(unit.numel for unit in question.model.units)
+        rate = 6 * numel * (nodes - 1) / nodes / (SHARE * compute_s)
+        _, slow = step(config, nodes, rate)
+        comm_s = SHARE * compute_s
+        rows.append(
+            {
+                "model": name,
+                "nodes": nodes,
+                "gbit_per_s": 8e-9 * rate,
+                "compute_s": compute_s,
+                "step_free_s": free.step_s,
+                "step_s": slow.step_s,
+                "hidden_share": 1 - (slow.step_s - free.step_s) / comm_s,
+            }
+        )
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument(
         "--namespaces", action="store_true", help="throttle a veth of each rank with tc; needs root"
     )
+    parser.add_argument("--gradients", nargs="+", default=["fp32", "bf16", "int8-ef"], metavar="CODEC")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of unthrottled and throttled steps")
+    parser.add_argument("--phase-steps", type=int, default=PHASE_STEPS, help="in a row, two at least")
     parser.add_argument("--curve", action="store_true", help="compare losses of 300 steps instead")
+    parser.add_argument("--simulated", action="store_true", help="what the simulator makes of larger models")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.child:
-        child(json.loads(args.child))
+        print(json.dumps(Rank(json.loads(args.child)).run()))
         return
+    if args.simulated:
+        rows = simulated()
+        common.print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
+        common.finish({"bench": "nodes_simulated", "cases": rows}, args.output)
+        return
+    if args.namespaces:
+        ranks.check_namespaces()
     with tempfile.TemporaryDirectory() as name:
         result = curves(args, Path(name)) if args.curve else measure(args, Path(name))
     if args.curve:
         rows = [(name, *(f"{value:.4f}" for value in row.values())) for name, row in result["curves"].items()]
         common.print_table(("gradients", "loss of the last 50", "apart", "most apart in a step"), rows)
     else:
-        keys = ("ranks", "gradients", "weights", "step_free_s", "step_s", "communication_s", "hidden_share")
-        keys += ("predicted_s", "prediction_error", "fewer_gradient_bytes", "same_weights", "optimizer_share")
+        keys = ("gradients", "weights", "step_free_s", "step_s", "communication_s", "hidden_share")
+        keys += (
+            "prediction_error",
+            "simulation_error",
+            "fewer_gradient_bytes",
+            "same_weights",
+            "optimizer_share",
+        )
         rows = [
             tuple(f"{case[key]:.3f}" if isinstance(case[key], float) else str(case[key]) for key in keys)
             for case in result["cases"]

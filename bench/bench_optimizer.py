@@ -1,8 +1,10 @@
 """Is the optimizer's step over split masters as fast as memory allows, and as torch's own on fp32 masters?
 
-Every form steps the same number of parameters, in turn, round after round; medians, and ratios within the run. The
-bound is the memory: a triad, a = b + s c, whose bytes are counted as STREAM counts them, without the read of ``a`` that
-the processor makes before it writes; and the same in place, a = a + s c, which needs no such read. A step needs none.
+Every form steps the same number of parameters, in turn, round after round; medians, and ratios within the run. All
+planes lie as the engine's do, in an arena with huge pages. The bound is the memory, told in three ways: a triad, a = b
++ s c, whose bytes are counted as STREAM counts them, without the read of ``a`` that the processor makes before it
+writes; the same in place, a = a + s c, which needs no such read, as a step needs none; and the exact form's own planes,
+each read, changed by one addition and written, as same_streams.c does: what memory gives a step that computes nothing.
 Targets: exact at least as fast as torch's fused AdamW and the cast to bf16 that it replaces; 80 % of the triad's bytes
 per second for its own bytes; 8-bit moments at least 0.8 times the exact rate.
 
@@ -12,6 +14,10 @@ Needs a quiet machine, 3 GB of memory and under three minutes, most of them for 
 """
 
 import argparse
+import ctypes
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,16 +33,22 @@ from outsize import native
 from outsize.model.spec import UnitSpec, pack_unit
 from outsize.optim.adamw import AdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.lion import Lion
 from outsize.optim.planes import StatePlanes
+from outsize.optim.sgd import SGD
 from outsize.optim.spec import BLOCK_ELEMENTS
 from outsize.optim.split import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
+from outsize.optim.update import Rule
+from outsize.storage.arena import Arena
 
 RULE, LR, STEP = AdamW(weight_decay=0.1), 1e-4, 5
 ITEMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 TILE = 2**17
+ARENA = Arena()  # for as long as the process lives
 # Of these alone are few rounds: they are several times slower.
 FALLBACKS = "torch ops"
+SAME = "the exact form's planes, read and written"
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,26 @@ class Form:
     kept: float
 
 
-def planes_of(numel: int, moments: str) -> StatePlanes:
-    weights, low = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
-    ties = torch.zeros(ties_bytes(numel), dtype=torch.uint8) if moments == "fp32" else None
+def zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As the engine has its planes: in huge pages, every one of them touched."""
+    return ARENA.take(numel * dtype.itemsize, "bench").view(dtype).zero_()
+
+
+def planes_of(numel: int, moments: str, num_moments: int = 2) -> StatePlanes:
+    weights, low = zeros(numel, torch.bfloat16), zeros(numel, torch.int16)
+    ties = zeros(ties_bytes(numel), torch.uint8) if moments == "fp32" else None
     split_master(torch.randn(numel), weights, low, ties)
-    state = {name: torch.zeros(numel, dtype=ITEMS[moments]) for name in ("exp_avg", "exp_avg_sq")}
+    state = {name: zeros(numel, ITEMS[moments]) for name in ("exp_avg", "exp_avg_sq")[:num_moments]}
     if moments == "int8":
-        tops = numel // BLOCK_ELEMENTS
-        state |= {f"{name}_scales": torch.zeros(tops, dtype=torch.uint8) for name in list(state)}
+        state |= {f"{name}_scales": zeros(numel // BLOCK_ELEMENTS, torch.uint8) for name in list(state)}
     return StatePlanes(weights=weights, master_low=low, master_ties=ties, **state)
 
 
-def stepper(unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, use_native: bool = True) -> Form:
+def stepper(
+    unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, rule: Rule = RULE, use_native: bool = True
+) -> Form:
     def run() -> None:
-        step_state(RULE, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1, use_native=use_native)
+        step_state(rule, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1, use_native=use_native)
 
     kept = planes.bytes_per_element()
     # The bits of ties are touched at one element in 65,536.
@@ -84,8 +102,9 @@ def fused(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor)
 
 def resident(numel: int, gradient: Tensor) -> Form:
     """What is replaced: fp32 masters under torch's fused AdamW, then the cast to bf16."""
-    master, exp_avg, exp_avg_sq = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
-    weights = torch.empty(numel, dtype=torch.bfloat16)
+    master, exp_avg, exp_avg_sq = (zeros(numel) for _ in range(3))
+    master.normal_()
+    weights = zeros(numel, torch.bfloat16)
 
     def run() -> None:
         fused(master, gradient, exp_avg, exp_avg_sq)
@@ -148,28 +167,51 @@ def compiled(planes: StatePlanes, gradient: Tensor) -> Form:
 
 
 def triad(numel: int) -> Form:
-    a, b, c = (torch.ones(numel // 2, dtype=torch.float64) for _ in range(3))
+    a, b, c = (zeros(numel // 2, torch.float64).fill_(1.0) for _ in range(3))
     return Form(lambda: torch.add(b, c, alpha=3.0, out=a), 12.0, 0.0)
 
 
 def in_place(numel: int) -> Form:
-    a, b = (torch.ones(numel // 2, dtype=torch.float64) for _ in range(2))
+    a, b = (zeros(numel // 2, torch.float64).fill_(1.0) for _ in range(2))
     return Form(lambda: a.add_(b, alpha=1e-9), 12.0, 0.0)
 
 
-def forms_of(numel: int, *, compile_too: bool) -> dict[str, Form]:
+def same_streams(numel: int, threads: int) -> Form | None:
+    """The planes of the exact form, changed by next to nothing; None without a compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    source = Path(__file__).with_name("same_streams.c")
+    with tempfile.TemporaryDirectory() as name:
+        library = Path(name) / "same_streams.so"
+        flags = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+        subprocess.run([compiler, *flags, source, "-o", library], check=True)
+        handle = ctypes.CDLL(str(library))
+    planes = [zeros(numel, dtype) for dtype in (torch.int16, torch.int16, torch.int16)]
+    planes += [zeros(numel), zeros(numel)]
+    arguments = [ctypes.c_void_p(plane.data_ptr()) for plane in planes]
+    return Form(
+        lambda: handle.same_streams(*arguments, ctypes.c_size_t(numel), ctypes.c_int(threads)), 26.0, 0.0
+    )
+
+
+def forms_of(numel: int, threads: int, *, compile_too: bool) -> dict[str, Form]:
     unit = pack_unit(0, "bench", "block", [("weight", (numel,), True, True)])
-    wide = torch.randn(numel) * 1e-3
-    narrow = wide.to(torch.bfloat16)
+    wide, narrow = zeros(numel).normal_().mul_(1e-3), zeros(numel, torch.bfloat16)
+    narrow.copy_(wide)
+    streams = same_streams(numel, threads)
     exact, bf16, int8 = (planes_of(numel, moments) for moments in ("fp32", "bf16", "int8"))
     forms = {
         "triad": triad(numel),
         "triad in place": in_place(numel),
+        **({} if streams is None else {SAME: streams}),
         "torch fused fp32, cast": resident(numel, wide),
         "exact": stepper(unit, exact, narrow),
         "exact, fp32 gradient": stepper(unit, exact, wide),
         "bf16 moments": stepper(unit, bf16, narrow),
         "8-bit moments": stepper(unit, int8, narrow),
+        "Lion, exact": stepper(unit, planes_of(numel, "fp32", 1), narrow, rule=Lion()),
+        "SGD, exact": stepper(unit, planes_of(numel, "fp32", 1), narrow, rule=SGD()),
         "exact, kernels around torch's op": around_torch(exact, narrow),
     }
     if compile_too:
@@ -209,12 +251,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if not native.available():
         raise SystemExit(f"no kernels to measure: {native.reason()}")
-    forms = forms_of(args.parameters, compile_too=args.compile)
+    forms = forms_of(args.parameters, args.threads, compile_too=args.compile)
     taken = measure(forms, args.rounds)
     rows: dict[str, dict[str, Any]] = {}
-    bound, bound_in_place = (
-        forms[name].moved * args.parameters / taken[name].median for name in ("triad", "triad in place")
-    )
+    bounds = {
+        key: forms[name].moved * args.parameters / taken[name].median
+        for key, name in (
+            ("of_triad", "triad"),
+            ("of_triad_in_place", "triad in place"),
+            ("of_streams", SAME),
+        )
+        if name in forms
+    }
     for name, form in forms.items():
         rate = args.parameters / taken[name].median
         rows[name] = {
@@ -222,8 +270,7 @@ def main() -> None:
             "bytes_moved": form.moved,
             "bytes_kept": form.kept,
             "bytes_per_s": rate * form.moved,
-            "of_triad": rate * form.moved / bound,
-            "of_triad_in_place": rate * form.moved / bound_in_place,
+            **{key: rate * form.moved / bound for key, bound in bounds.items()},
             "spread": taken[name].relative,
         }
     common.print_table(
@@ -234,8 +281,7 @@ def main() -> None:
             "bytes moved",
             "bytes kept",
             "GB/s",
-            "of triad",
-            "of triad in place",
+            *(key.replace("_", " ") for key in bounds),
         ),
         [
             (
@@ -245,8 +291,7 @@ def main() -> None:
                 f"{row['bytes_moved']:.2f}",
                 f"{row['bytes_kept']:.3f}" if row["bytes_kept"] else None,
                 f"{row['bytes_per_s'] / 1e9:.1f}",
-                f"{row['of_triad']:.2f}",
-                f"{row['of_triad_in_place']:.2f}",
+                *(f"{row[key]:.2f}" for key in bounds),
             )
             for name, row in rows.items()
         ],
@@ -263,6 +308,7 @@ def main() -> None:
             "forms": rows,
             "exact_of_torch": rates["exact"] / rates["torch fused fp32, cast"],
             "exact_of_triad": rows["exact"]["of_triad"],
+            "exact_of_streams": rows["exact"].get("of_streams"),
             "eight_bits_of_exact": rates["8-bit moments"] / rates["exact"],
         },
         args.output,

@@ -26,7 +26,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outsize.cli.plan_question import Asked, ask, largest_models
+from outsize.cli.plan_largest import largest_models
+from outsize.cli.plan_options import PlanOptions
+from outsize.cli.plan_question import Asked, ask
 from outsize.codecs.measure import measure
 from outsize.codecs.transport import Transport
 from outsize.planner.one_worker import fits_one_worker, one_worker
@@ -154,24 +156,16 @@ def asked(directory: Path, host_memory: str | None = None) -> Asked:
     path = directory / "config.json"
     path.write_text(json.dumps(LLAMA_70B), encoding="utf-8")
     return ask(
-        str(path),
-        gpus="4090",
-        machine=None,
-        method="lora",
-        lora_r=8,
-        lora_modules=None,
-        nodes=1,
-        net=None,
-        dtype="bf16",
-        seq_len=2048,
-        tokens_per_step=8 * 2048,
-        microbatches=8,
-        home="host",
-        device_memory=None,
-        host_memory=host_memory,
-        max_grad_norm=1.0,
-        tokens=None,
-        data="data",
+        PlanOptions(
+            model=str(path),
+            gpus="4090",
+            method="lora",
+            seq_len=2048,
+            tokens_per_step=8 * 2048,
+            microbatches=8,
+            home="host",
+            host_memory=host_memory,
+        )
     )
 
 

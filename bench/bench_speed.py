@@ -6,8 +6,6 @@ resident with activation checkpointing, resident without. Medians over the steps
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -106,14 +104,6 @@ def resident(args: argparse.Namespace, directory: Path, checkpointing: bool) -> 
     return {"seconds": seconds[1:], "losses": losses}
 
 
-def run_child(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, object]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--dir", str(directory)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
-    result = common.last_json(done.stdout)
-    assert result is not None
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12)
@@ -141,7 +131,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, object]]] = {variant: [] for variant in VARIANTS}
         for _ in range(args.rounds):
             for variant in VARIANTS:
-                runs[variant].append(run_child(args, directory, variant))
+                runs[variant].append(common.run_child(variant, directory))
     report(args, runs)
 
 

@@ -1,7 +1,7 @@
 """What does optimizer state of fewer bits do to a run? Loss curves of a small GPT on real text, against fp32 state.
 
-A GPT-2 of three blocks learns the source of Python's standard library, byte by byte, with AdamW: from the same weights
-and on the same batches with moments in fp32, bf16 and 8 bits. Target, over three seeds: within 0.5 % of the loss with
+A GPT-2 of three blocks (`quality`) trains with AdamW from the same weights and on the same batches, with moments in
+fp32, bf16 and 8 bits. Target, over three seeds: within 0.5 % of the loss with
 fp32 state after 1,000 steps, at the end of which the learning rate is zero. How much of a difference is chance shows a
 run with fp32 state whose first weights differ in their last bits.
 
@@ -12,18 +12,12 @@ minutes of one processor.
     OMP_NUM_THREADS=1 nice python bench/bench_state_quality.py --output bench/results/state_quality.json
 """
 
-import argparse
-import statistics
-import sys
-import sysconfig
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import common
+import quality
 import torch
+from quality import SEQ_LEN, SEQUENCES
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from outsize.model.spec import UnitSpec, pack_unit
 from outsize.optim import moments
@@ -32,12 +26,7 @@ from outsize.optim.planes import StatePlanes
 from outsize.optim.spec import BLOCK_ELEMENTS
 from outsize.optim.step import step_state
 
-WIDTH, BLOCKS, SEQ_LEN, SEQUENCES = 64, 3, 64, 8
-NUM_BYTES = 2_000_000
 LR, WARMUP = 1e-3, 20
-# Losses are means over so many last steps: single ones jump from batch to batch.
-WINDOW = 50
-CURVE_POINTS = 50
 DYNAMIC_BLOCK = 256
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 # The same run but for the last bits of its first weights: what differs then is chance.
@@ -102,20 +91,6 @@ VARIANTS: dict[str, tuple[str, Rounding | None]] = {
 }
 
 
-def fresh_model(seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    shape = {"n_embd": WIDTH, "n_layer": BLOCKS, "n_head": 4, "vocab_size": 256, "n_positions": SEQ_LEN}
-    config = GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def text() -> Tensor:
-    found = bytearray()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        found += path.read_bytes()
-    return torch.frombuffer(found[:NUM_BYTES], dtype=torch.uint8).long()
-
-
 def flattened(model: torch.nn.Module) -> tuple[UnitSpec, Tensor, Tensor]:
     """Return all parameters as one unit, its weights and its gradient; the model's own become views of them."""
     named = dict(model.named_parameters())
@@ -132,7 +107,7 @@ def flattened(model: torch.nn.Module) -> tuple[UnitSpec, Tensor, Tensor]:
 
 def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
     kind, rounding = VARIANTS[variant]
-    model = fresh_model(seed)
+    model = quality.fresh_model(seed)
     unit, weights, gradient = flattened(model)
     if variant == CONTROL:
         weights *= 1.0 + NUDGE
@@ -157,56 +132,20 @@ def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
     return found
 
 
+def runs(seed: int, steps: int, variants: Sequence[str], corpus: Tensor) -> Iterator[tuple[str, list[float]]]:
+    for variant in variants:
+        yield variant, losses(seed, steps, variant, corpus)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = quality.arguments(__doc__)
     parser.add_argument(
         "--states", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="fp32 among them"
     )
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    corpus, window = text(), min(WINDOW, args.steps)
-    finals: dict[str, list[float]] = {name: [] for name in args.states}
-    curves: list[dict[str, Any]] = []
-    for seed in range(args.seeds):
-        for name in args.states:
-            found = losses(seed, args.steps, name, corpus)
-            finals[name].append(statistics.fmean(found[-window:]))
-            every = max(1, args.steps // CURVE_POINTS)
-            points = [
-                round(statistics.fmean(found[at : at + every]), 5) for at in range(0, len(found), every)
-            ]
-            curves.append({"seed": seed, "state": name, "every": every, "loss": points})
-            print(f"seed {seed}, {name}: {finals[name][-1]:.4f}", file=sys.stderr)
-    off = {
-        name: [loss / exact - 1 for loss, exact in zip(values, finals["fp32"], strict=True)]
-        for name, values in finals.items()
-    }
-    common.print_table(
-        ("state", f"loss of the last {window} steps", "off fp32 state, mean", "worst"),
-        [
-            (
-                name,
-                " ".join(f"{loss:.4f}" for loss in finals[name]),
-                f"{statistics.fmean(off[name]):+.2%}",
-                f"{max(off[name], key=abs):+.2%}",
-            )
-            for name in args.states
-        ],
-    )
-    common.finish(
-        {
-            "bench": "state_quality",
-            "machine": common.machine(),
-            "steps": args.steps,
-            "finals": finals,
-            "off": off,
-            "curves": curves,
-        },
-        args.output,
-    )
+    corpus = torch.frombuffer(quality.text(), dtype=torch.uint8).long()
+    quality.compare("state", "fp32", lambda seed: runs(seed, args.steps, args.states, corpus), args)
 
 
 if __name__ == "__main__":

@@ -95,42 +95,39 @@ def run(
     return [o.seconds for o in outcomes][2:], [o.loss for o in outcomes], wire, logical
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        bench_speed.build(directory, LAYERS, HIDDEN, VOCABULARY, 50_000)
-        for case in CASES:
-            prepared = prepared_for(case, directory, args.steps)
-            expected = forecast(prepared, directory, lambda line: print(line, file=sys.stderr))
-            if expected is None:
-                raise SystemExit(f"{case.name}, {case.codecs}: no prediction")
-            prediction = expected.step_s
-            seconds, losses, wire, logical = run(prepared, directory, args.steps)
-            raw = next((r for r in results if r["case"] == case.name), None)
-            measured = statistics.median(seconds)
-            results.append(
-                {
-                    "case": case.name,
-                    "codecs": case.codecs,
-                    "exact": prepared.plan.transport.exact,
-                    "losses": losses,
-                    "losses_equal_raw": losses == (raw["losses"] if raw else losses),
-                    "measured_s": measured,
-                    "predicted_s": prediction,
-                    "error": prediction / measured - 1,
-                    "speedup": raw["measured_s"] / measured if raw else 1.0,
-                    "predicted_speedup": raw["predicted_s"] / prediction if raw else 1.0,
-                    "wire_bytes": wire,
-                    "logical_bytes": logical,
-                }
-            )
-            print(f"{case.name}, {case.codecs}: {measured:.3f} s", file=sys.stderr)
+def figures(case: Case, directory: Path, steps: int) -> dict[str, Any]:
+    """Return what was predicted and measured of a case."""
+    prepared = prepared_for(case, directory, steps)
+    expected = forecast(prepared, directory, lambda line: print(line, file=sys.stderr))
+    if expected is None:
+        raise SystemExit(f"{case.name}, {case.codecs}: no prediction")
+    seconds, losses, wire, logical = run(prepared, directory, steps)
+    measured = statistics.median(seconds)
+    print(f"{case.name}, {case.codecs}: {measured:.3f} s", file=sys.stderr)
+    return {
+        "case": case.name,
+        "codecs": case.codecs,
+        "exact": prepared.plan.transport.exact,
+        "losses": losses,
+        "measured_s": measured,
+        "predicted_s": expected.step_s,
+        "error": expected.step_s / measured - 1,
+        "wire_bytes": wire,
+        "logical_bytes": logical,
+    }
+
+
+def against_raw(results: list[dict[str, Any]]) -> None:
+    """Add to each result how it compares with the first of its case, whose crossings are raw."""
+    raw: dict[str, dict[str, Any]] = {}
+    for result in results:
+        first = raw.setdefault(result["case"], result)
+        result["losses_equal_raw"] = result["losses"] == first["losses"]
+        result["speedup"] = first["measured_s"] / result["measured_s"]
+        result["predicted_speedup"] = first["predicted_s"] / result["predicted_s"]
+
+
+def show(results: list[dict[str, Any]]) -> None:
     common.print_table(
         (
             "configuration",
@@ -160,6 +157,20 @@ def main() -> None:
             for r in results
         ],
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        bench_speed.build(directory, LAYERS, HIDDEN, VOCABULARY, 50_000)
+        results = [figures(case, directory, args.steps) for case in CASES]
+    against_raw(results)
+    show(results)
     errors = [abs(r["error"]) for r in results]
     common.finish(
         {

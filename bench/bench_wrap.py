@@ -11,8 +11,6 @@ and seconds of processors, which other programs disturb less.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -120,14 +118,6 @@ def wrap(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> 
     return {"seconds": seconds, "cpu_s": [b - a for a, b in pairwise(cpu)], "losses": losses}
 
 
-def run_child(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", variant, "--dir", str(directory)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
-    result = common.last_json(done.stdout)
-    assert result is not None
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,7 +148,7 @@ def main() -> None:
         runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
         for _ in range(args.rounds):
             for variant in VARIANTS:
-                runs[variant].append(run_child(args, directory, variant))
+                runs[variant].append(common.run_child(variant, directory))
     report(args, runs)
 
 

@@ -7,7 +7,9 @@ A benchmark is one file that asks one question. It warms up, repeats, prints a t
 ends with ``finish``, whose last line on standard output is one JSON object.
 """
 
+import contextlib
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -16,7 +18,8 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -100,6 +103,19 @@ def last_json(text: str) -> dict[str, Any] | None:
         if isinstance(value, dict):
             return value
     return None
+
+
+def run_child(what: str, directory: Path) -> dict[str, Any]:
+    """Run the benchmark under way once more, for ``--child what`` in ``directory``, and return what it ends with.
+
+    Raises:
+        CalledProcessError: it failed; what it said is on standard error.
+    """
+    command = [sys.executable, *sys.argv, "--child", what, "--dir", str(directory)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = last_json(done.stdout)
+    assert found is not None
+    return found
 
 
 # --- machine --------------------------------------------------------------------------------------
@@ -202,6 +218,14 @@ def reset_peak_rss() -> bool:
     return True
 
 
+def loopback_bytes() -> int:
+    """Return the bytes that the loopback of this machine has carried so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[0])
+    raise SystemExit("this machine has no loopback in /proc/net/dev")
+
+
 def _proc_fields(path: str) -> dict[str, int]:
     """Return the ``name: number`` lines of a /proc file; empty where it cannot be read."""
     try:
@@ -211,3 +235,32 @@ def _proc_fields(path: str) -> dict[str, int]:
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     fields = ((name, rest.split()) for name, rest in pairs)
     return {name: int(words[0]) for name, words in fields if words and words[0].isdigit()}
+
+
+# --- processes that are forked --------------------------------------------------------------------
+
+
+def imported_by(work: Callable[[], object]) -> list[str]:
+    """Do ``work`` in a child of its own, and return the modules that it has imported there."""
+    reader, writer = os.pipe()
+    before = set(sys.modules)
+    if not (pid := os.fork()):
+        work()
+        os.write(writer, "\n".join(sorted(set(sys.modules) - before)).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        modules = told.read().split()
+    os.waitpid(pid, 0)
+    return modules
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Import what children that are forked from here would: most of their start."""
+    for module in modules:
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        raise SystemExit(f"{threads} threads in the process that forks: children would miss them")

@@ -14,9 +14,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` from src/outsize/config/schema.py; change it there. -->
+<!-- Written by `make docs` from the sections in src/outsize/config; change it there. -->
 
-A run is described by a YAML file with seven sections, every key of which has a default except the two paths:
+A run is described by a YAML file with nine sections, every key of which has a default except the two paths:
 
 ```yaml
 model:

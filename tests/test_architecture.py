@@ -14,18 +14,21 @@ import outsize
 SOURCE = Path(outsize.__file__).parent
 GROUND = {"errors", "units"}
 FILES = {"files"}
+CHOICES = {"choices"}
 # room -> what it may import: a whole room, or one module of it. Its own modules are always allowed.
 ARROWS = {
     "errors": {"units"},
+    "choices": set(),
     "files": set(),
     "units": set(),
-    "config": GROUND,
+    "config": GROUND | CHOICES,
     "native": set(),
     "hardware": GROUND | {"native.library"},
     "codecs": GROUND | {"native"},
     "model": GROUND | FILES | {"codecs.spec"},
     "optim": GROUND | {"codecs", "model.spec", "native"},
     "planner": GROUND
+    | CHOICES
     | {
         "hardware.spec",
         "model.spec",
@@ -45,6 +48,7 @@ ARROWS = {
         "data",
         "hardware",
         "model.spec",
+        "native.library",
         "optim",
         "planner.hazards",
         "planner.lanes",
@@ -57,7 +61,9 @@ ARROWS = {
     "report": GROUND | {"doctor", "planner", "telemetry"},
     "train": GROUND
     | FILES
+    | CHOICES
     | {
+        "native.library",
         "codecs",
         "config",
         "data",
@@ -74,6 +80,7 @@ ARROWS = {
     },
     "inference": GROUND | {"codecs", "hardware", "model", "planner", "runtime", "storage"},
     "wrapped": GROUND
+    | CHOICES
     | {
         "codecs",
         "config",
@@ -87,6 +94,7 @@ ARROWS = {
         "train",
     },
     "cli": GROUND
+    | CHOICES
     | {
         "codecs.wire",
         "config",

@@ -230,6 +230,17 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     assert "not UTF-8 text" in mistake(path=tmp_path / "binary.yaml")
 
 
+def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_path):
+    adamw, sgd, lion = (load(f"optimizer.name={name}") for name in ("adamw", "sgd", "lion"))
+    assert (adamw.optimizer.betas, adamw.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
+    assert (sgd.optimizer.momentum, sgd.optimizer.weight_decay) == (0.9, 0.0)
+    assert (lion.optimizer.betas, lion.optimizer.weight_decay) == ((0.9, 0.99), 0.0)
+    assert load("optimizer.name=lion", "optimizer.weight_decay=0.3").optimizer.weight_decay == 0.3
+    for config in (adamw, sgd, lion):
+        (tmp_path / "run.yaml").write_text(dump_config(config))
+        assert load(path=tmp_path / "run.yaml") == config
+
+
 # --- combinations -------------------------------------------------------------------------------------------
 
 
@@ -243,6 +254,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         (["train.steps=1", "optimizer.warmup_ratio=0.9"], "1 steps of warm-up do not fit"),
         (["optimizer.warmup_steps=5", "optimizer.warmup_ratio=0.1"], "not both"),
         (["memory.slots=2", "memory.prefetch=2"], "need 3 slots, but memory.slots is 2"),
+        (["optimizer.name=sgd", "optimizer.eps=1e-6"], "optimizer.eps: sgd has none; leave it out, or set"),
+        (["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"], "optimizer.name=adamw or lion"),
+        (["optimizer.name=lion", "optimizer.momentum=0.5"], "optimizer.momentum: lion has none"),
+        (["optimizer.nesterov=true"], "optimizer.nesterov: adamw has none"),
+        (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.dampening=0.1"], "no dampening"),
+        (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs a momentum"),
         (["optimizer.clip=unit", "train.on_nonfinite=skip"], "needs them; use optimizer.clip=global"),
         (
             ["optimizer.masters=split", "model.dtype=fp32"],
@@ -267,6 +284,7 @@ def test_combinations_that_cannot_be_are_refused(overrides, words):
         (["memory.device=emulated:2", "memory.activations=keep"], "memory.activations"),
         (["memory.offload=false", "transport.activations=int8"], "transport.activations"),
         (["optimizer.clip=unit", "optimizer.gradients=bf16"], "optimizer.gradients"),
+        (["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.state=int8"], "optimizer.state"),
         (["optimizer.clip=none", "optimizer.max_grad_norm=2.0"], "optimizer.max_grad_norm"),
         (["optimizer.clip=unit", "optimizer.max_grad_norm=0.0"], "optimizer.clip"),
         (["train.on_stall=ignore", "train.stall_factor=20"], "train.stall_factor"),

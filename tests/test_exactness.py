@@ -357,10 +357,17 @@ def test_frozen_parameters_stay_and_the_others_train_exactly(
         assert torch.equal(weight, before[name]) == (name not in trained), name
 
 
+@pytest.mark.parametrize("masters", ["separate", "split"])
 @pytest.mark.parametrize("freeze", [FROZEN["parts of units"], FROZEN["all but one"]])
-def test_frozen_parameters_stay_in_bf16_on_disk(freeze: tuple[str, ...], tmp_path: Path):
-    """There a tile's weights are made from masters, those that do not step included."""
-    got = compare("llama", tmp_path, model={"dtype": "bf16", "freeze": freeze}, memory={"home": "disk"})
+def test_frozen_parameters_stay_in_bf16_on_disk(freeze: tuple[str, ...], masters: str, tmp_path: Path):
+    """There a tile's weights are made from separate masters, those that do not step included."""
+    got = compare(
+        "llama",
+        tmp_path,
+        model={"dtype": "bf16", "freeze": freeze},
+        optimizer={"masters": masters},
+        memory={"home": "disk"},
+    )
     before = dict(zoo.build("llama").named_parameters())
     frozen = before.keys() - got.gradients[0].keys()
     assert frozen

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import reference
 from outsize.config import Config
-from outsize.errors import InfeasiblePlanError
+from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
 from outsize.train.prepare import prepare
@@ -95,6 +95,21 @@ def test_any_choice_of_what_is_kept_is_exact(
         ("offload", "qwen3_moe", {"memory": {"device": "emulated:1"}, "train": {"microbatches": 2}}),
         ("offload", "gemma2", {"memory": {"home": "disk", "slots": 1}, "train": {"microbatches": 3}}),
         ("offload-products", "llama", {"model": {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}}),
+        ("offload-products", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 3}}),
+        (
+            "offload-attention",
+            "qwen3_moe",
+            {"memory": {"device": "emulated:3"}, "model": {"dtype": "bf16"}, "train": {"microbatches": 4}},
+        ),
+        (
+            "offload-products",
+            "llama",
+            {
+                "memory": {"device": "emulated:2", "home": "disk"},
+                "model": {"freeze": ("*embed_tokens*",)},
+                "train": {"microbatches": 2},
+            },
+        ),
     ],
 )
 def test_every_choice_is_exact(choice: str, name: str, sections: dict[str, Any], tmp_path: Path):
@@ -104,9 +119,24 @@ def test_every_choice_is_exact(choice: str, name: str, sections: dict[str, Any],
     assert (Kind.OFFLOAD in kinds(got.plan)) == (Kind.ONLOAD in kinds(got.plan)) == Choice(choice).leaves
 
 
-@pytest.mark.parametrize("choice", ["keep-products", "offload-products", "offload"])
-def test_dropout_draws_the_same_whatever_is_kept(choice: str, tmp_path: Path):
-    compare("gpt2", tmp_path, dropout=0.2, train={"microbatches": 2}, memory={"activations": choice})
+@pytest.mark.parametrize(
+    ("choice", "device"),
+    [
+        ("keep-products", "cpu"),
+        ("offload-products", "cpu"),
+        ("offload", "cpu"),
+        ("offload-products", "emulated:3"),
+    ],
+)
+def test_dropout_draws_the_same_whatever_is_kept(choice: str, device: str, tmp_path: Path):
+    memory = {"activations": choice, "device": device}
+    compare("gpt2", tmp_path, dropout=0.2, train={"microbatches": 2}, memory=memory)
+
+
+def test_several_workers_say_what_cannot_leave_them(tmp_path: Path):
+    memory = {"activations": "offload", "device": "emulated:2"}
+    with pytest.raises(ConfigError, match="stays with the worker that made it; use offload-products"):
+        prepare(make_run(tmp_path, memory=memory), tmp_path / "run", lambda _: None)
 
 
 def test_by_default_what_has_room_is_kept_and_the_rest_recomputed(tmp_path: Path):

@@ -98,15 +98,14 @@ def measure(name: str, runner: Runner, arguments: argparse.Namespace, state_byte
 
 def _environment(runner: Runner, threads: int) -> dict[str, str]:
     """The environment of a runner: its tools first, the same threads everywhere, one process, no network."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # a launcher's words to its only process
+    ours = {"OMP_WAIT_POLICY": "PASSIVE"}  # as `outsize train` does
     return (
         os.environ
         | {
             "PATH": f"{runner.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -114,8 +113,8 @@ def _environment(runner: Runner, threads: int) -> dict[str, str]:
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": str(runner.python.parents[1] / "extensions"),
         }
-        | ({"OMP_WAIT_POLICY": "PASSIVE"} if runner.environment is None else {})
-    )  # as `outsize train` does
+        | (ours if runner.environment is None else alone)
+    )
 
 
 def _last_words(log: Path, returncode: int) -> str:

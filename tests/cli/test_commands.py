@@ -8,6 +8,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from cli.command_line import status_of
 from outsize.cli import main
 from outsize.cli.options import FLAGS
 from outsize.cli.progress import Progress, describe
@@ -99,15 +100,8 @@ def backend(monkeypatch):
     return fake
 
 
-def run(*arguments):
-    """Run a command and return its exit status."""
-    with pytest.raises(SystemExit) as done:
-        main(list(arguments))
-    return done.value.code or 0
-
-
 def test_train_prints_a_line_per_step_and_the_result(backend, capsys):
-    assert run("train", *PATHS, "--steps", "2") == 0
+    assert status_of("train", *PATHS, "--steps", "2") == 0
     out, err = capsys.readouterr()
     assert "step 1/2  loss 2.5000  lr 1.00e-04  norm 0.750  500 tokens/s  in 1.00 GB/s" in err
     assert "data: 3 text files" in err
@@ -116,7 +110,7 @@ def test_train_prints_a_line_per_step_and_the_result(backend, capsys):
 
 
 def test_train_with_json_prints_one_object_and_nothing_else_on_stdout(backend, capsys):
-    assert run("train", *PATHS, "--json") == 0
+    assert status_of("train", *PATHS, "--json") == 0
     out, err = capsys.readouterr()
     (line,) = out.splitlines()
     result = json.loads(line)
@@ -144,7 +138,7 @@ def test_every_flag_sets_its_key(backend):
         text = special.get(flag, values.get(kind, "x"))
         arguments += [flag, text]
         expected[key] = kind(text)
-    assert run("train", *arguments) == 0
+    assert status_of("train", *arguments) == 0
     config = backend.calls[0].model_dump()
     found = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
     assert found == expected | {"memory.device_memory": 64 * 2**20}
@@ -158,7 +152,8 @@ def test_a_config_file_and_set_reach_what_has_no_flag(backend, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m}\ndata: {path: d, glob: '*.py'}\ntrain: {steps: 3}\n")
     assert (
-        run("train", str(file), "--set", "memory.slots=3", "--set", "optimizer.lr=1e-3", "--steps", "4") == 0
+        status_of("train", str(file), "--set", "memory.slots=3", "--set", "optimizer.lr=1e-3", "--steps", "4")
+        == 0
     )
     (config,) = backend.calls
     assert (config.data.glob, config.memory.slots, config.optimizer.lr) == ("*.py", 3, 1e-3)
@@ -166,10 +161,10 @@ def test_a_config_file_and_set_reach_what_has_no_flag(backend, tmp_path):
 
 
 def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
-    assert run("train", *PATHS, "--dry-run", "--json") == 0
+    assert status_of("train", *PATHS, "--dry-run", "--json") == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["plan"] == {"slots": 4}
-    assert run("verify", *PATHS, "--dry-run") == 0
+    assert status_of("verify", *PATHS, "--dry-run") == 0
     text = capsys.readouterr().out
     assert "slots 4\n" in text
     assert text.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
@@ -178,12 +173,12 @@ def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--dry-run"]])
 def test_notes_go_to_stderr(backend, capsys, command):
-    assert run(*command, *PATHS, "--resume", "auto", "--json") == 0
+    assert status_of(*command, *PATHS, "--resume", "auto", "--json") == 0
     assert "note: train.resume has no effect" in capsys.readouterr().err
 
 
 def test_verify_prints_both_losses_and_the_verdict(backend, capsys):
-    assert run("verify", *PATHS) == 0
+    assert status_of("verify", *PATHS) == 0
     out = capsys.readouterr().out
     assert "2.5" in out
     assert out.endswith("equal, bit for bit\n")
@@ -191,12 +186,12 @@ def test_verify_prints_both_losses_and_the_verdict(backend, capsys):
 
 def test_verify_fails_with_status_1_where_runs_differ(backend, capsys):
     backend.equal = False
-    assert run("verify", *PATHS) == 1
+    assert status_of("verify", *PATHS) == 1
     out = capsys.readouterr().out
     assert "differs" in out
     assert "model.norm.weight" in out
     assert out.endswith("NOT EQUAL\n")
-    assert run("verify", *PATHS, "--json") == 1
+    assert status_of("verify", *PATHS, "--json") == 1
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert found["equal"] is False
@@ -204,9 +199,9 @@ def test_verify_fails_with_status_1_where_runs_differ(backend, capsys):
 
 
 def test_export_writes_next_to_the_run_unless_told_where(backend, capsys, tmp_path):
-    assert run("export", str(tmp_path)) == 0
+    assert status_of("export", str(tmp_path)) == 0
     assert backend.calls[0] == (tmp_path, tmp_path / "export")
-    assert run("export", str(tmp_path), "--out", str(tmp_path / "m"), "--json") == 0
+    assert status_of("export", str(tmp_path), "--out", str(tmp_path / "m"), "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["model_dir"] == str(tmp_path / "m")
 
 
@@ -215,7 +210,7 @@ def test_export_writes_next_to_the_run_unless_told_where(backend, capsys, tmp_pa
 
 def test_an_error_on_purpose_is_a_message_and_status_2(backend, capsys):
     backend.error = InfeasiblePlanError("three slots do not fit", {"device": 2**20})
-    assert run("train", *PATHS) == 2
+    assert status_of("train", *PATHS) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "outsize: InfeasiblePlanError: three slots do not fit (short: device by 1.00 MiB)" in err
@@ -224,7 +219,7 @@ def test_an_error_on_purpose_is_a_message_and_status_2(backend, capsys):
 
 def test_an_error_with_json_is_an_object_as_well(backend, capsys):
     backend.error = InfeasiblePlanError("three slots do not fit", {"device": 2**20})
-    assert run("train", *PATHS, "--json") == 2
+    assert status_of("train", *PATHS, "--json") == 2
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert (found["error"], found["short_by"]) == ("InfeasiblePlanError", {"device": 2**20})
@@ -232,20 +227,20 @@ def test_an_error_with_json_is_an_object_as_well(backend, capsys):
 
 def test_the_next_call_after_an_error_works(backend):
     backend.error = NonFiniteError("loss is NaN")
-    assert run("train", *PATHS) == 2
+    assert status_of("train", *PATHS) == 2
     backend.error = None
-    assert run("train", *PATHS) == 0
+    assert status_of("train", *PATHS) == 0
 
 
 def test_ctrl_c_ends_with_status_130(backend, capsys):
     backend.error = KeyboardInterrupt()
-    assert run("train", *PATHS) == 130
+    assert status_of("train", *PATHS) == 130
     assert "interrupted" in capsys.readouterr().err
 
 
 def test_a_run_that_ends_early_says_how_to_go_on(backend, capsys):
     backend.steps_done = 3
-    assert run("train", *PATHS, "--json") == 0
+    assert status_of("train", *PATHS, "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["steps"] == 3
     assert "--resume auto --run-dir runs/x goes on from here" in err
@@ -258,11 +253,11 @@ def test_a_bug_keeps_its_traceback(backend):
 
 
 def test_a_wrong_configuration_names_the_key(backend, capsys):
-    assert run("train", *PATHS, "--set", "train.stepz=3") == 2
+    assert status_of("train", *PATHS, "--set", "train.stepz=3") == 2
     assert "ConfigError: train.stepz: no such key; did you mean train.steps?" in capsys.readouterr().err
-    assert run("train", *PATHS, "--device-memory", "lots") == 2
+    assert status_of("train", *PATHS, "--device-memory", "lots") == 2
     assert "memory.device_memory: not a size: 'lots'" in capsys.readouterr().err
-    assert run("train", "--data", "d") == 2
+    assert status_of("train", "--data", "d") == 2
     assert "model.path: is required; pass --model DIR" in capsys.readouterr().err
     assert backend.calls == []
 
@@ -271,14 +266,14 @@ def test_a_wrong_configuration_names_the_key(backend, capsys):
     "arguments", [["trian"], ["train", "--stepz", "3"], ["train", "--steps", "ten"], ["export"]]
 )
 def test_usage_errors_have_status_2(arguments, capsys):
-    assert run(*arguments) == 2
+    assert status_of(*arguments) == 2
     assert "Error" in capsys.readouterr().err
 
 
 def test_version(capsys):
     import outsize
 
-    assert run("--version") == 0
+    assert status_of("--version") == 0
     assert capsys.readouterr().out == f"outsize {outsize.__version__}\n"
 
 

@@ -1,11 +1,12 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from cli.command_line import status_of
 from doctor.records import cpu_machine, gpu, gpu_machine, run, step
-from outsize.cli import main
 
 
 @pytest.fixture
@@ -14,10 +15,7 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def doctor(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main(["doctor", *map(str, arguments)])
-    return done.value.code or 0
+doctor = partial(status_of, "doctor")
 
 
 def written(directory, machine):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
-from outsize.cli import main
+from cli.command_line import status_of
 from outsize.testing.tiny import tiny_model
 from support import save_model
 
@@ -22,10 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
 
 
-def run(*arguments: Any) -> int:
-    with pytest.raises(SystemExit) as done:
-        main(["generate", *map(str, arguments)])
-    return done.value.code or 0
+run = partial(status_of, "generate")
 
 
 def resident(model: Path, prompt: str, count: int) -> str:

@@ -1,30 +1,9 @@
 import json
+from functools import partial
 
-import pytest
+from cli.command_line import status_of
 
-from outsize.cli import main
-
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-}
-
-
-@pytest.fixture
-def model_dir(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return tmp_path
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main(["inspect", *map(str, arguments)])
-    return done.value.code or 0
+run = partial(status_of, "inspect")
 
 
 def test_the_table_shows_equal_blocks_on_one_line(model_dir, capsys):

@@ -1,34 +1,15 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from cli.command_line import LLAMA, status_of
 from outsize.cli import main
 from outsize.hardware.presets import parse_gpus
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-}
-
-
-@pytest.fixture
-def model_dir(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return tmp_path
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main(["plan", *map(str, arguments)])
-    return done.value.code or 0
+run = partial(status_of, "plan")
 
 
 def answer(capsys, *arguments):

@@ -4,18 +4,13 @@ import json
 
 import pytest
 
-from cli.test_plan import LLAMA, answer, run
+from cli.command_line import LLAMA
+from cli.test_plan import answer, run
 from outsize.cli import model_config
 from outsize.cli.model_config import read_config
 from outsize.cli.plan_largest import largest
 from outsize.config import load_config
 from outsize.errors import ModelError
-
-
-@pytest.fixture
-def model_dir(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return tmp_path
 
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])

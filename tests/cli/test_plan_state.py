@@ -56,11 +56,50 @@ def test_48_gb_are_told_how_much_is_short(asked, capsys):
     assert "first try the home on disk" in error["message"]
 
 
+def test_a_machine_of_64_gb_says_yes_and_what_brings_the_state_into_its_memory(asked, capsys):
+    """A run takes 80 % of it: 51.2 GB. Nothing that rounds is chosen unasked."""
+    found = answer(capsys, *asked, "--ram", "64GB")
+    assert (found["verdict"], found["home"]) == ("fits", "disk")
+    assert "optimizer.state=int8 and optimizer.clip=unit with fewer tokens per step" in found["why_on_disk"]
+    assert run(*asked, "--ram", "64GB") == 0
+    assert "home on disk, for want of host memory: there the smallest plan needs" in capsys.readouterr().out
+    found = answer(capsys, *asked, "--ram", "64GB", "--home", "host", *SIX_BYTES)
+    assert (found["verdict"], found["home"], found["why_on_disk"]) == ("fits", "host", None)
+    assert found["tokens_per_step"] >= 16 * 2048  # as many as fit, where none are named
+    assert sum(found["memory_bytes"]["host"].values()) < 0.8 * 64 * GB
+
+
+def test_a_machine_of_48_gb_says_what_is_short(asked, capsys):
+    found = answer(capsys, *asked, "--ram", "48GB")
+    assert found["home"] == "disk"
+    assert "are lacking still" in found["why_on_disk"]
+    assert run(*asked, "--ram", "48GB", "--home", "host", *SIX_BYTES, "--json") != 0
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 8 * GB < error["short_by"]["host"] < 14 * GB
+
+
+def test_lion_takes_a_moment_less(asked, capsys):
+    adamw, lion = (
+        answer(capsys, *asked, "--home", "disk", "--optimizer", name)["memory_bytes"]["disk"]
+        for name in ("adamw", "lion")
+    )
+    assert lion["optimizer state"] == adamw["optimizer state"] / 2
+    assert lion["master weights"] == adamw["master weights"]
+
+
+@pytest.mark.parametrize("text", ["lots", "0GB"])
+def test_ram_is_a_size(text, asked, capsys):
+    assert run(*asked, "--ram", text) == 2
+    assert "--ram: " in capsys.readouterr().err
+
+
 def test_exact_states_lose_nothing_first(asked, capsys):
-    """18 bytes per parameter with gradients at home, 12.13 without and with split masters."""
-    assert run(*asked, "--host-memory", "128GB", "--home", "host") != 0
+    """18 bytes per parameter with gradients at home, 16.13 with split masters, 12.13 without gradients as well."""
+    assert run(*asked, "--host-memory", "128GB", "--home", "host", "--masters", "separate") != 0
     wanted = "first try optimizer.masters=split and optimizer.clip=unit, with which it fits"
     assert wanted in capsys.readouterr().err
+    assert run(*asked, "--host-memory", "128GB", "--home", "host") != 0
+    assert "first try optimizer.clip=unit, with which it fits" in capsys.readouterr().err
     found = answer(
         capsys, *asked, "--host-memory", "128GB", "--home", "host", "--masters", "split", "--clip", "unit"
     )

@@ -1,10 +1,11 @@
 import json
+from functools import partial
 
 import pytest
 
+from cli.command_line import status_of
 from doctor.records import gpu_machine
 from hardware.fake_machine import CGROUP_V2, SERVER, build, measured, probed
-from outsize.cli import main
 from outsize.cli.probe_text import describe
 from outsize.hardware.all_reduce import summarize
 from outsize.hardware.machine_file import DataRates, parse
@@ -29,10 +30,7 @@ def found(tmp_path, monkeypatch):
     return found, asked
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main(["probe", *map(str, arguments)])
-    return done.value.code or 0
+run = partial(status_of, "probe")
 
 
 def test_words_and_columns(found, capsys):

@@ -24,12 +24,6 @@ class Numbered:
         return Batch(ids, ids)
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_left():
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "outsize-data"]
-
-
 def test_batches_come_in_order_from_the_start_step():
     with Prefetcher(Numbered(), num_sequences=3, start_step=5) as prefetcher:
         batches = [prefetcher.next() for _ in range(20)]

@@ -1,28 +1,19 @@
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from torch import Tensor, nn
 
 import zoo
 from outsize.errors import CheckpointError
 from outsize.model import checkpoint_map
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.checkpoint import CheckpointReader, ModuleSource, WeightSource
+from outsize.model.checkpoint import CheckpointReader, WeightSource
 
 STRETCH = 1000  # elements per read: ends inside rows, experts and projections
-
-
-@pytest.fixture(autouse=True)
-def no_progress_bars() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 def save(model: nn.Module, directory: Path, max_shard_size: str = "60KB") -> None:
@@ -76,16 +67,6 @@ def test_values_are_cast_to_the_dtype_of_their_place(name: str, stored: torch.dt
     for parameter_name, parameter in model.named_parameters():
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(read_all(reader, parameter_name, parameter, dtype), parameter.to(dtype))
-
-
-@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt2", "bert"])
-def test_a_model_in_memory_reads_like_a_checkpoint(name: str):
-    model = zoo.build(name)
-    source = ModuleSource(model)
-    for parameter_name, parameter in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(read_all(source, parameter_name, parameter), parameter)
-        rounded = read_all(source, parameter_name, parameter, torch.bfloat16)
-        assert torch.equal(rounded, parameter.bfloat16())
 
 
 def test_a_checkpoint_of_the_base_model_lacks_a_prefix_and_is_read(tmp_path: Path):

@@ -2,12 +2,11 @@ import errno
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -18,13 +17,6 @@ from outsize.model.build import build_skeleton
 from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.spec import UnitSpec
 from outsize.model.split import split
-
-
-@pytest.fixture(autouse=True)
-def no_progress_bars() -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    transformers.utils.logging.enable_progress_bar()
 
 
 class Trained:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.shares import largest_share, share_granule, shares
+from outsize.optim.spec import GRADIENT, WEIGHTS, StateLayout
 
 
 @st.composite
@@ -42,3 +43,28 @@ def test_no_rank_steps_much_more_than_its_part(model, num_ranks):
     assert sum(largest_share(model, num_ranks)) == max(totals)
     if granule > PLANE_ELEMENTS:
         assert granule * 256 * num_ranks <= trained
+
+
+LAYOUTS = [
+    StateLayout(dtype="fp32"),
+    StateLayout(dtype="bf16"),
+    StateLayout(dtype="bf16", masters="split"),
+    StateLayout(dtype="bf16", masters="split", moments="bf16"),
+    StateLayout(dtype="bf16", masters="split", moments="int8"),
+]
+
+
+@given(
+    st.lists(st.integers(2**20, 2**28), min_size=1, max_size=8),
+    st.integers(2, 8),
+    st.sampled_from(LAYOUTS),
+)
+def test_no_rank_keeps_two_percent_more_than_its_part(sizes, num_ranks, layout):
+    """Of all that an optimizer keeps, whole sectors of it, of units from a million parameters on."""
+    units = [pack_unit(i, f"u{i}", "block", [(f"p{i}", (size,), True, True)]) for i, size in enumerate(sizes)]
+    model = ModelSpec(units=tuple(units), dtype=layout.dtype)
+    names = tuple(name for name in layout.planes if name not in (WEIGHTS, GRADIENT))
+    whole = sum(layout.bytes_of(unit.numel, names) for unit in units)
+    for rank in range(num_ranks):
+        kept = sum(layout.bytes_of(len(ranges[rank]), names) for ranges in shares(model, num_ranks))
+        assert kept <= (1 / num_ranks + 0.02) * whole

@@ -1,8 +1,11 @@
 import pytest
 
 from outsize.optim.spec import (
+    StateLayout,
     bytes_per_parameter,
     master_plane,
+    masters_for,
+    num_moments_of,
     planes_for,
     step_read_planes,
     step_write_planes,
@@ -31,3 +34,46 @@ def test_the_table_cannot_be_changed_by_a_caller():
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="fp8"):
         planes_for("fp8")
+
+
+@pytest.mark.parametrize(("name", "momentum", "moments", "num_bytes"), [
+    ("adamw", 0.9, "fp32", 12.125), ("adamw", 0.9, "int8", 6.03125),
+    ("lion", 0.9, "fp32", 8.125), ("lion", 0.9, "bf16", 6.0), ("lion", 0.9, "int8", 5.015625),
+    ("sgd", 0.9, "int8", 5.015625), ("sgd", 0.0, "fp32", 4.125),
+])  # fmt: skip
+def test_bytes_of_a_home_by_optimizer_and_moments(name, momentum, moments, num_bytes):
+    layout = StateLayout(
+        dtype="bf16",
+        masters="split",
+        moments=moments,
+        gradients="none",
+        num_moments=num_moments_of(name, momentum),
+    )
+    assert layout.bytes_per_parameter == num_bytes
+
+
+@pytest.mark.parametrize(("layout", "num_bytes"), [
+    (StateLayout(dtype="fp32"), 28),
+    (StateLayout(dtype="bf16"), 30),  # master, moments and gradient; all but that, and the weights
+    (StateLayout(dtype="bf16", masters="split"), 28),
+    (StateLayout(dtype="bf16", masters="split", gradients="bf16"), 26),
+    (StateLayout(dtype="bf16", masters="split", gradients="none"), 28),  # an fp32 one in a ring
+    (StateLayout(dtype="bf16", masters="split", moments="int8", gradients="bf16"), 14.0625),
+    (StateLayout(dtype="bf16", masters="split", num_moments=1), 20),
+    (StateLayout(dtype="fp32", num_moments=0), 12),
+])  # fmt: skip
+def test_a_step_reads_and_writes_each_plane_once(layout, num_bytes):
+    assert layout.step_bytes == num_bytes
+
+
+@pytest.mark.parametrize(("wanted", "dtype", "moments", "kernels", "masters"), [
+    ("auto", "bf16", "fp32", True, "split"),
+    ("auto", "bf16", "fp32", False, "separate"),
+    ("auto", "bf16", "int8", False, "split"),
+    ("auto", "fp32", "int8", True, "separate"),
+    ("auto", "fp16", "fp32", True, "separate"),
+    ("separate", "bf16", "int8", True, "separate"),
+    ("split", "bf16", "fp32", False, "split"),
+])  # fmt: skip
+def test_masters_are_split_by_themselves_where_kernels_step_them(wanted, dtype, moments, kernels, masters):
+    assert masters_for(wanted, dtype, moments, kernels=kernels) == masters

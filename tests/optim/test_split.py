@@ -5,27 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outsize import native
 from outsize.optim.split import join_master, split_master, ties_bytes
 
 EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16
 # Where rounding changes, and a few between.
 LOWER_HALVES = (0x0000, 0x0001, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFE, 0xFFFF)
-
-
-@pytest.fixture(params=["torch", "plain", "avx2", "avx512"])
-def use_native(request):
-    """Every form in turn; that of torch is also what runs where there is no compiler."""
-    if request.param == "torch":
-        yield False
-        return
-    if not native.available():
-        pytest.skip(f"no kernels: {native.reason()}")
-    best = native.level()
-    if native.use_level(request.param) != request.param:
-        pytest.skip("this processor has no such instructions")
-    yield True
-    native.use_level(best)
 
 
 def of_bits(bits) -> Tensor:

@@ -17,28 +17,12 @@ from outsize.optim.step import step_state
 # Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch.
 SHAPES = [(61, 97), (3,), (64, 64), (64, 33), (129,), (17, 5, 3), (2048,), (4099,)]
 ITEMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-KINDS = ["torch", "plain", "avx2", "avx512"]
 
 
 def odd_unit() -> UnitSpec:
     return pack_unit(
         0, "block", "block", [(f"p{i}", shape, i != 4, i % 3 > 0) for i, shape in enumerate(SHAPES)]
     )
-
-
-@pytest.fixture(params=KINDS)
-def use_native(request):
-    """Every form in turn; that of torch is also what runs where there is no compiler."""
-    if request.param == "torch":
-        yield False
-        return
-    if not native.available():
-        pytest.skip(f"no kernels: {native.reason()}")
-    best = native.level()
-    if native.use_level(request.param) != request.param:
-        pytest.skip("this processor has no such instructions")
-    yield True
-    native.use_level(best)
 
 
 def random(numel: int, seed: int) -> torch.Tensor:

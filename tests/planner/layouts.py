@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outsize.planner.choice import Choice, Kept
-from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
+from outsize.planner.leaving import Way, kept_in_stages
 from outsize.planner.stages import HALVES, Stages, slots_for, spans_down, spans_up
 
 
@@ -151,7 +151,11 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
     )
     num_microbatches = draw(st.integers(1, 7))
     choice = draw(st.sampled_from([choice for choice in Choice if not choice.leaves]))
-    kept = kept_at_the_turn(stages, num_streamed, num_microbatches, choice)
+    leaving = st.sampled_from([Choice.OFFLOAD_ATTENTION, Choice.OFFLOAD_PRODUCTS])
+    away = (
+        draw(st.dictionaries(st.integers(bottom, num_streamed - 1), leaving)) if draw(st.booleans()) else {}
+    )
+    kept = kept_in_stages(stages, num_streamed, num_microbatches, Way(choice, away))
     return replace(
         base,
         rest=num_streamed if has_rest else None,

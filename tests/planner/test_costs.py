@@ -7,6 +7,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
 from outsize.model.spec import ModelSpec, pack_unit
+from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent
 from outsize.planner.costs import UnitTimes, cost_model
 from outsize.planner.discrete import Cost
@@ -44,8 +45,22 @@ def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_m
     assert price("LOAD 2@w0.1") == Cost(seconds=latency, amount=2 * SIZE, through=("up:w0", "host memory"))
     assert price("GRAD 2@w0") == Cost(seconds=latency, amount=4 * SIZE, through=("down:w0", "host memory"))
     assert price("SAVE 2.0@w0") == Cost(seconds=latency, amount=7, through=("down:w0", "host memory"))
-    assert price("STEP 2") == Cost(amount=28 * SIZE, through=("optimizer", "host memory"))
+    assert price("STEP 2") == Cost(amount=30 * SIZE, through=("optimizer", "host memory"))
     assert price("FREE 2@w0.1") == Cost()
+
+
+@pytest.mark.parametrize(
+    ("state", "num_bytes"),
+    [
+        ({"masters": "split"}, 28),
+        ({"masters": "split", "moments": "int8"}, 16.0625 / 0.78),
+        ({"masters": "split", "num_moments": 1}, 20),
+        ({"num_moments": 0}, 14),
+    ],
+)
+def test_a_step_is_priced_by_what_its_state_takes(state, num_bytes):
+    found = price("STEP 2", state=StateLayout(dtype="bf16", **state))
+    assert found == Cost(amount=round(num_bytes * SIZE), through=("optimizer", "host memory"))
 
 
 def test_what_is_kept_is_priced_by_its_bytes_and_by_what_it_spares():

@@ -2,14 +2,16 @@
 
 import pytest
 
+from outsize.codecs.wire import Wire
 from outsize.errors import ConfigError
 from outsize.hardware.spec import Figure
 from outsize.planner.one_worker import one_worker
 from outsize.planner.prediction import predict
 from outsize.planner.search import fastest
+from outsize.planner.several_workers import several_workers
 from outsize.planner.simulate import simulate
 from outsize.planner.what_if import outcome
-from planner.questions import ask
+from planner.questions import CONFIG, ask
 
 
 def nodes(count, rate=25e9 / 8, gpus="4090", **changes):
@@ -73,6 +75,46 @@ def test_a_fast_network_costs_nothing_and_steps_share_the_optimizer():
     states = [found.memory["host"]["optimizer state"] for found in (alone, many)]
     assert states[1] == pytest.approx(states[0] / 4, rel=0.01)
     assert many.memory["host"]["weights"] == alone.memory["host"]["weights"]
+
+
+@pytest.mark.parametrize(("gpus", "plan"), [("4090", one_worker), ("2x4090", several_workers)])
+def test_a_node_holds_its_share_of_what_the_optimizer_keeps(gpus, plan):
+    """Of several GPUs gradients are summed at home from round to round, and so they are whole."""
+    whole, shared = (
+        predict(question, plan(question, 4, "host")) for question in (nodes(1), nodes(4, gpus=gpus))
+    )
+    candidate = plan(nodes(4, gpus=gpus), 4, "host")
+    assert shared.total_bytes("host") == sum(candidate.memory["host"].values())
+    classes = whole.memory["host"], shared.memory["host"]
+    of_each = [classes[1][name] / classes[0][name] for name in ("optimizer state", "gradients")]
+    assert of_each == pytest.approx([0.25, 0.25 if gpus == "4090" else 1.0], rel=0.01)
+
+
+def test_most_of_what_takes_half_of_compute_is_hidden_in_a_deep_model():
+    """All but the lowest units': their gradients come last, and their weights are wanted first."""
+    hidden = {}
+    for layers in (6, 32):
+        config = {**CONFIG, "num_hidden_layers": layers}
+        free = predict(question := nodes(2, rate=1e15, config=config), one_worker(question, 4, "host"))
+        communication_s = 0.5 * (1 - free.bubble) * free.step_s
+        sent = 0.5 * 6 * sum(unit.numel for unit in question.model.units)
+        question = nodes(2, rate=sent / communication_s, config=config)
+        slow = predict(question, one_worker(question, 4, "host"))
+        hidden[layers] = 1 - (slow.step_s - free.step_s) / communication_s
+    assert hidden[32] >= 0.9
+    assert 0.7 <= hidden[6] < hidden[32]
+
+
+def test_codecs_take_time_on_the_lane_that_exchanges():
+    """Bytes as those of fp32, times at least those of the codec on one core."""
+    layout = one_worker(nodes(2), 4, "host")
+    question = nodes(2, rate=1e15, wire=Wire(gradients="int8-ef", weights="delta"))
+    found = simulate(layout.programs, layout.layout, one_worker(question, 4, "host").costs)
+    numel = question.model.units[3].numel
+    (reduce, *_), (gather, *_) = (exchanged(found.timeline, f"{word} 3") for word in ("REDUCE", "GATHER"))
+    half = numel // 2
+    assert reduce.end_s - reduce.start_s >= 4 * half * (1 / 5e9 + 2 / 7e9)
+    assert gather.end_s - gather.start_s >= 2 * numel / 0.4e9
 
 
 def test_more_nodes_and_a_faster_network_are_changes():

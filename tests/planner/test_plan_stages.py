@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec, pack_unit
+from outsize.planner.balance import Rates
+from outsize.planner.choice import Choice, Extent
+from outsize.planner.costs import UnitTimes
 from outsize.planner.discrete import Cost
 from outsize.planner.memory import Demand
 from outsize.planner.ops import Kind
@@ -15,7 +18,7 @@ from outsize.planner.plan import Budgets, PlanOptions
 from outsize.planner.plan_stages import StageOptions, num_handed_over, plan_stages
 from outsize.planner.schedule import build_step
 from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.stages import cursor_after
+from outsize.planner.stages import Stages, cursor_after, spans_down, spans_up
 from outsize.planner.validate import validate
 from planner.layouts import staged_layouts
 
@@ -38,8 +41,19 @@ def model(num_blocks: int = 4, *, tied: bool = False, frozen: int = 0) -> ModelS
 
 
 def demand(spec: ModelSpec) -> Demand:
+    blocks = spec.num_streamed - 2
     return Demand(
         boundary_bytes=(0, *[4096] * (spec.num_streamed - 1)),
+        saved_bytes=(0, *[25_000] * blocks, 0),
+        recompute_s=(0.0, *[1.0] * blocks, 1.0),
+        selected_bytes={
+            Extent.ATTENTION: (0, *[2_000] * blocks, 0),
+            Extent.PRODUCTS: (0, *[9_000] * blocks, 0),
+        },
+        selected_s={
+            Extent.ATTENTION: (0.0, *[0.6] * blocks, 0.0),
+            Extent.PRODUCTS: (0.0, *[0.9] * blocks, 0.0),
+        },
         forward_workspace_bytes={"block": 10_000},
         backward_workspace_bytes={"block": 30_000, "head": 50_000},
         shared_bytes=1000,
@@ -64,14 +78,15 @@ def plan(spec: ModelSpec, num_workers: int = 2, users: tuple[int, ...] = (5,), b
     tied=st.booleans(),
     clip=st.booleans(),
     share=st.floats(0.0, 1.0),
+    activations=st.sampled_from(["auto", "recompute", "offload-attention", "offload-products"]),
 )
 def test_plans_fit_obey_the_rules_and_set_aside_what_is_used(
-    num_blocks, num_workers, microbatches, tied, clip, share
+    num_blocks, num_workers, microbatches, tied, clip, share, activations
 ):
     spec = model(num_blocks, tied=tied)
     last = spec.num_streamed - 1
     users = (0, 1, last) if tied else (last,)
-    options = replace(HOST, microbatches=microbatches, clip=clip)
+    options = replace(HOST, microbatches=microbatches, clip=clip, activations=activations)
     least, most = (
         plan(spec, num_workers, users, budgets, options).total_bytes("device")
         for budgets in (_least(spec, num_workers, users, options), ROOMY)
@@ -81,19 +96,32 @@ def test_plans_fit_obey_the_rules_and_set_aside_what_is_used(
     assert found.total_bytes("device") <= budget
     costs = CostModel(cost_of=lambda op: Cost(seconds=1.0), capacity={})
     layout = found.layout
-    boundary = demand(spec).boundary_bytes
+    boundary, kept = demand(spec).boundary_bytes, demand(spec).kept_bytes
     for program in found.programs:
         validate(program, layout)
-    done = simulate(found.programs, layout, costs, boundary_bytes=boundary)
+    if layout.keeps_any:  # at the turn it is part of the workspace
+        kept = {extent: _below_the_turn(layout, sizes) for extent, sizes in kept.items()}
+    done = simulate(found.programs, layout, costs, boundary_bytes=boundary, kept_bytes=kept)
     memory = found.memory["device"]
     classes = ("weight slots", "gradient accumulators", "resident", "activations")
     places = sum(memory.get(name, 0) for name in classes)
     for worker in range(num_workers):
         assert done.peak_bytes.get(f"device:w{worker}", 0) <= places
-    assert done.peak_bytes.get("host", 0) <= found.memory["host"].get("saved activations", 0)
+    below = found.memory["host"].get("saved activations", 0) + found.memory["host"].get(
+        "offloaded activations", 0
+    )
+    assert done.peak_bytes.get("host", 0) <= below
+    assert layout.any_leaves == bool(found.offload_rooms)
+    assert not activations.startswith("offload") or layout.any_leaves == any(
+        1 <= unit < last for unit in layout.leavable
+    )
     if tied:
         assert layout.num_rounds == 1
         assert all(len(set(users) & set(range(*span))) <= 1 for span in layout.stages.backward)
+
+
+def _below_the_turn(layout, sizes):
+    return tuple(size * (unit in layout.leavable) for unit, size in enumerate(sizes))
 
 
 def _least(spec, num_workers, users, options) -> Budgets:
@@ -178,3 +206,63 @@ def test_the_faster_of_keeping_and_recomputing_at_the_turn_is_taken():
     assert not found["recompute"].layout.kept
     for program in found["auto"].programs:
         validate(program, found["auto"].layout)
+
+
+def rates(spec: ModelSpec) -> Rates:
+    """Units of a second forward and two backward beside the recompute, over links of a megabyte per second."""
+    count, asked = spec.num_streamed, demand(spec)
+    times = UnitTimes(
+        forward_s=(1.0,) * count,
+        backward_s=tuple(2.0 + seconds for seconds in asked.recompute_s),
+        recompute_s=asked.recompute_s,
+        spared_s={extent: tuple(seconds) for extent, seconds in asked.selected_s.items()},
+    )
+    return Rates(times=times, up_bytes_per_s=1e6, down_bytes_per_s=1e6)
+
+
+def cut_plan(attention: int = 2_000, products: int = 9_000, budgets: Budgets = ROOMY):
+    """The plan of stages that are given, two workers and units whose forwards keep so many bytes."""
+    spec = model(8)
+    stages = Stages(forward=spans_up([3, 3, 2]), backward=spans_down([2, 2, 2, 2, 2], 10), round_size=2)
+    sizes = {Extent.ATTENTION: (0, *[attention] * 8, 0), Extent.PRODUCTS: (0, *[products] * 8, 0)}
+    asked = replace(demand(spec), selected_bytes=sizes)
+    options = replace(HOST, rates=rates(spec))
+    return plan_stages(spec, asked, budgets, options, replace(wanted(spec, 2, 9), stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("attention", "products", "leaving"),
+    [
+        (2_000, 9_000, {Choice.OFFLOAD_PRODUCTS}),
+        (2_000, 1_100_000, {Choice.OFFLOAD_ATTENTION}),
+        (1_050_000, 1_100_000, set()),
+    ],
+)
+def test_what_the_link_carries_while_units_compute_leaves_unasked(attention, products, leaving):
+    """A forward is a second, in which a million bytes go down; the units that turn around keep theirs."""
+    layout = cut_plan(attention, products).layout
+    choices = {unit: layout.choice(unit, 0) for unit in layout.leavable}
+    assert {choice for choice in choices.values() if choice.leaves} == leaving
+    assert {unit for unit, choice in choices.items() if choice.leaves} == set(range(1, 8) if leaving else ())
+    assert layout.choice(8, 0) is Choice.KEEP
+
+
+def test_nothing_leaves_unasked_where_host_memory_has_no_room():
+    roomy = cut_plan()
+    tight = cut_plan(budgets=Budgets(device=2**40, host=roomy.total_bytes("host") - 1))
+    assert roomy.memory["host"]["offloaded activations"] >= 7 * 4 * 9_000
+    assert not tight.layout.any_leaves
+    assert tight.layout.stages == roomy.layout.stages
+
+
+def test_a_graph_does_not_leave_the_worker_that_made_it():
+    with pytest.raises(ConfigError, match="stays with the worker that made it; use offload-products"):
+        plan(model(), options=replace(HOST, activations="offload"))
+
+
+def test_what_is_asked_for_and_has_no_room_is_refused():
+    options = replace(HOST, activations="offload-products")
+    roomy = plan(model(), options=options)
+    with pytest.raises(InfeasiblePlanError, match="first try") as raised:
+        plan(model(), options=options, budgets=Budgets(device=2**40, host=roomy.total_bytes("host") // 2))
+    assert raised.value.short_by["host"] > 0

@@ -4,9 +4,10 @@ import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
-from outsize.planner.microbatches import FULL_TOKENS, PER_GPU
+from outsize.hardware.spec import Figure
+from outsize.planner.microbatches import FULL_TOKENS, PER_GPU, simulated_cuts
 from outsize.planner.plan import Budgets
-from outsize.planner.search import fastest, missing_host_bytes
+from outsize.planner.search import NEAR, fastest, missing_host_bytes
 from planner.questions import GIB, ask
 
 
@@ -50,3 +51,25 @@ def test_the_failure_that_is_short_by_the_least_is_told():
     with pytest.raises(InfeasiblePlanError) as searched:
         fastest(ask(budgets=budgets))
     assert searched.value.short_by == smallest.value.short_by
+
+
+def test_numbers_of_microbatches_of_several_gpus_are_compared():
+    question = ask("4x4090", sequences=32, clip=False)
+    found = fastest(question)
+    cuts = list(simulated_cuts(32, 1024, 4))
+    assert len(cuts) > 1
+    each = {count: fastest(replace(question, microbatches=count)).step_s for count in cuts}
+    assert found.step_s == each[found.microbatches]
+    assert found.step_s < 1.02 * min(each.values())
+    assert found.microbatches > cuts[0] or each[cuts[1]] * NEAR >= each[cuts[0]]
+
+
+def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
+    """A global norm over a slow optimizer is what they wait for, whatever the microbatches."""
+    question = ask("2x4090", sequences=16)
+    slow = Figure(value=1e8, source="test")
+    host = replace(question.machine.host, adamw_params_per_s=slow)
+    monkeypatch.setattr("outsize.planner.search.estimate_s", None)
+    found = fastest(replace(question, machine=replace(question.machine, host=host)))
+    assert found.microbatches == next(simulated_cuts(16, 1024, 2))
+    assert found.bubble > 0.3

@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure
+from outsize.planner.choice import Choice, Extent
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import predict
 from outsize.planner.search import fastest
 from outsize.planner.several_workers import TIED, estimate_s, several_workers, without_rest
 from outsize.planner.simulate import simulate
+from outsize.planner.stages import Stages, spans_down, spans_up
 from outsize.planner.validate import validate
 from planner.questions import CONFIG, GIB, ask
 
@@ -38,10 +40,13 @@ def test_a_tied_table_is_counted_twice_and_says_so():
     microbatches=st.sampled_from([1, 2, 5, 16]),
     device_gib=st.sampled_from([4, 6, 20]),
     clip=st.booleans(),
+    activations=st.sampled_from(["auto", "recompute", "offload-attention", "offload-products"]),
 )
-def test_steps_obey_the_rules_and_hold_no_more_than_is_counted(gpus, microbatches, device_gib, clip):
+def test_steps_obey_the_rules_and_hold_no_more_than_is_counted(
+    gpus, microbatches, device_gib, clip, activations
+):
     budgets = Budgets(device=device_gib * GIB, host=100 * GIB)
-    question = ask(f"{gpus}x4090", budgets=budgets, clip=clip)
+    question = ask(f"{gpus}x4090", budgets=budgets, clip=clip, activations=activations)
     try:
         candidate = several_workers(question, microbatches)
     except InfeasiblePlanError:
@@ -49,13 +54,25 @@ def test_steps_obey_the_rules_and_hold_no_more_than_is_counted(gpus, microbatche
         return
     validate(candidate.programs[-1], candidate.layout)
     assert sum(candidate.memory["device"].values()) <= budgets.device
-    boundary = candidate.work.boundary_bytes
-    done = simulate(candidate.programs, candidate.layout, candidate.costs, boundary_bytes=boundary)
+    layout, work = candidate.layout, candidate.work
+    kept = {
+        extent: tuple(size * (unit in layout.leavable) for unit, size in enumerate(sizes))
+        for extent, sizes in (
+            (Extent.ATTENTION, work.attention_bytes),
+            (Extent.PRODUCTS, work.products_bytes),
+        )
+    }
+    done = simulate(
+        candidate.programs, layout, candidate.costs, boundary_bytes=work.boundary_bytes, kept_bytes=kept
+    )
     device = candidate.memory["device"]
     places = device["weight slots"] + device["gradient accumulators"] + device["activations"]
     for worker in range(gpus):
         assert done.peak_bytes[f"device:w{worker}"] <= places
-    assert done.peak_bytes["host"] <= candidate.memory["host"]["saved activations"]
+    host = candidate.memory["host"]
+    assert done.peak_bytes["host"] <= host["saved activations"] + host.get("offloaded activations", 0)
+    asked = activations.startswith("offload") and bool(layout.leavable[1:])
+    assert layout.any_leaves == asked or activations == "auto"
 
 
 def test_more_gpus_than_stages():
@@ -134,6 +151,37 @@ def test_the_partitioner_knows_that_one_set_takes_longer():
     assert seconds[0] < seconds[1] < seconds[2]
 
 
-def _slow(link):
-    figure = Figure(value=link.up_bytes_per_s.value / 8, source="test")
+def _slow(link, times=8):
+    figure = Figure(value=link.up_bytes_per_s.value / times, source="test")
     return replace(link, up_bytes_per_s=figure, down_bytes_per_s=figure)
+
+
+def test_long_sequences_offload_what_their_compute_hides():
+    budgets = Budgets(device=20 * GIB, host=400 * GIB)
+    stages = Stages(
+        forward=spans_up([3, 3]),
+        backward=spans_down([2, 1, 1, 1, 1, 1, 1], 8),
+        round_size=4,
+        accumulator_halves=1,
+    )
+    long = {"sequences": 8, "seq_len": 16384, "stages": stages}
+    auto, recompute, asked = (
+        ask("2x4090", budgets=budgets, activations=name, **long)
+        for name in ("auto", "recompute", "offload-products")
+    )
+    found, none, all_of_it = (several_workers(question, 8) for question in (auto, recompute, asked))
+    assert found.layout.stages == replace(stages, cursor=found.layout.stages.cursor)
+    assert {found.layout.choice(unit, 0) for unit in range(1, 6)} == {Choice.OFFLOAD_ATTENTION}
+    assert {all_of_it.layout.choice(unit, 0) for unit in range(1, 6)} == {Choice.OFFLOAD_PRODUCTS}
+    assert found.memory["host"]["offloaded activations"] < all_of_it.memory["host"]["offloaded activations"]
+    assert predict(auto, found).step_s < 0.95 * predict(recompute, none).step_s
+    slow = replace(auto.machine, links=(_slow(auto.machine.links[0], 64),) * 2)
+    assert not several_workers(replace(auto, machine=slow), 8).layout.any_leaves
+    room = sum(found.memory["host"].values()) - 1
+    tight = replace(auto, budgets=replace(budgets, host=room))
+    assert not several_workers(tight, 8).layout.any_leaves
+
+
+def test_graphs_do_not_leave():
+    with pytest.raises(ConfigError, match="use offload-products"):
+        several_workers(ask("2x4090", activations="offload"), 8)

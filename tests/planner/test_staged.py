@@ -9,8 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
+from outsize.planner.choice import Choice, Extent, bytes_of
 from outsize.planner.discrete import Cost
 from outsize.planner.hazards import SAVE_WINDOW, Hazards
+from outsize.planner.leaving import ON_THEIR_WAY, Way, kept_in_stages
 from outsize.planner.ops import Kind
 from outsize.planner.program import Program, parse, render
 from outsize.planner.schedule import build_step
@@ -67,6 +69,50 @@ def test_two_units_on_two_workers():
         "GRAD 0@w0",
         "STEP 0",
     ]
+
+
+def test_what_forwards_keep_goes_from_worker_to_worker():
+    """It leaves behind what the next stage waits for, and comes up between the backwards of the microbatch before."""
+    stages = Stages(forward=((0, 2),), backward=((2, 3), (0, 2)), round_size=2)
+    away = dict.fromkeys((0, 1), Choice.OFFLOAD_PRODUCTS)
+    kept = kept_in_stages(stages, 3, 2, Way(Choice.KEEP, away))
+    layout = staged(3, stages, 2, num_microbatches=2, kept=kept)
+    program = build_step(layout)
+    validate(program, layout)
+    forward = [str(op) for op in program if op.microbatch == 0 and op.worker == 0]
+    assert forward[:6] == [
+        "FP 0.0@w0",
+        "OFFLOAD 0.0@w0",
+        "FP 1.0@w0",
+        "SAVE 1.0@w0",
+        "SAVE 2.0@w0",
+        "OFFLOAD 1.0@w0",
+    ]
+    text = render(program)
+    backward = text[text.index("FETCH 1.0@w0") :].splitlines()
+    moves = [line for line in backward if line.split()[0] in ("FETCH", "ONLOAD", "RECV", "R", "B")]
+    assert moves == [
+        "FETCH 1.0@w0",
+        "ONLOAD 0.0@w0",
+        "ONLOAD 1.0@w0",
+        "RECV 2.0@w0",
+        "FETCH 1.1@w0",
+        "R 0.0@w0",
+        "R 1.0@w0",
+        "ONLOAD 0.1@w0",
+        "B 1.0@w0",
+        "ONLOAD 1.1@w0",
+        "RECV 2.1@w0",
+        "B 0.0@w0",
+        "R 0.1@w0",
+        "R 1.1@w0",
+        "B 1.1@w0",
+        "B 0.1@w0",
+    ]
+    with pytest.raises(ProgramError, match="what is kept of the forward of unit 0 is not on worker 0"):
+        validate(parse(text.replace("ONLOAD 0.0@w0", "ONLOAD 0.0@w1")), layout)
+    with pytest.raises(ProgramError, match="what its forward kept has not come back"):
+        validate(parse(text.replace("ONLOAD 0.0@w0\n", "")), layout)
 
 
 def test_the_cursor_goes_on_from_round_to_round():
@@ -133,7 +179,8 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
         cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
         layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
     sizes = tuple(range(1, layout.num_streamed + 1))
-    done = simulate(programs, layout, costs, boundary_bytes=sizes)
+    kept_sizes = {extent: (size,) * layout.num_streamed for size, extent in enumerate(Extent, 3)}
+    done = simulate(programs, layout, costs, boundary_bytes=sizes, kept_bytes=kept_sizes)
     assert len(done.timeline.events) == sum(map(len, programs))
     assert sum(e.end_s - e.start_s for e in done.critical_path) == pytest.approx(done.makespan_s)
     assert not any(done.left_bytes.values()), "what ops take they give back"
@@ -141,6 +188,12 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     deepest = max(end - first for first, end in spans)
     # This microbatch's inputs and gradients, the next one's on their way up, two on their way down.
     activations = (2 * (deepest + 2) + SAVE_WINDOW) * max(sizes)
+    kept = [bytes_of(layout.choice(unit, 0), unit, kept_sizes) for unit in range(layout.num_streamed)]
+    activations += max(
+        *(ON_THEIR_WAY * max(kept[slice(*span)]) for span in layout.stages.forward),
+        *(sum(kept[slice(*span)]) for span in layout.stages.backward),
+        0,
+    )
     rest = layout.rest
     resident = 0 if rest is None else layout.weight_bytes[rest] + layout.gradient_bytes[rest]
     places = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident
@@ -202,6 +255,8 @@ def test_an_input_on_another_worker_is_not_found():
             {"stages": Stages(forward=((0, 1),), backward=((1, 2),), round_size=1)},
             "backward stages cover units 0 to 1",
         ),
+        ({"kept": ((Choice.OFFLOAD,), (Choice.RECOMPUTE,))}, "but no graph does"),
+        ({"kept": ((Choice.KEEP,), (Choice.RECOMPUTE,))}, "but no graph does"),
     ],
 )
 def test_layouts_that_cannot_be(changes, message):

@@ -12,6 +12,7 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import planes_for
+from outsize.planner.choice import OFFLOADED, Extent
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions
 from outsize.planner.plan_stages import StageOptions, num_handed_over, plan_stages
 from outsize.planner.stages import Stages
@@ -27,6 +28,7 @@ from runtime.engines import Rig, contexts
 
 EXTENT_BYTES = 2**13
 DEMAND_BYTES = 2**10
+KEPT_BYTES = 2**12
 
 
 def plan_crew(
@@ -36,13 +38,26 @@ def plan_crew(
     users: Sequence[int],
     microbatches: int,
     clip: bool,
+    kept: Extent | None = None,
 ) -> Plan:
     count = parts.spec.num_streamed
+    # What blocks of `oddities` return of products has room in this; theirs is no fused attention.
+    selected = {} if kept is None else {kept: tuple(KEPT_BYTES * (unit > 0) for unit in range(count))}
     plan = plan_stages(
         parts.spec,
-        Demand(boundary_bytes=(DEMAND_BYTES,) * count),
+        Demand(
+            boundary_bytes=(DEMAND_BYTES,) * count,
+            selected_bytes=selected,
+            selected_s=dict.fromkeys(selected, (1.0,) * count),
+        ),
         Budgets(device=2**28),
-        PlanOptions(home="host", below="host", clip=clip, microbatches=microbatches),
+        PlanOptions(
+            home="host",
+            below="host",
+            clip=clip,
+            microbatches=microbatches,
+            activations="auto" if kept is None else OFFLOADED[kept].value,
+        ),
         StageOptions(
             num_workers=num_workers,
             forward_s=(1.0,) * count,
@@ -67,11 +82,13 @@ def crew_over(
     freeze: tuple[str, ...] = (),
     devices: Sequence[Device] | None = None,
     settings: dict[str, Any] | None = None,
+    kept: Extent | None = None,
+    room_bytes: int | None = None,
 ) -> Iterator[Rig]:
     """An engine of ``num_workers`` that trains ``model`` in fp32."""
     decaying = set(Trainer.get_decay_parameter_names(None, model))
     parts = split(model, decays=decaying.__contains__, freeze=freeze)
-    plan = plan_crew(parts, num_workers, stages, users, microbatches, max_grad_norm > 0)
+    plan = plan_crew(parts, num_workers, stages, users, microbatches, max_grad_norm > 0, kept)
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena())
         home = stack.enter_context(HostHome(parts.spec, planes_for("fp32"), arena))
@@ -86,6 +103,10 @@ def crew_over(
         workers = stack.enter_context(contextlib.closing(Workers(made)))
         extents = max(1, num_handed_over(plan.layout))
         scratch = stack.enter_context(contextlib.closing(HostScratch(extents, EXTENT_BYTES, arena)))
+        rooms = {
+            extent: stack.enter_context(contextlib.closing(HostScratch(count, room_bytes or size, arena)))
+            for extent, (count, size) in plan.offload_rooms.items()
+        }
         boundaries = stack.enter_context(Boundaries(parts.modules))
         chosen = {"draws_random": False, **(settings or {})}
         engine = Engine(
@@ -99,10 +120,12 @@ def crew_over(
             EngineSettings(
                 optimizer=AdamW(weight_decay=0.1), max_grad_norm=max_grad_norm or float("inf"), **chosen
             ),
+            rooms,
         )
         stack.callback(engine.close)
         yield Rig(engine, parts, home, arena)
-        assert scratch.statistics().num_held == 0 or engine._executor.failed
+        for each in (scratch, *rooms.values()):
+            assert each.statistics().num_held == 0 or engine._executor.failed
 
 
 def train_crew(

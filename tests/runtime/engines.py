@@ -104,7 +104,7 @@ def engine_over(
     shared, own = None, None
     if group is not None:
         options = {**options, "nodes": group.size, "rank": group.rank, "wire": wire}
-        shared = Shared(group, wire, net_staging(parts.spec, group.size, wire, home))
+        shared = Shared(group, wire, net_staging(parts.spec, group.size, wire, home, dtype))
         own = [ranges[group.rank] for ranges in shares(parts.spec, group.size)]
     plan = plan_for(parts, device=device, home=home, clip=max_grad_norm > 0, **options)
     if kept:

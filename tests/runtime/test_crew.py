@@ -14,9 +14,12 @@ from torch import nn
 
 import reference
 from outsize.errors import ExecutionError, ModelError, NonFiniteError
+from outsize.planner.choice import Extent
 from outsize.planner.ops import Kind
 from outsize.planner.stages import Stages, spans_down, spans_up
 from outsize.runtime.device import EmulatedDevice
+from outsize.runtime.selecting import PRODUCTS, Watch
+from outsize.runtime.staged_run import StagedRun
 from planner.layouts import cuts
 from reference import Recipe
 from runtime.crews import crew_over, train_crew
@@ -44,6 +47,18 @@ class Tied(Sparse):
         return SimpleNamespace(
             loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits
         )
+
+
+class Direct(Sparse):
+    """Blocks that return what a product returned, as it is."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.tanh(self.up(x)))
 
 
 USERS_OF_TIED = (0, 1, 3)
@@ -102,6 +117,69 @@ def test_any_cut_and_any_rounds(stages: Stages, num_workers: int):
     assert_same(got, resident(5, max_grad_norm=0.5))
 
 
+@pytest.mark.parametrize("kind", [Sparse, Direct])
+@pytest.mark.parametrize(
+    ("num_workers", "stages"),
+    [
+        (1, cut([1, 1, 1], [1, 1, 1, 1], 2)),
+        (2, cut([3], [1, 3], 2)),
+        (2, cut([2], [2, 2], 5)),
+        (3, cut([1, 2], [1, 2, 1], 3)),
+        (4, cut([1, 1, 1], [1, 1, 1, 1], 1)),
+    ],
+)
+def test_what_forwards_keep_is_found_on_another_worker(
+    kind: type[nn.Module], num_workers: int, stages: Stages
+):
+    options = {"stages": stages, "kept": Extent.PRODUCTS, "max_grad_norm": 0.5}
+    got = train_crew(make(kind), batches(5), num_workers, **options)
+    assert_same(got, resident(5, kind, max_grad_norm=0.5))
+
+
+@pytest.mark.parametrize(("kind", "again"), [(Sparse, 0), (Direct, 2 * 2)])
+def test_products_that_left_are_not_computed_again(
+    kind: type[nn.Module], again: int, monkeypatch: pytest.MonkeyPatch
+):
+    """But for what a block returned, which goes ways of its own."""
+    computed = []
+    inner = StagedRun.recompute
+
+    def recompute(self, unit, forward):
+        def count(func, args, kwargs):
+            computed.append(func in PRODUCTS)
+            return func(*args, **kwargs)
+
+        with Watch(count):  # beneath the mode that hands results out
+            inner(self, unit, forward)
+
+    stages = cut([3], [1, 3], 1)
+
+    def crossed(kept):
+        with crew_over(make(kind), 2, microbatches=2, stages=stages, kept=kept) as rig:
+            (context,) = contexts([batches(2)[0]])
+            rig.engine.finish(rig.engine.begin(context))
+            assert rig.engine.num_let_go == 0
+            return rig.engine.link_bytes()
+
+    without = crossed(None)
+    monkeypatch.setattr(StagedRun, "recompute", recompute)
+    moved = crossed(Extent.PRODUCTS)
+    assert computed
+    assert sum(computed) == again
+    assert moved["down:w0"] - without["down:w0"] == moved["up:w0"] - without["up:w0"] > 0
+
+
+def test_what_finds_no_room_below_is_computed_again():
+    stages = cut([3], [1, 3], 1)
+    with crew_over(make(), 2, microbatches=2, stages=stages, kept=Extent.PRODUCTS, room_bytes=16) as rig:
+        for context in contexts(batches(2)):
+            rig.engine.finish(rig.engine.begin(context))
+        assert rig.engine.num_let_go == 3 * 2 * 2
+        got = rig.weights()
+        want = resident(2)
+        assert all(torch.equal(got[name], weight) for name, weight in want.weights.items())
+
+
 @pytest.mark.parametrize("freeze", [("embed.*",), ("embed.*", "blocks.0.*"), ("embed.*", "blocks.*")])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
@@ -146,7 +224,8 @@ def test_nothing_deadlocks_whatever_the_lanes_wait_for(data: st.DataObject):
     count = data.draw(st.integers(1, 4))
     rng = random.Random(data.draw(st.integers(0, 2**16)))
     slow = {kind: rng.choice([0.0, 0.0, 0.001, 0.004]) for kind in Kind}
-    with crew_over(make(), num_workers, stages=stages, microbatches=count, max_grad_norm=0.5) as rig:
+    options = {"kept": data.draw(st.sampled_from([None, Extent.PRODUCTS])), "max_grad_norm": 0.5}
+    with crew_over(make(), num_workers, stages=stages, microbatches=count, **options) as rig:
         executor = rig.engine._executor
         inner = executor._handler
 

@@ -1,10 +1,11 @@
-"""Runs of several forked ranks, one after the other; a script of its own, started by test_ranks.py.
+"""Runs of several forked ranks in chains, each one after the other; a script of its own, started by `run_all`.
 
-``python ranks_script.py ROOT`` runs what ``ROOT/scenarios.json`` lists: config file, number of ranks, restarts, and
-which rank is killed after which step. It writes a JSON list of the exit codes.
+``python ranks_script.py ROOT`` runs what ``ROOT/scenarios.json`` lists by chain: name, config file, number of ranks,
+restarts, and which rank is killed after which step. It ends with a JSON object of the exit codes by name.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -42,6 +43,20 @@ def run(scenario, root):
     return [process.exitcode for process in processes]
 
 
+def run_chain(chain, root, number):
+    codes = {scenario["name"]: run(scenario, root) for scenario in chain}
+    (root / f"codes-{number}.json").write_text(json.dumps(codes))
+
+
 root = Path(sys.argv[1])
-codes = [run(scenario, root) for scenario in json.loads((root / "scenarios.json").read_text())]
-sys.stdout.write(json.dumps(codes) + "\n")
+chains = json.loads((root / "scenarios.json").read_text())
+context = multiprocessing.get_context("fork")
+runners = [context.Process(target=run_chain, args=(chain, root, n)) for n, chain in enumerate(chains)]
+for runner in runners:
+    runner.start()
+for runner in runners:
+    runner.join()
+found = {}
+for number in range(len(chains)):
+    found |= json.loads((root / f"codes-{number}.json").read_text())
+sys.stdout.write(json.dumps(found) + "\n")

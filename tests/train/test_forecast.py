@@ -1,11 +1,13 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from outsize.errors import ConfigError, ModelError
 from outsize.hardware.from_probe import read_machine
 from outsize.planner.costs import UnitTimes
+from outsize.testing import in_ranks
 from outsize.train import forecast as module
 from outsize.train.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
 from outsize.train.prepare import prepare
@@ -107,3 +109,25 @@ def test_fewer_sequences_are_timed_before_shorter_ones():
     assert module._timed_size(8, 100, 512) == (5, 100)
     assert module._timed_size(8, 2048, 512) == (1, 512)
     assert module._timed_size(1, 16, 512) == (1, 16)
+
+
+def test_ranks_are_predicted_with_the_slowest_of_them(tmp_path, monkeypatch):
+    """And without one that could not measure, which the others do not wait for."""
+
+    def fails(prepared, run_dir):
+        raise ModelError("no clock")
+
+    monkeypatch.setattr(module, "measure_rates", fails)
+
+    def work(group):
+        if group.rank == 2:
+            with pytest.raises(ModelError):
+                module._measured_here(SimpleNamespace(group=group), tmp_path)
+            return None
+        slower = 1.0 + group.rank
+        times = UnitTimes(forward_s=(slower, 0.0), backward_s=(2 * slower, 4 * slower))
+        return module.of_slowest(group, module.Rates(None, times), 5.0 - group.rank)
+
+    first, second, _ = in_ranks(3, work)
+    assert first.times == second.times == UnitTimes(forward_s=(2.0, 0.0), backward_s=(4.0, 8.0))
+    assert first.net_bytes_per_s == second.net_bytes_per_s == 4.0

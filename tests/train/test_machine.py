@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, StorageError
 from outsize.train import machine as module
 from outsize.train.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine

@@ -6,6 +6,7 @@ import pytest
 
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
+from outsize.train import planning
 from outsize.train.microbatches import as_before
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.run import plan, train
@@ -103,3 +104,18 @@ def test_files_of_other_people_say_nothing_of_microbatches(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("{model: {path: m}, data: {path: d}}\n")
     assert as_before(config, tmp_path / "run", None) == config
+
+
+def test_stages_are_cut_by_times_of_the_same_microbatch(tmp_path, monkeypatch):
+    """A recompute takes no longer than the forward, and neither is of another number of tokens."""
+    seen = []
+    inner = planning.plan_stages
+
+    def plan_stages(model, demand, budgets, options, wanted):
+        seen.append((demand.recompute_s, wanted.forward_s))
+        return inner(model, demand, budgets, options, wanted)
+
+    monkeypatch.setattr(planning, "plan_stages", plan_stages)
+    prepared(tmp_path, memory=TWO)
+    ((recompute_s, forward_s),) = seen
+    assert all(0.5 * f < r <= f for r, f in zip(recompute_s, forward_s, strict=True) if r)

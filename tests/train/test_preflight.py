@@ -80,10 +80,14 @@ def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):
         ("parallel", "ddp_compress", "powersgd", "for GPUs, by NCCL"),
         ("train", "method", "lora", "use full"),
         ("train", "loss", "chunked", "the model's own loss"),
+        ("optimizer", "name", "sgd", "steps by AdamW"),
     ):
         other = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
         with pytest.raises(ConfigError, match=why):
             check_fits(replace(prepared, config=other))
+    rounded = replace(prepared.plan, state=replace(prepared.plan.state, moments="int8"))
+    with pytest.raises(ConfigError, match="keeps fp32 moments beside fp32 masters"):
+        check_fits(replace(prepared, plan=rounded))
     with pytest.raises(ConfigError, match="bf16 or fp32"):
         check_fits(replace(prepared, dtype="fp16"))
 

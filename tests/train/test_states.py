@@ -9,6 +9,7 @@ import zoo
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, StorageError
+from outsize.native import library
 from outsize.testing.tiny import tiny_model
 from outsize.train.prepare import prepare
 from outsize.train.run import plan, train
@@ -17,6 +18,7 @@ from outsize.train.verify import verify
 from support import assert_same_end, in_dir, make_run
 
 SPLIT: dict[str, Any] = {"masters": "split"}
+SEPARATE: dict[str, Any] = {"masters": "separate"}
 RING = {"clip": "unit", "max_grad_norm": 0.05}
 EMULATED = {"device": "emulated:1"}
 DISK = {"home": "disk"}
@@ -64,8 +66,8 @@ def test_a_weight_that_units_share_waits_for_all_of_them(tmp_path: Path) -> None
 
 # A run begun with one and gone on with the other.
 OTHER_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "separate, then split": ({}, {"optimizer": SPLIT}),
-    "split on disk, then separate": ({"optimizer": SPLIT, "memory": DISK}, {}),
+    "separate, then split": ({"optimizer": SEPARATE}, {"optimizer": SPLIT}),
+    "split on disk, then separate": ({"optimizer": SPLIT, "memory": DISK}, {"optimizer": SEPARATE}),
     "split, by ring over the host, then over the disk": (
         {"optimizer": {**SPLIT, "max_grad_norm": 0.0}},
         {"optimizer": {**SPLIT, "max_grad_norm": 0.0}, "memory": DISK},
@@ -110,7 +112,7 @@ def test_a_home_on_disk_goes_on_from_its_last_commit(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "held"),
     [
-        ({"masters": "separate"}, "the state of a run with optimizer.masters=split"),
+        (SEPARATE, "the state of a run with optimizer.masters=split"),
         ({**SPLIT, "max_grad_norm": 0.0}, r"a state that keeps fp32 gradients"),
     ],
 )
@@ -120,6 +122,42 @@ def test_a_home_that_lies_otherwise_is_refused(changes: dict[str, Any], held: st
     other = make_run(tmp_path, model=BF16, optimizer=changes, memory=DISK)
     with pytest.raises(StorageError, match=f"home.bin holds {held}; resume with the former settings"):
         train(in_dir(other, tmp_path / "run", resume="auto"))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_masters_of_bf16_are_split_by_themselves_where_kernels_step_them(
+    kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "available", lambda: kernels)
+    assert plan(make_run(tmp_path, model=BF16)).state.masters == ("split" if kernels else "separate")
+    assert plan(make_run(tmp_path)).state.masters == "separate"
+
+
+def test_small_tiles_keep_masters_separate_where_nobody_asks_for_others(tmp_path: Path) -> None:
+    """Tiles of split masters are whole sectors of ties, too."""
+    memory = {**DISK, "tile_elements": 4096}
+    assert plan(make_run(tmp_path, model=BF16, memory=memory)).state.masters == "separate"
+    with pytest.raises(ConfigError, match=r"memory\.tile_elements: 4096 is not a multiple of 32768"):
+        plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=memory))
+
+
+@pytest.mark.parametrize("former", [SPLIT, SEPARATE])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_run_goes_on_with_masters_as_they_lie_at_home(
+    former: dict[str, Any], kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a home on disk from before they were split by themselves, or of a machine that had other kernels."""
+    config = make_run(tmp_path, model=BF16, optimizer=former, memory=DISK)
+    train(in_dir(config, tmp_path / "whole"))
+    interrupted(in_dir(config, tmp_path / "parts"), 3)
+    monkeypatch.setattr(library, "available", lambda: kernels)  # and steps as it did
+    said: list[str] = []
+    auto = make_run(tmp_path, model=BF16, memory=DISK)
+    train(in_dir(auto, tmp_path / "parts", resume="auto"), announce=said.append)
+    assert any(line.startswith("resumed from step ") for line in said)
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+    fresh = plan(in_dir(auto, tmp_path / "another", resume="auto"))
+    assert fresh.state.masters == ("split" if kernels else "separate")
 
 
 def test_gradients_take_no_memory_at_home_unless_they_wait_for_a_norm(tmp_path: Path) -> None:

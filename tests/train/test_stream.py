@@ -91,9 +91,9 @@ def test_disk_and_link_move_exactly_what_the_plan_says(
 
 def test_filling_writes_each_weight_once(model_dir: Path, tmp_path: Path):
     progress: list[tuple[int, int]] = []
-    prepared = prepare(
-        config_of(model_dir, model={"dtype": "bf16"}, memory={"home": "disk"}), tmp_path, silent
-    )
+    optimizer = {"masters": "separate"}
+    config = config_of(model_dir, model={"dtype": "bf16"}, optimizer=optimizer, memory={"home": "disk"})
+    prepared = prepare(config, tmp_path, silent)
     with StreamedTrainer(prepared, tmp_path) as trainer:
         trainer.fill(lambda done, total: progress.append((done, total)))
         total = sum(unit.numel for unit in trainer.spec.units)

@@ -80,6 +80,10 @@ def test_adapters_train_on_a_base_in_4_bits(home: str):
         differing = {n for n, value in plain.state_dict().items() if not torch.equal(value, exact[n])}
         assert differing
         assert not any("lora" in name or "norm" in name for name in differing)
+        weights = dict(model.state_dict())
+        for name, error in model.quantisation_errors().items():
+            want = exact[name].float()
+            assert error == pytest.approx(float((weights[name] - want).norm() / want.norm()), rel=1e-4)
         optimizer = outsize.AdamW(model, lr=1e-2)
         for step in range(3):
             batch = zoo.batch("llama", seed=step, num_sequences=4)

@@ -1,8 +1,18 @@
+from typing import Any
+
 import pytest
 import torch
 
 from outsize.errors import ModelError
 from outsize.wrapped.outputs import Joined
+
+
+def join(outputs: list[Any], sizes: tuple[int, ...], divisors: tuple[float, ...]) -> Joined:
+    joined = Joined(sizes, divisors)
+    for output in outputs:
+        joined.add(output)
+    joined.end()
+    return joined
 
 
 def test_each_kind_of_leaf_is_joined_in_its_way():
@@ -20,7 +30,7 @@ def test_each_kind_of_leaf_is_joined_in_its_way():
             "note": "same",
         },
     ]
-    joined = Joined(outputs, (2, 1), (2.0, 3.0)).build({})
+    joined = join(outputs, (2, 1), (2.0, 3.0)).build({})
     assert joined["loss"] == 2.0 / 2 + 6.0 / 3
     assert joined["logits"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3]
     assert joined["routers"][0].flatten().tolist() == [1.0] * 4 + [0.0] * 2
@@ -30,7 +40,7 @@ def test_each_kind_of_leaf_is_joined_in_its_way():
 def test_what_cannot_be_joined_is_kept_where_all_agree_and_none_otherwise():
     table = torch.arange(5.0)
     one, other = ({"table": table, "cache": object(), "shape": torch.zeros(n, n)} for n in (2, 3))
-    joined = Joined([one, {**other, "table": table.clone()}], (2, 2), (1.0, 1.0)).build({})
+    joined = join([one, {**other, "table": table.clone()}], (2, 2), (1.0, 1.0)).build({})
     assert torch.equal(joined["table"], table)
     assert joined["cache"] is None
     assert joined["shape"] is None
@@ -39,7 +49,7 @@ def test_what_cannot_be_joined_is_kept_where_all_agree_and_none_otherwise():
 def test_gradients_are_dealt_out_to_the_graphs_of_the_microbatches():
     leaves = [torch.full((rows, 2), 1.0, requires_grad=True) for rows in (2, 1)]
     outputs = [{"loss": (leaf * 2).sum(), "logits": leaf * 3} for leaf in leaves]
-    joined = Joined(outputs, (2, 1), (1.5, 3.0))
+    joined = join(outputs, (2, 1), (1.5, 3.0))
     roots = joined.roots([torch.tensor(3.0), torch.arange(6.0).view(3, 2)])
     for edges, gradients in roots.values():
         torch.autograd.backward(edges, gradients)
@@ -50,11 +60,11 @@ def test_gradients_are_dealt_out_to_the_graphs_of_the_microbatches():
 
 def test_a_microbatch_that_weighs_nothing_gets_no_gradient():
     losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(float("nan"), requires_grad=True) * 1]
-    joined = Joined([{"loss": loss} for loss in losses], (1, 1), (1.0, float("inf")))
+    joined = join([{"loss": loss} for loss in losses], (1, 1), (1.0, float("inf")))
     assert joined.build({})["loss"] == 1.0
     assert set(joined.roots([torch.tensor(1.0)])) == {0}
 
 
 def test_outputs_of_another_form_are_refused():
     with pytest.raises(ModelError, match="microbatches=1"):
-        Joined([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], (1, 1), (1.0, 1.0))
+        join([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}], (1, 1), (1.0, 1.0))

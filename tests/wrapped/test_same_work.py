@@ -143,7 +143,7 @@ def test_a_step_does_what_the_trainer_does(activations: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "phi3", "mamba2", "gpt_oss"])
-@pytest.mark.parametrize("activations", CHOICES)
+@pytest.mark.parametrize("activations", [*CHOICES, "keep-products"])
 def test_what_is_kept_changes_no_bit(name: str, activations: str):
     plain, batch = zoo.build(name), zoo.batch(name, num_sequences=3)
     with wrapped(zoo.build(name), microbatches=2, slots=2, activations=activations) as model:

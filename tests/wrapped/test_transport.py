@@ -38,8 +38,9 @@ def test_quantised_ones_move_fewer_bytes_and_lose_within_their_bound():
     ("transport", "says"),
     [
         ({"gradients": "int9"}, "no codec 'int9' for gradients"),
-        ({"gradient": "int8"}, "names codecs of weights"),
+        ({"gradient": "int8"}, "names codecs of activations and gradients"),
         ({"weights": "lossless4"}, "weights of a wrapped model go as they are"),
+        ({"weights": "auto"}, "weights of a wrapped model go as they are"),
         ({"gradients": "int8-ef"}, "without -ef"),
     ],
 )

@@ -1,121 +1,117 @@
 """``outsize generate``: text from a model whose weights are streamed."""
 
 import sys
-from dataclasses import asdict
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outsize.choices import Dtype, Home
 from outsize.cli.console import Output
-from outsize.cli.options import JsonOption
+from outsize.cli.options import with_options
 from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.wrapped.text import Figures
+    from outsize.wrapped.text import Figures, Written
 
 
-class Home(StrEnum):
-    """Where weights rest."""
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What can be asked of the command, option by option."""
 
-    AUTO = "auto"
-    HOST = "host"
-    DISK = "disk"
-
-
-class Dtype(StrEnum):
-    """Dtypes of weights and computation."""
-
-    AUTO = "auto"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
-def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub id.")],
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Text to go on from; repeatable.")
-    ] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub id.")]
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to go on from; repeatable.")] = (
+        None
+    )
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="File with a prompt on each line.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write per prompt.")] = 64,
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write per prompt.")] = 64
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Prompts at once; weights come up once for all.")
-    ] = 1,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Draw tokens; otherwise the likeliest one.")
-    ] = False,
-    temperature: Annotated[float, typer.Option("--temperature", help="Of --sample.")] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of --sample.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto",
+    ] = 1
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens; otherwise the likeliest one.")] = (
+        False
+    )
+    temperature: Annotated[float, typer.Option("--temperature", help="Of --sample.")] = 1.0
+    seed: Annotated[int, typer.Option("--seed", help="Of --sample.")] = 0
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto"
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", help="Budget on the device, e.g. 64MiB or 20GiB.")
-    ] = None,
-    home: Annotated[Home, typer.Option("--home", help="Where the weights rest.")] = Home.AUTO,
+    ] = None
+    home: Annotated[Home, typer.Option("--home", help="Where the weights rest.")] = "auto"
     store_dir: Annotated[
         Path | None, typer.Option("--store-dir", help="Directory of a disk home, best on a local NVMe.")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and computation.")] = Dtype.AUTO,
+    ] = None
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and computation.")] = "auto"
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = False
+
+
+@with_options(GenerateOptions)
+def generate(options: GenerateOptions, output: Output) -> None:
     """Write text with a model that may be larger than the device, its weights streamed once per token batch."""
-    output = Output(as_json=as_json)
-    with output.guarded():
-        import torch
+    from outsize.wrapped.text import check_question
 
-        import outsize
-        from outsize.wrapped.module import runner_of
-        from outsize.wrapped.text import check_model, check_question, write
-
-        texts = _prompts(prompt or [], prompts)
-        check_question(texts, max_new_tokens, batch_size)
-        if sample and temperature <= 0:
-            raise ConfigError(
-                f"--temperature is {temperature:g}; it has to be above zero; leave --sample out for the likeliest token"
-            )
-        if not sample and temperature != 1.0:
-            output.say("note: --temperature has no effect without --sample")
-
-        streamed = outsize.load(
-            model,
-            dtype=dtype.value,
-            trust_remote_code=trust_remote_code,
-            trainable=False,
-            device=device,
-            device_memory=device_memory,
-            home=home.value,
-            store_dir=store_dir,
+    texts = _prompts(options.prompt or [], options.prompts)
+    check_question(texts, options.max_new_tokens, options.batch_size)
+    if options.sample and options.temperature <= 0:
+        raise ConfigError(
+            f"--temperature is {options.temperature:g}; it has to be above zero; leave --sample out for the likeliest "
+            "token"
         )
-        try:
-            check_model(streamed)
-            tokenizer = _tokenizer(model, trust_remote_code)
-            torch.manual_seed(seed)
-            choice: dict[str, Any] = {"do_sample": sample}
-            if sample:
-                choice["temperature"] = temperature
-            written, figures = write(
-                streamed,
-                tokenizer,
-                texts,
-                max_new_tokens=max_new_tokens,
-                batch_size=batch_size,
-                on_text=(lambda _: None) if as_json else _print,
-                **choice,
-            )
-        finally:
-            runner_of(streamed).close()
-        if not as_json and batch_size > 1:
-            for one in written:
-                output.print_result(f"{one.prompt}{one.text}\n")
-        output.say(_summary(figures))
-        output.emit({"written": [asdict(one) for one in written], **asdict(figures)})
+    if not options.sample and options.temperature != 1.0:
+        output.say("note: --temperature has no effect without --sample")
+    written, figures = _written(options, texts, shows=not output.as_json)
+    if options.batch_size > 1:
+        for one in written:
+            output.print_result(f"{one.prompt}{one.text}\n")
+    output.say(_summary(figures))
+    output.emit({"written": [asdict(one) for one in written], **asdict(figures)})
+
+
+def _written(
+    options: GenerateOptions, texts: Sequence[str], *, shows: bool
+) -> "tuple[list[Written], Figures]":
+    """Return what the model writes after ``texts``; ``shows`` prints a single text while it is written."""
+    import torch
+
+    import outsize
+    from outsize.wrapped.module import runner_of
+    from outsize.wrapped.text import check_model, write
+
+    streamed = outsize.load(
+        options.model,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        trainable=False,
+        device=options.device,
+        device_memory=options.device_memory,
+        home=options.home,
+        store_dir=options.store_dir,
+    )
+    try:
+        check_model(streamed)
+        tokenizer = _tokenizer(options.model, options.trust_remote_code)
+        torch.manual_seed(options.seed)
+        choice: dict[str, Any] = {"do_sample": options.sample}
+        if options.sample:
+            choice["temperature"] = options.temperature
+        return write(
+            streamed,
+            tokenizer,
+            texts,
+            max_new_tokens=options.max_new_tokens,
+            batch_size=options.batch_size,
+            on_text=_print if shows else (lambda _: None),
+            **choice,
+        )
+    finally:
+        runner_of(streamed).close()
 
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:
@@ -126,7 +122,9 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     try:
         return [*given, *lines_of(file.read_text(encoding="utf-8"))]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as text: {error}") from error
+        raise DataError(
+            f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"
+        ) from error
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> Any:

@@ -1,28 +1,21 @@
 """``outsize inspect``: the units of a model, and what training it takes."""
 
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
+from outsize.choices import ComputeDtype
+from outsize.cli.columns import columns
 from outsize.cli.console import Output
 from outsize.cli.options import JsonOption
 from outsize.units import format_bytes, format_count
-
-
-class Dtype(StrEnum):
-    """Compute dtypes."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
 
 
 def inspect(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json or hub id.")
     ],
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Compute dtype.")] = Dtype.BF16,
+    dtype: Annotated[ComputeDtype, typer.Option("--dtype", help="Compute dtype.")] = "bf16",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
     ] = False,
@@ -33,7 +26,7 @@ def inspect(
 
     output = Output(as_json=as_json)
     with output.guarded():
-        found = inspection.inspect(model, dtype=dtype.value, trust_remote_code=trust_remote_code)
+        found = inspection.inspect(model, dtype=dtype, trust_remote_code=trust_remote_code)
         output.emit(found)
         output.print_result(_table(found))
 
@@ -48,11 +41,8 @@ def _table(found: dict[str, Any]) -> str:
         each = "" if count == 1 else " each"
         parameters = f"{format_count(first['num_parameters'])}{each}"
         rows.append((span, first["kind"], name, parameters, f"{format_bytes(first['weight_bytes'])}{each}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    lines += [
+        *columns(rows),
         "",
         f"{found['architecture']}: {format_count(found['num_parameters'])} parameters, "
         f"{format_count(found['num_trainable'])} trainable",

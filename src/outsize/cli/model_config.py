@@ -77,9 +77,15 @@ def _parsed(model: str, file: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{model} has no config.json") from error
+        raise CheckpointError(
+            f"{model} has no config.json; give a model directory, its config.json, or a hub id"
+        ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {file} as JSON: {error}") from error
+        raise CheckpointError(
+            f"cannot read {file} as JSON: {error}; fetch it again, or give another"
+        ) from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file} is not the config of a model: expected an object")
+        raise CheckpointError(
+            f"{file} is not the config of a model; give the config.json that lies beside its weights"
+        )
     return found

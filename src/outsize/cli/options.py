@@ -1,12 +1,14 @@
-"""The options that `train` and `verify` share, as a table: flag, the key it sets, its type, its help.
+"""How commands with many options say them: as the fields of a dataclass, or as a table of keys of the configuration.
 
-A flag is a short name for a key of the configuration; everything else is reached by a file or ``--set``.
+`train` and `verify` share the table: flag, the key it sets, its type, its help. A flag is a short name for a key;
+everything else is reached by a file or ``--set``.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -60,17 +62,37 @@ JsonOption = Annotated[
 ]
 
 RunCommand = Callable[["Config", Output, bool], None]
+Options = TypeVar("Options")
+
+
+def with_options(
+    kind: type[Options],
+) -> Callable[[Callable[[Options, Output], None]], Callable[..., None]]:
+    """Return what makes of ``command(options, output)`` a function with an option for each field of ``kind``.
+
+    Args:
+        kind: a dataclass; fields are annotated as Typer wants the parameters of a command. ``--json`` is added.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    offered = {field.name: (hints[field.name], field.default) for field in fields(kind)}  # type: ignore[arg-type]
+
+    def decorate(command: Callable[[Options, Output], None]) -> Callable[..., None]:
+        def run(*, as_json: bool, **given: Any) -> None:
+            output = Output(as_json=as_json)
+            with output.guarded():
+                command(kind(**given), output)
+
+        return _offer(run, command, {**offered, "as_json": (JsonOption, False)})
+
+    return decorate
 
 
 def with_run_options(command: RunCommand) -> Callable[..., None]:
-    """Return ``command(config, output, dry_run)`` as a function with the options of a run.
-
-    Typer reads the signature of a function, so the table above becomes one.
-    """
+    """Return ``command(config, output, dry_run)`` as a function with the options of a run."""
     keys = {flag.removeprefix("--").replace("-", "_"): key for flag, key, _, _ in FLAGS}
 
     def run(
-        config_path: Path | None, overrides: list[str] | None, dry_run: bool, as_json: bool, **flags: Any
+        *, config_path: Path | None, overrides: list[str] | None, dry_run: bool, as_json: bool, **flags: Any
     ) -> None:
         from outsize.config import load_config
 
@@ -81,26 +103,38 @@ def with_run_options(command: RunCommand) -> Callable[..., None]:
             )
             command(config, output, dry_run)
 
-    annotations = {
-        "config_path": ConfigArgument,
+    offered = {
+        "config_path": (ConfigArgument, None),
         **{
-            name: Annotated[kind | None, typer.Option(flag, help=text)]
+            name: (Annotated[kind | None, typer.Option(flag, help=text)], None)
             for name, (flag, _, kind, text) in zip(keys, FLAGS, strict=True)
         },
-        "overrides": SetOption,
-        "dry_run": DryRunOption,
-        "as_json": JsonOption,
+        "overrides": (SetOption, None),
+        "dry_run": (DryRunOption, False),
+        "as_json": (JsonOption, False),
     }
-    run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, annotations
+    return _offer(run, command, offered)
+
+
+def _offer(
+    run: Callable[..., None], command: Callable[..., None], offered: Mapping[str, tuple[Any, Any]]
+) -> Callable[..., None]:
+    """Return ``run`` with the name and words of ``command`` and a signature, which is what Typer reads.
+
+    The signature has a parameter for each entry of ``offered``, with that annotation and default; a default of
+    `MISSING` makes it required.
+    """
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {name: annotation for name, (annotation, _) in offered.items()}
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=False if name in ("dry_run", "as_json") else None,
+                default=inspect.Parameter.empty if default is MISSING else default,
                 annotation=annotation,
             )
-            for name, annotation in annotations.items()
+            for name, (annotation, default) in offered.items()
         ]
     )
     return run

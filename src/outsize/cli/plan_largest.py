@@ -5,9 +5,12 @@ tell is how many parameters a machine holds.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from outsize.cli.plan_question import Asked, model_of
+from outsize.planner.search import fits_at_all
 
 # A model with more layers than this, or wider by more, is none that anyone would train.
 MOST_LAYERS, WIDEST = 1024, 64
@@ -40,6 +43,20 @@ class Scaled:
     layers: int
     hidden: int
     num_parameters: int
+
+
+def largest_models(asked: Asked) -> tuple[Scaled, ...]:
+    """Return the largest models of the family that fit the same budgets, with microbatches of one sequence."""
+    question = replace(asked.question, microbatches=asked.question.sequences)
+
+    def fits(hf_config: Mapping[str, Any]) -> int | None:
+        spec, workload_of = model_of(hf_config, asked.config.model.dtype, asked.adapters)
+        other = replace(
+            question, model=spec, workload_of=lambda sequences: workload_of(sequences, question.seq_len)
+        )
+        return spec.num_parameters if fits_at_all(other) else None
+
+    return largest(asked.hf_config, fits)
 
 
 def largest(config: Mapping[str, Any], fits: Fits) -> tuple[Scaled, ...]:

@@ -1,30 +1,28 @@
-"""From the options of ``outsize plan`` to a question for the planner, and from its answer to a ``train.yaml``."""
+"""From the options of ``outsize plan`` to a question for the planner."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from outsize.cli.model_config import read_config
-from outsize.cli.plan_largest import Scaled, largest
-from outsize.codecs.wire import EXACT, Wire
-from outsize.config import Config, dump_config, load_config
+from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
+from outsize.cli.plan_options import PlanOptions
+from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Machine
+from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
 from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
 from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import read_shape, spec_from_config
 from outsize.model.workload import count_workload
-from outsize.optim.spec import StateLayout, masters_for
+from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.planner.plan import Budgets
-from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
-from outsize.units import parse_count
+from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
@@ -62,20 +60,19 @@ class Asked:
         return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
 
 
-def ask_what_fits(model: str, *, seq_len: int | None, tokens_per_step: int | None, **options: Any) -> Asked:
+def ask_what_fits(options: PlanOptions) -> Asked:
     """Return the question of `ask`; tokens per step that the user does not name are halved while nothing fits.
 
     Raises:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
-    asked = ask(model, seq_len=seq_len, tokens_per_step=tokens_per_step, **options)
+    asked = ask(options)
     nodes = asked.question.nodes
     sequences = asked.question.sequences * nodes
-    while tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
+    while options.tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
         sequences //= 2
-        tokens = sequences * asked.question.seq_len
-        asked = ask(model, seq_len=seq_len, tokens_per_step=tokens, **options)
+        asked = ask(replace(options, tokens_per_step=sequences * asked.question.seq_len))
     return asked
 
 
@@ -85,105 +82,93 @@ def _fits(asked: Asked) -> bool:
     return fits_at_all(replace(question, microbatches=question.microbatches or question.sequences))
 
 
-def ask(
-    model: str,
-    *,
-    gpus: str | None,
-    machine: Path | None,
-    method: str,
-    lora_r: int,
-    lora_modules: str | None,
-    nodes: int,
-    net: str | None,
-    wire: tuple[str, str],
-    dtype: str,
-    seq_len: int | None,
-    tokens_per_step: int | None,
-    microbatches: int | None,
-    home: str,
-    device_memory: str | None,
-    host_memory: str | None,
-    max_grad_norm: float,
-    clip: str,
-    optimizer_state: str,
-    masters: str,
-    tokens: str | None,
-    data: str,
-) -> Asked:
+def ask(options: PlanOptions) -> Asked:
     """Return the question that the options of the command make.
 
     Raises:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
-    if nodes > 1 and clip == "unit":
-        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
-    if nodes > 1 and (optimizer_state, masters) not in (("fp32", "auto"), ("fp32", "separate")):
-        raise ConfigError(
-            "--optimizer-state, --masters: several nodes share a state of separate masters and fp32 moments; leave "
-            "them as they are by default"
-        )
-    box = _machine(gpus, machine)
-    path, hf_config = read_config(model)
-    adapters = (lora_r, parse_modules(lora_modules)) if method == "lora" else None
-    spec, workload_of = model_of(hf_config, dtype, adapters)
-    limit = hf_config.get("max_position_embeddings")
-    if seq_len is None:
-        seq_len = min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
-    elif limit is not None and seq_len > limit:
-        raise ConfigError(f"--seq-len: {seq_len} is longer than the {limit} positions of the model; lower it")
-    config = load_config(
-        flags={
-            "model.path": path,
-            "model.dtype": dtype,
-            "data.path": data,
-            "data.seq_len": seq_len,
-            "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len
-            if tokens_per_step is None
-            else tokens_per_step,
-            "train.microbatches": microbatches,
-            "optimizer.max_grad_norm": max_grad_norm,
-            "optimizer.clip": clip,
-            "optimizer.state": optimizer_state,
-            "optimizer.masters": masters,
-            "memory.device": "cuda",
-            "memory.device_memory": device_memory,
-            "memory.host_memory": host_memory,
-            "memory.home": home,
-            "parallel.gradients": wire[0],
-            "parallel.weights": wire[1],
-            **({"train.method": "lora", "lora.r": lora_r} if adapters else {}),
-            **({"lora.target_modules": _named(lora_modules)} if adapters and lora_modules else {}),
-        },
-        environ={},
-    )
+    check_nodes(options)
+    machine = _with_ram(_machine(options.gpus, options.machine), options.ram)
+    path, hf_config = read_config(options.model)
+    adapters = (options.lora_r, parse_modules(options.lora_modules)) if options.method == "lora" else None
+    spec, workload_of = model_of(hf_config, options.dtype, adapters)
+    seq_len = _seq_len(options.seq_len, hf_config.get("max_position_embeddings"))
+    config = _config(options, path, seq_len)
+    clip = options.clip if options.max_grad_norm > 0 else "none"
     question = Question(
         model=spec,
-        machine=box,
-        budgets=_budgets(box, config),
-        home=cast(Literal["auto", "host", "disk"], home),
-        sequences=_share_of(config.sequences_per_step, nodes),
+        machine=machine,
+        budgets=_budgets(machine, config),
+        home=options.home,
+        sequences=share_of(config.sequences_per_step, options.nodes),
         seq_len=seq_len,
-        microbatches=microbatches,
-        clip=dtype == "fp16" or (max_grad_norm > 0 and clip == "global"),
-        unit_clip=max_grad_norm > 0 and clip == "unit",
-        state=_state(config, spec),
+        microbatches=options.microbatches,
+        clip=options.dtype == "fp16" or clip == "global",
+        unit_clip=clip == "unit",
+        state=_state(config, spec, options.nodes),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
-        nodes=nodes,
-        net_bytes_per_s=_net(nodes, net),
-        wire=_wire(nodes, wire, dtype),
+        nodes=options.nodes,
+        net_bytes_per_s=net_of(options),
+        wire=wire_of(options),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
-        fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in box.gpus) else 0,
+        fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in machine.gpus) else 0,
     )
     return Asked(
-        name=model,
+        name=options.model,
         question=question,
         config=config,
-        tokens=_tokens(tokens),
-        method="full training" if adapters is None else f"LoRA of rank {lora_r} on {', '.join(adapters[1])}",
+        tokens=_tokens(options.tokens),
+        method=_method(adapters),
         hf_config=hf_config,
         adapters=adapters,
     )
+
+
+def _method(adapters: Adapters | None) -> str:
+    if adapters is None:
+        return "full training"
+    rank, modules = adapters
+    return f"LoRA of rank {rank} on {', '.join(modules)}"
+
+
+def _seq_len(wanted: int | None, limit: int | None) -> int:
+    """Return the tokens of a sequence; ``limit`` is how many positions the model has, where it has a limit."""
+    if wanted is None:
+        return min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
+    if limit is not None and wanted > limit:
+        raise ConfigError(f"--seq-len: {wanted} is longer than the {limit} positions of the model; lower it")
+    return wanted
+
+
+def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
+    """Return the configuration of the run that is asked about."""
+    tokens_per_step = options.tokens_per_step
+    flags: dict[str, Any] = {
+        "model.path": path,
+        "model.dtype": options.dtype,
+        "data.path": options.data,
+        "data.seq_len": seq_len,
+        "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len if tokens_per_step is None else tokens_per_step,
+        "train.microbatches": options.microbatches,
+        "optimizer.max_grad_norm": options.max_grad_norm,
+        "optimizer.clip": options.clip,
+        "optimizer.name": options.optimizer,
+        "optimizer.state": options.optimizer_state,
+        "optimizer.masters": options.masters,
+        "memory.device": "cuda",
+        "memory.device_memory": options.device_memory,
+        "memory.host_memory": options.host_memory,
+        "memory.home": options.home,
+        "parallel.gradients": options.net_gradients,
+        "parallel.weights": options.net_weights,
+    }
+    if options.method == "lora":
+        flags |= {"train.method": "lora", "lora.r": options.lora_r}
+        if options.lora_modules:
+            flags["lora.target_modules"] = _named(options.lora_modules)
+    return load_config(flags=flags, environ={})
 
 
 def model_of(
@@ -206,101 +191,27 @@ def model_of(
     return adapted, lambda sequences, seq_len: adapted_workload(plain(sequences, seq_len), adapted)
 
 
-def largest_models(asked: Asked) -> tuple[Scaled, ...]:
-    """Return the largest models of the family that fit the same budgets, with microbatches of one sequence."""
-    question = replace(asked.question, microbatches=asked.question.sequences)
-
-    def fits(hf_config: Mapping[str, Any]) -> int | None:
-        spec, workload_of = model_of(hf_config, asked.config.model.dtype, asked.adapters)
-        other = replace(
-            question, model=spec, workload_of=lambda sequences: workload_of(sequences, question.seq_len)
-        )
-        return spec.num_parameters if fits_at_all(other) else None
-
-    return largest(asked.hf_config, fits)
-
-
-def train_yaml(asked: Asked, prediction: Prediction) -> str:
-    """Return the configuration of the predicted run, as YAML."""
-    config, budgets = asked.config, asked.question.budgets
-    steps = config.train.steps if asked.steps is None else asked.steps
-    run = config.model_copy(
-        update={
-            "train": config.train.model_copy(
-                update={"steps": steps, "microbatches": prediction.microbatches}
-            ),
-            "memory": config.memory.model_copy(
-                update={
-                    "device": _devices(len(asked.question.machine.gpus), config.memory.device),
-                    "device_memory": budgets.device,
-                    "host_memory": budgets.host,
-                    "home": prediction.home,
-                }
-            ),
-        }
-    )
-    return dump_config(run)
-
-
-def _devices(count: int, device: str) -> str:
-    """Return the first ``count`` GPUs as a configuration names them; of one, what was asked for."""
-    return "cuda:" + ",".join(map(str, range(count))) if count > 1 else device
-
-
 def _named(modules: str) -> str | tuple[str, ...]:
     """Return adapted modules as a configuration names them, where a text by itself is a regular expression."""
     return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
 
 
-def _state(config: Config, spec: ModelSpec) -> StateLayout:
+def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
     """Return how a trained unit lies at home, its gradient aside."""
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
         raise ConfigError(
-            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here"
+            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here; leave it auto"
         )
     if optimizer.clip == "unit" and spec.compute_dtype == "fp16":
         raise ConfigError(
             "--clip: fp16 may have to skip a step, for which all its gradients are to be known; use bf16"
         )
-    masters = masters_for(optimizer.masters, spec.dtype, optimizer.state)
-    return StateLayout(dtype=spec.dtype, masters=masters, moments=optimizer.state)
-
-
-def _share_of(sequences: int, nodes: int) -> int:
-    if nodes < 1:
-        raise ConfigError(f"--nodes: {nodes} machines train nothing")
-    if sequences % nodes:
-        raise ConfigError(f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes")
-    return sequences // nodes
-
-
-def _wire(nodes: int, wire: tuple[str, str], dtype: str) -> Wire:
-    found = Wire(gradients=wire[0], weights=wire[1])
-    if nodes == 1 and found != EXACT:
-        raise ConfigError(
-            "--net-gradients and --net-weights have no effect with one node; say how many with --nodes"
-        )
-    if found.weights == "delta" and dtype == "fp32":
-        raise ConfigError("--net-weights: delta is of 16-bit weights; leave it raw, or choose --dtype bf16")
-    return found
-
-
-def _net(nodes: int, text: str | None) -> Figure | None:
-    """Return the rate of a network, in bits per second where it ends in ``b`` or in bytes where in ``B``."""
-    if nodes == 1:
-        if text is not None:
-            raise ConfigError("--net has no effect with one node; say how many with --nodes")
-        return None
-    if text is None:
-        raise ConfigError("--nodes needs the rate of the network: --net 25Gb")
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT])(b|bit|B)(?:/s|ps)?\s*", text)
-    if match is None or not float(match[1]):
-        raise ConfigError(
-            f"--net: not a rate: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"
-        )
-    rate = float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
-    return Figure(value=rate if match[3] == "B" else rate / 8, source=f"--net {text.strip()}")
+    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
+    moments = optimizer.state if num_moments else "fp32"
+    # Several nodes share separate masters; a machine is taken to have the kernels that come with an install.
+    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
+    return StateLayout(dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments)
 
 
 def _machine(gpus: str | None, file: Path | None) -> Machine:
@@ -310,6 +221,19 @@ def _machine(gpus: str | None, file: Path | None) -> Machine:
         return parse_gpus(gpus)
     assert file is not None
     return read_machine(file)
+
+
+def _with_ram(machine: Machine, ram: str | None) -> Machine:
+    """Return ``machine`` with that much host memory."""
+    if ram is None:
+        return machine
+    try:
+        num_bytes = parse_bytes(ram)
+    except ValueError as error:
+        raise ConfigError(f"--ram: {error}") from error
+    if num_bytes <= 0:
+        raise ConfigError("--ram: a machine has some; write for example 64GB")
+    return replace(machine, host=replace(machine.host, memory_bytes=num_bytes))
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:

@@ -1,7 +1,7 @@
 """A prediction for people, as tables, and for machines, as one object."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from typing import Any
 
@@ -12,6 +12,7 @@ from outsize.cli.plan_largest import Scaled
 from outsize.cli.plan_question import Asked
 from outsize.planner.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.prediction import Prediction
+from outsize.planner.search import host_refusal
 from outsize.planner.what_if import Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -41,6 +42,7 @@ def to_dict(
         "verdict": "fits",
         "budget_bytes": asdict(question.budgets),
         **prediction.to_dict(),
+        "why_on_disk": _why_on_disk(asked, prediction),
         "tokens": asked.tokens,
         "steps": asked.steps,
         "eta_s": None if asked.steps is None else asked.steps * prediction.step_s,
@@ -70,6 +72,9 @@ def render(
     )
     console.print("A prediction from the figures below, not a measurement.\n")
     console.print(_memory_table(asked, prediction))
+    why = _why_on_disk(asked, prediction)
+    if why is not None:
+        console.print(f"home on disk, for want of host memory: there {why}\n")
     console.print(_step_table(asked, prediction))
     console.print(_share_table("compute waits for", "share of the time", prediction.stalls))
     console.print(_share_table("in use", "share of the step", prediction.usage))
@@ -86,6 +91,15 @@ def render(
     for assumption in (*ALWAYS, *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:
+    """Return what a home in host memory lacks, and what to try; None where it is there, or was asked to be on disk."""
+    question = asked.question
+    if prediction.home == "host" or question.home != "auto":
+        return None
+    refusal = host_refusal(replace(question, stages=prediction.stages), prediction.microbatches)
+    return None if refusal is None else str(refusal)
 
 
 def in_short(outcome: Outcome) -> str:

@@ -2,112 +2,127 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outsize.cli.console import Output
-from outsize.cli.options import JsonOption
+from outsize.cli.options import with_options
+from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from outsize.model.spec import ModelSpec
     from outsize.probe.run import Announce
 
 
-def probe(
-    full: Annotated[
-        bool, typer.Option("--full/--quick", help="Up to 3 minutes, or up to 15 seconds.")
-    ] = False,
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """What can be asked of the command, option by option."""
+
+    full: Annotated[bool, typer.Option("--full/--quick", help="Up to 3 minutes, or up to 15 seconds.")] = (
+        False
+    )
     output_file: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write machine.json here.")
-    ] = None,
+    ] = None
     old_file: Annotated[
         Path | None, typer.Option("--compare", metavar="FILE", help="A machine.json to compare with.")
-    ] = None,
+    ] = None
     directories: Annotated[
         list[Path] | None,
         typer.Option(
             "--directory", metavar="DIR", help="Time the disk of DIR; repeatable. Default: the current one."
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
             "--model", metavar="MODEL", help="Also time the matrix products of this model's shapes."
         ),
-    ] = None,
+    ] = None
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             "--tokenizer", metavar="FILE", help="Time this tokenizer.json instead of one made here."
         ),
-    ] = None,
+    ] = None
     tensors: Annotated[
         Path | None,
         typer.Option("--tensors", metavar="FILE", help="Try every codec on this safetensors file."),
-    ] = None,
+    ] = None
     num_ranks: Annotated[
         int | None,
         typer.Option(
             "--ranks", min=2, help="Processes that sum (with --full). Default: GPUs, or processors."
         ),
-    ] = None,
+    ] = None
     emulated: Annotated[
         int, typer.Option("--emulated", min=0, metavar="N", help="Describe N emulated devices instead.")
-    ] = 0,
+    ] = 0
     link_gb_per_s: Annotated[
         float | None,
         typer.Option("--link-gb-per-s", min=1e-6, help="What links of emulated devices are held to."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+
+
+@with_options(ProbeOptions)
+def probe(options: ProbeOptions, output: Output) -> None:
     """Measure this machine: memory, optimizer, disks, compute, links, data. Needs no rights and leaves no files."""
     from outsize.cli import probe_text
-    from outsize.errors import ConfigError
     from outsize.hardware import machine_file
     from outsize.hardware.compare import compare
     from outsize.probe.effort import FULL, QUICK
     from outsize.probe.run import Wishes
     from outsize.probe.run import probe as run_probe
 
-    output = Output(as_json=as_json)
-    with output.guarded():
-        old = machine_file.read(old_file) if old_file else None
-        if output_file is not None and not output_file.absolute().parent.is_dir():
-            raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
-        if link_gb_per_s is not None and not emulated:
-            raise ConfigError("--link-gb-per-s is of emulated devices: add --emulated N")
-        if tokenizer is not None and not tokenizer.exists():
-            raise ConfigError(
-                f"--tokenizer {tokenizer}: no such file; name a tokenizer.json or its directory"
-            )
-        if tensors is not None and not tensors.is_file():
-            raise ConfigError(f"--tensors {tensors}: no such file; name a safetensors file")
-        wishes = Wishes(
-            model=_spec(model) if model is not None else None,
-            tokenizer=tokenizer,
-            tensors=tensors,
-            num_ranks=num_ranks,
-            emulated=emulated,
-            link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
-        )
-        with _progress(output) as announce:
-            found = run_probe(
-                FULL if full else QUICK, directories or [Path()], announce=announce, wishes=wishes
-            )
-        if output_file is not None:
-            try:
-                output_file.write_text(found.to_json(), encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--output {output_file}: {error.strerror}; choose another file") from error
-        changes = compare(old, found) if old else ()
-        compared = {"compared": [asdict(change) for change in changes]} if old else {}
-        output.emit({**found.model_dump(mode="json"), **compared})
-        output.print_result(probe_text.describe(found))
-        if old:
-            output.print_result(probe_text.describe_changes(changes))
+    old = machine_file.read(options.old_file) if options.old_file else None
+    _check(options)
+    link_gb_per_s = options.link_gb_per_s
+    wishes = Wishes(
+        model=_spec(options.model) if options.model is not None else None,
+        tokenizer=options.tokenizer,
+        tensors=options.tensors,
+        num_ranks=options.num_ranks,
+        emulated=options.emulated,
+        link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
+    )
+    with _progress(output) as announce:
+        effort = FULL if options.full else QUICK
+        found = run_probe(effort, options.directories or [Path()], announce=announce, wishes=wishes)
+    if options.output_file is not None:
+        _write(options.output_file, found.to_json())
+    changes = compare(old, found) if old else ()
+    compared = {"compared": [asdict(change) for change in changes]} if old else {}
+    output.emit({**found.model_dump(mode="json"), **compared})
+    output.print_result(probe_text.describe(found))
+    if old:
+        output.print_result(probe_text.describe_changes(changes))
+
+
+def _check(options: ProbeOptions) -> None:
+    """Refuse what would fail only once everything was measured.
+
+    Raises:
+        ConfigError: a file or directory is not there, or an option is of emulated devices alone.
+    """
+    output_file, tokenizer, tensors = options.output_file, options.tokenizer, options.tensors
+    if output_file is not None and not output_file.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
+    if options.link_gb_per_s is not None and not options.emulated:
+        raise ConfigError("--link-gb-per-s is of emulated devices: add --emulated N")
+    if tokenizer is not None and not tokenizer.exists():
+        raise ConfigError(f"--tokenizer {tokenizer}: no such file; name a tokenizer.json or its directory")
+    if tensors is not None and not tensors.is_file():
+        raise ConfigError(f"--tensors {tensors}: no such file; name a safetensors file")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}; choose another file") from error
 
 
 def _spec(model: str) -> "ModelSpec":

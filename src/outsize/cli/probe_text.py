@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from outsize.cli.columns import columns
 from outsize.cli.probe_rows import several_rows, streaming_rows
 from outsize.hardware.compare import Change
 from outsize.hardware.gpus import GpuFacts
@@ -15,7 +16,7 @@ _UNKNOWN = "not measured"
 
 def describe(found: MachineFile) -> str:
     """Return what was found, and in the end what could not be measured and why."""
-    lines = [*_inventory(found), "", *_columns(_rows(found))]
+    lines = [*_inventory(found), "", *columns(_rows(found))]
     missing = _missing(found)
     if missing:
         lines += ["", "not measured:", *missing]
@@ -34,7 +35,7 @@ def describe_changes(changes: Sequence[Change]) -> str:
         (change.name, f"{change.before:.4g} -> {change.now:.4g}", f"{change.ratio:.2f}x") for change in told
     ]
     return "\n".join(
-        ["", f"{len(told)} of {len(changes)} rates differ by more than their spread", *_columns(rows)]
+        ["", f"{len(told)} of {len(changes)} rates differ by more than their spread", *columns(rows)]
     )
 
 
@@ -67,7 +68,7 @@ def _inventory(found: MachineFile) -> list[str]:
         ("GPU", f"{_value(gpu.name)}, {_bytes(gpu.memory_total_bytes)}, driver {_value(gpu.driver)}")
         for gpu in found.inventory.gpus
     ]
-    return _columns(rows)
+    return columns(rows)
 
 
 def _native(fact: Fact) -> str:
@@ -196,14 +197,3 @@ def _limit(fact: Fact, show: Callable[[float], str]) -> str:
     if number is not None:
         return show(number)
     return _UNKNOWN if fact.status == _UNKNOWN else "no limit"
-
-
-def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    table = list(rows)
-    if not table:
-        return []
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]

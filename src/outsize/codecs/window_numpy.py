@@ -43,7 +43,7 @@ def encode_window(layout: WindowLayout, source: Words, into: NDArray[np.uint8]) 
     if size >= source.nbytes:
         return _as_it_is(source, words)
     words[sections.left_over_start : sections.counts_start] = source[source.size - sections.left_over :]
-    _list_exceptions(layout, sections, found, words)
+    _list_exceptions(sections, found, words)
     into[size - sections.num_bases : size] = bases
     return size
 
@@ -141,9 +141,7 @@ def _unpack(layout: WindowLayout, rows: Words, bases: Words, blocks: Words) -> N
     blocks += bases[:, None]
 
 
-def _list_exceptions(
-    layout: WindowLayout, sections: Sections, found: list[tuple[NDArray[np.int64], Words]], words: Words
-) -> None:
+def _list_exceptions(sections: Sections, found: list[tuple[NDArray[np.int64], Words]], words: Words) -> None:
     at = sections.exceptions_start
     counts = np.zeros(sections.num_counts, np.int64)
     for positions, holes in found:

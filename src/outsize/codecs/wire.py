@@ -60,5 +60,23 @@ class Wire:
             else codec_spec(self.weights).expected_bytes(numel, dtype)
         )
 
+    def gradient_s(self, numel: int) -> float:
+        """Return the seconds in which a core writes ``numel`` elements of a gradient for others and reads as many."""
+        if self.gradients == "fp32":
+            return 0.0
+        spec, size = self.gradient_spec, raw_bytes(numel, "fp32")
+        # What was lost is known when what is sent has been read again.
+        return size / spec.encode_bytes_per_s + (1 + self.feedback) * size / spec.decode_bytes_per_s
+
+    def weight_s(self, written: int, read: int, dtype: str) -> float:
+        """Return the seconds in which a core writes so many weights in ``dtype`` and reads so many of others."""
+        if self.weights == "raw":
+            return 0.0
+        spec = codec_spec(self.weights)
+        return (
+            raw_bytes(written, dtype) / spec.encode_bytes_per_s
+            + raw_bytes(read, dtype) / spec.decode_bytes_per_s
+        )
+
 
 EXACT: Final = Wire()

@@ -1,26 +1,33 @@
 """The run configuration: strict, frozen, described field by field.
 
-`schema` says what can be configured, `load` where the values come from (flags, ``--set``, environment, file),
-`messages` turns a failed check into plain words, and `rules` holds what concerns more than one key.
+Each section is a file of its own, and `schema` puts them together. `rules` knows which keys contradict each other, and
+`without_effect` which change nothing. `load` says where the values come from (flags, ``--set``, environment, file), and
+`messages` turns a failed check into plain words.
 """
 
+from outsize.config.data import DataConfig
 from outsize.config.load import dump_config, load_config, parse_config
-from outsize.config.schema import (
-    Config,
-    DataConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from outsize.config.lora import LoraConfig
+from outsize.config.memory import MemoryConfig
+from outsize.config.model import ModelConfig
+from outsize.config.optimizer import OptimizerConfig
+from outsize.config.parallel import ParallelConfig
+from outsize.config.schema import Config
+from outsize.config.telemetry import TelemetryConfig
+from outsize.config.train import TrainConfig
+from outsize.config.transport import TransportConfig
 
 __all__ = [
     "Config",
     "DataConfig",
+    "LoraConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParallelConfig",
+    "TelemetryConfig",
     "TrainConfig",
+    "TransportConfig",
     "dump_config",
     "load_config",
     "parse_config",

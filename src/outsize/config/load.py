@@ -92,7 +92,9 @@ def _read_file(path: Path) -> Tree:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"cannot read the config file {path}: {reason}") from error
+        raise ConfigError(
+            f"cannot read the config file {path}: {reason}; name a YAML file, docs/configuration.md"
+        ) from error
     tree = parse_yaml(text, str(path))
     if tree is None:
         return {}

@@ -54,7 +54,7 @@ class DocumentReader:
                 break
             self.bytes_read = 0
         if self.format is None:
-            raise DataError(f"{self.sources.files[0].path}: the data set is empty")
+            raise DataError(f"{self.sources.files[0].path}: the data set is empty; name one with text in it")
         return self.format
 
     def documents(self) -> Iterator[Document]:

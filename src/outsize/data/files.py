@@ -93,7 +93,10 @@ def find_sources(path: Path, glob: str | None = None) -> Sources:
     if not glob and any(_suffix(f.path) not in _VAGUE_SUFFIXES for f in files):
         files = [f for f in files if _suffix(f.path) not in _VAGUE_SUFFIXES]
     if not files:
-        raise DataError(f"{path}: no data files found (pattern {pattern!r}, {len(found)} files seen)")
+        raise DataError(
+            f"{path}: no data files found (pattern {pattern!r}, {len(found)} files seen); choose with glob, "
+            "e.g. glob='**/*.rst'"
+        )
     kinds = Counter(f.container for f in files)
     if len(kinds) > 1:
         shown = ", ".join(f"{n} {kind or 'unknown'}" for kind, n in kinds.most_common())

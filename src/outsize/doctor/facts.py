@@ -1,11 +1,15 @@
 """What the rules look at: a probed machine, a recorded run, or both."""
 
+import statistics
 from dataclasses import dataclass
 
 from outsize.doctor.run_record import RunRecord
 from outsize.hardware.link_fit import LinkFit
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile
 from outsize.hardware.readings import Fact, Measurement
+
+# Fewer tell no trend.
+_LEAST_SAMPLES = 6
 
 
 class LackingError(Exception):
@@ -124,3 +128,13 @@ def is_on_cpu(facts: Facts) -> bool:
         probed = facts.probed is not None and any(found.device == "cpu" for found in facts.probed.devices)
         return probed or facts.recorded.plan.get("below") == "disk"
     return device == "cpu" or device.startswith("emulated")
+
+
+def lost_share(rate: Measurement) -> float:
+    """Return the share that the last third of the samples lost to the first, if they fall all the way; else 0."""
+    third = len(rate.samples) // 3
+    if len(rate.samples) < _LEAST_SAMPLES:
+        return 0.0
+    parts = (rate.samples[:third], rate.samples[third:-third], rate.samples[-third:])
+    first, middle, last = (statistics.median(part) for part in parts)
+    return 1 - last / first if first > middle > last else 0.0

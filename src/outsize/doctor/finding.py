@@ -1,6 +1,6 @@
 """What a rule is, what it sees, and what becomes of that: a finding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -31,6 +31,11 @@ class Seen:
     gain_share: float | None = None
 
 
+def worst(seen: Iterable[Seen]) -> Seen | None:
+    """Return the one with the largest gain, the first of equal ones; None of none."""
+    return max(seen, key=lambda one: one.gain_share or 0.0, default=None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One row of the table.
@@ -38,10 +43,8 @@ class Rule:
     Attributes:
         id: by which a finding is known.
         part: what it slows down.
-        look: returns what it sees in the facts; None where nothing is wrong.
-
-    Raises:
-                LackingError: the record does not hold what it needs.
+        look: returns what it sees in the facts, None where nothing is wrong; raises `LackingError` where the record
+            does not hold what it needs.
         causes: the likely ones, the likeliest first.
         fix: a command, a line of the configuration, or what to change.
         verify: how to see that it helped.

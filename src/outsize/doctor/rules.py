@@ -6,7 +6,16 @@ order of rows decides nothing: findings are ranked by gain.
 
 from typing import Final
 
-from outsize.doctor import compute_rules, host_rules, link_rules, nccl, peer_rules, run_rules
+from outsize.doctor import (
+    compute_rules,
+    device_rules,
+    disk_rules,
+    host_rules,
+    link_rules,
+    nccl,
+    peer_rules,
+    run_rules,
+)
 from outsize.doctor.finding import Rule
 from outsize.doctor.wait_rules import waits_for
 
@@ -225,7 +234,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="gpu-throttled",
         part="compute",
-        look=host_rules.gpu_clocks,
+        look=device_rules.gpu_clocks,
         causes=("cooling", "a power limit below the board's", "a supply that cannot give more"),
         fix="nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE says which; cooling, or nvidia-smi -pl WATTS (needs root)",
         verify="nvidia-smi --query-gpu=clocks_event_reasons.active,clocks.sm --format=csv during a run",
@@ -233,7 +242,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="rate-sags",
         part="compute",
-        look=host_rules.sagging,
+        look=device_rules.sagging,
         causes=(
             "heat",
             "a power limit",
@@ -254,7 +263,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-unsuitable",
         part="disk",
-        look=host_rules.poor_disk,
+        look=disk_rules.poor_disk,
         causes=("the directory lies on a network, overlay or memory file system", "an old drive"),
         fix="memory.store_dir: a directory on a local NVMe with ext4 or XFS",
         verify="outsize probe --directory DIR",
@@ -262,7 +271,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-sags",
         part="disk",
-        look=host_rules.sagging_disk,
+        look=disk_rules.sagging_disk,
         causes=("the drive's fast cache is full", "heat", "a virtual disk that has used up its credit"),
         fix="memory.store_dir on a drive made for writes; memory.home: host where it fits; fewer, larger steps",
         verify="outsize probe --full --directory DIR: sustained_write_bytes_per_s in machine.json",
@@ -270,7 +279,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="attention-unfused",
         part="compute",
-        look=host_rules.slow_attention,
+        look=device_rules.slow_attention,
         causes=(
             "a torch build without the fused kernel for this GPU",
             "a GPU too old for it",

@@ -184,7 +184,9 @@ def _steps(heartbeat: Path) -> tuple[Mapping[str, Any], ...]:
             step = json.loads(line)
             known = step["schema"] in READABLE and step["seconds"] > 0
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{heartbeat}, line {line_number}: not a step of a run") from error
+            raise ConfigError(
+                f"{heartbeat}, line {line_number}: not a step of a run; take that line out"
+            ) from error
         if not known or not {"busy_s", "stall_s"} <= step.keys():
             raise ConfigError(
                 f"{heartbeat}, line {line_number}: schema {step['schema']} does not tell the time of each lane; "
@@ -209,7 +211,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
         read = json.loads if path.suffix == ".json" else yaml.safe_load
         found = read(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}; without the file the rest is told") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: not what a run writes")
+        raise ConfigError(f"{path}: not what a run writes; without the file the rest is told")
     return found

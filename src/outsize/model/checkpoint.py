@@ -1,4 +1,4 @@
-"""Reading parameters, a stretch at a time: from a checkpoint on disk, or from a model in memory.
+"""Reading parameters, a stretch at a time, from a checkpoint on disk.
 
 A model is never in memory as a whole. `CheckpointReader` finds out first, from headers alone, that every
 parameter is there and has its shape; then ``read`` fills whatever piece of memory the caller has for elements
@@ -45,18 +45,6 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     return tuple(map(tuple, names_of.values()))
-
-
-class ModuleSource:
-    """The parameters of a model that is in memory already."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-
-    def read(self, name: str, start: int, stop: int, into: Tensor) -> None:
-        """Copy elements ``[start, stop)`` of parameter ``name`` into ``into``."""
-        with torch.no_grad():
-            into.view(-1).copy_(self._parameters[name].detach().reshape(-1)[start:stop])
 
 
 class CheckpointReader:

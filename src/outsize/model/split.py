@@ -7,7 +7,8 @@ which stays on the device. A unit whose parameters are all tied keeps its place 
 own.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -15,6 +16,9 @@ from torch import nn
 
 from outsize.errors import ModelError
 from outsize.model.spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
+
+# A parameter: name, shape, whether it trains, whether it decays.
+_Row = tuple[str, tuple[int, ...], bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +78,7 @@ def split(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _check_patterns(freeze, names.values())
     modules = [found for found in _unit_modules(model) if with_head or found[1] != "head"]
-    claims: dict[str, int] = {}
-    for _, _, module in modules:
-        for parameter in module.parameters():
-            name = names[id(parameter)]
-            claims[name] = claims.get(name, 0) + 1
+    claims = Counter(names[id(parameter)] for *_, module in modules for parameter in module.parameters())
     parameters = dict(model.named_parameters())
 
     def pack(index: int, name: str, kind: UnitKind, members: list[str]) -> UnitSpec:
@@ -91,19 +91,7 @@ def split(
             )
             for member in members
         ]
-        parts: dict[str, tuple[PartKind, list[tuple[str, tuple[int, ...]]]]] = {}
-        kept = []
-        for member, shape, trains, decay in rows:
-            part = apart(member)
-            if part is None:
-                kept.append((member, shape, trains, decay))
-            elif trains:
-                raise ModelError(
-                    f"{member} lies with what never trains; give it requires_grad before the split"
-                )
-            else:
-                parts.setdefault(part.plane, (part, []))[1].append((member, shape))
-        return pack_unit(index, name, kind, kept, tuple(pack_part(*part) for part in parts.values()))
+        return _pack(index, name, kind, rows, apart)
 
     units = []
     for index, (name, kind, module) in enumerate(modules):
@@ -117,6 +105,24 @@ def split(
         units.append(pack(len(units), "rest", "rest", loose))
     spec = ModelSpec(units=tuple(units), dtype=dtype)
     return Split(model=model, modules=tuple(module for *_, module in modules), spec=spec, owners=owners)
+
+
+def _pack(
+    index: int, name: str, kind: UnitKind, rows: Iterable[_Row], apart: Callable[[str], PartKind | None]
+) -> UnitSpec:
+    """Return a unit of the parameters in ``rows``, those that lie apart in frozen parts of their own."""
+    parts: dict[str, tuple[PartKind, list[tuple[str, tuple[int, ...]]]]] = {}
+    kept = []
+    for row in rows:
+        member, shape, trains, _ = row
+        part = apart(member)
+        if part is None:
+            kept.append(row)
+        elif trains:
+            raise ModelError(f"{member} lies with what never trains; give it requires_grad before the split")
+        else:
+            parts.setdefault(part.plane, (part, []))[1].append((member, shape))
+    return pack_unit(index, name, kind, kept, tuple(pack_part(*part) for part in parts.values()))
 
 
 def _unit_modules(model: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]:
@@ -177,8 +183,8 @@ def _inside(places: tuple[tuple[nn.Module, str], ...], unit: nn.Module) -> bool:
     return all(id(module) in members for module, _ in places)
 
 
-def _check_patterns(patterns: tuple[str, ...], names: object) -> None:
-    known = list(names)  # type: ignore[call-overload]
+def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
+    known = list(names)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in known):
             raise ModelError(

@@ -10,7 +10,6 @@ model made them. Code between units ("glue": norms, scalings, the loss) runs ins
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import greenlet
@@ -87,9 +86,7 @@ class Boundaries:
     def __enter__(self) -> "Boundaries":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

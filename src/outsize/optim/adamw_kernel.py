@@ -19,8 +19,8 @@ from outsize.optim.planes import StatePlanes
 from outsize.optim.update import Update
 
 # torch's vectors have 16 elements at most.
-_VECTOR = 16
-_STATES = {"fp32": 0, "bf16": 1, "int8": 2}
+VECTOR = 16
+STATES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 class Settings(Protocol):
@@ -59,7 +59,7 @@ def step_native(settings: Settings, update: Update, planes: StatePlanes, gradien
     """Step planes; return how many elements, from the first on, have been stepped. See `Rule.step_native`."""
     count = planes.numel
     if planes.moments == "fp32":
-        count -= count % _VECTOR
+        count -= count % VECTOR
         if not agrees_with_torch(native.level()):
             return 0
     if count:
@@ -73,19 +73,19 @@ def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Ten
     split = planes.master_low is not None
     beta1, beta2 = settings.betas
     arguments = _Arguments(
-        hi=_address(planes.weights if split else None),
-        lo=_address(planes.master_low),
-        ties=_address(planes.master_ties),
-        master=_address(None if split else planes.weights if planes.master is None else planes.master),
-        gradient=_address(gradient),
-        exp_avg=_address(planes.exp_avg),
-        exp_avg_sq=_address(planes.exp_avg_sq),
-        exp_avg_top=_address(planes.exp_avg_scales),
-        exp_avg_sq_top=_address(planes.exp_avg_sq_scales),
+        hi=address(planes.weights if split else None),
+        lo=address(planes.master_low),
+        ties=address(planes.master_ties),
+        master=address(None if split else planes.weights if planes.master is None else planes.master),
+        gradient=address(gradient),
+        exp_avg=address(planes.exp_avg),
+        exp_avg_sq=address(planes.exp_avg_sq),
+        exp_avg_top=address(planes.exp_avg_scales),
+        exp_avg_sq_top=address(planes.exp_avg_sq_scales),
         count=count,
         first=update.first,
         gradient_is_bf16=gradient.dtype is torch.bfloat16,
-        state=_STATES[planes.moments],
+        state=STATES[planes.moments],
         key=update.key,
         clip=update.clip,
         # Made in fp64 and rounded once, as torch does.
@@ -100,7 +100,8 @@ def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Ten
     native.call("adamw", ctypes.byref(arguments), ctypes.c_int(torch.get_num_threads()))
 
 
-def _address(plane: Tensor | None) -> int | None:
+def address(plane: Tensor | None) -> int | None:
+    """Return where a plane begins, for C; None stands for NULL."""
     return None if plane is None else plane.data_ptr()
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from outsize.optim.adamw import check_betas, check_numbers
+from outsize.optim.momentum_kernel import step_lion
 from outsize.optim.planes import StatePlanes
 from outsize.optim.update import Update
 
@@ -41,12 +42,12 @@ class Lion:
         """Update in torch ops, see `outsize.optim.update.Rule`."""
         (momentum,) = moments
         share, kept = self.betas
+        direction = torch.mul(momentum, share).add_(gradient * (1.0 - share)).sign_()
         if update.decay and self.weight_decay:
             master.mul_(1.0 - update.lr * self.weight_decay)
-        direction = torch.mul(momentum, share).add_(gradient, alpha=1.0 - share).sign_()
-        master.add_(direction, alpha=-update.lr)
-        momentum.mul_(kept).add_(gradient, alpha=1.0 - kept)
+        master.sub_(direction.mul_(update.lr))
+        momentum.mul_(kept).add_(gradient.mul_(1.0 - kept))
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-        """There is no kernel: masters are split and joined in C, the rest is torch's."""
-        return 0
+        """Step with the C kernel, see `outsize.optim.update.Rule`."""
+        return step_lion(self.betas, self.weight_decay, update, planes, gradient)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from outsize.optim.adamw import check_numbers
+from outsize.optim.momentum_kernel import Sgd, step_sgd
 from outsize.optim.planes import StatePlanes
 from outsize.optim.update import Update
 
@@ -46,7 +47,10 @@ class SGD:
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
     ) -> None:
-        """Update in torch ops, see `outsize.optim.update.Rule`."""
+        """Update in torch ops, see `outsize.optim.update.Rule`; where not ``exact``, one operation after the other."""
+        if not exact:
+            self._update_plainly(update, master, gradient, *moments)
+            return
         torch._fused_sgd_(
             [master],
             [gradient],
@@ -60,6 +64,22 @@ class SGD:
             is_first_step=update.count == 1,
         )
 
+    def _update_plainly(self, update: Update, master: Tensor, gradient: Tensor, momentum: Tensor) -> None:
+        if update.decay and self.weight_decay:
+            gradient.add_(master * self.weight_decay)
+        if update.count == 1:
+            momentum.copy_(gradient)
+        else:
+            momentum.mul_(self.momentum).add_(gradient * (1.0 - self.dampening))
+        along = gradient.add_(momentum * self.momentum) if self.nesterov else momentum
+        master.add_(along * -update.lr)
+
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-        """There is no kernel: masters are split and joined in C, the rest is torch's."""
-        return 0
+        """Step with the C kernel, see `outsize.optim.update.Rule`."""
+        settings = Sgd(
+            momentum=self.momentum,
+            dampening=self.dampening,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+        )
+        return step_sgd(settings, update, planes, gradient)

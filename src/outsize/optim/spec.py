@@ -17,6 +17,8 @@ bf16        exp_avg 2, exp_avg_sq 2, rounded by chance             4
 int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
 ==========  =====================================================  ===============
 
+AdamW keeps both; Lion, and SGD with a momentum, ``exp_avg`` alone, which is half of it; SGD without one neither.
+
 Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
 
 A home that commits every step keeps what a step changes twice, so that the state of the step before is whole until the
@@ -24,7 +26,7 @@ next one is; gradients are made anew in every step and lie there once, or not at
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -48,6 +50,7 @@ BLOCK_ELEMENTS = 64
 Masters = Literal["separate", "split"]
 Moments = Literal["fp32", "bf16", "int8"]
 Gradients = Literal["fp32", "bf16", "none"]
+OptimizerName = Literal["adamw", "sgd", "lion"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class StateLayout:
         masters: how fp32 masters lie beside 16-bit weights.
         moments: how the two moments are kept.
         gradients: how a gradient waits at home for the optimizer; ``none``: it does not, it passes through a ring.
+        num_moments: how many the optimizer keeps: 0, 1 (``exp_avg``) or 2.
 
     Raises:
         ValueError: an unknown dtype, or split masters of other weights than bf16.
@@ -98,6 +102,7 @@ class StateLayout:
     masters: Masters = "separate"
     moments: Moments = "fp32"
     gradients: Gradients = "fp32"
+    num_moments: int = 2
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16", "fp16"):
@@ -116,9 +121,10 @@ class StateLayout:
         elif self.dtype != "fp32":
             found[MASTER] = Plane("fp32")
         moment = "uint8" if self.moments == "int8" else self.moments
-        found |= {EXP_AVG: Plane(moment), EXP_AVG_SQ: Plane(moment)}
+        found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: self.num_moments], Plane(moment))
         if self.moments == "int8":
-            found |= dict.fromkeys((EXP_AVG_SCALES, EXP_AVG_SQ_SCALES), Plane("uint8", BLOCK_ELEMENTS))
+            scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
+            found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
         if self.gradients != "none":
             found[GRADIENT] = Plane(self.gradients)
         return found
@@ -126,12 +132,12 @@ class StateLayout:
     @property
     def exact(self) -> bool:
         """Whether moments and masters keep every bit of a plain fp32 run."""
-        return self.moments == "fp32"
+        return self.moments == "fp32" or not self.num_moments
 
     @property
     def plain(self) -> bool:
         """Whether every plane holds plain numbers that a step can take as they lie."""
-        return self.masters == "separate" and self.moments == "fp32"
+        return self.masters == "separate" and self.exact
 
     @property
     def durable(self) -> "StateLayout":
@@ -164,6 +170,16 @@ class StateLayout:
         """Bytes of all planes for an element."""
         return sum(ITEM_BYTES[plane.item] / plane.group for plane in self.planes.values())
 
+    @property
+    def step_bytes(self) -> float:
+        """Bytes per parameter that a step reads and writes, each plane once; an fp32 gradient where none is kept.
+
+        Bits of ties are touched at one element in 65,536, and not counted.
+        """
+        made, moved = self.tile_planes, [*self.read_planes, *self.write_planes]
+        moved += [GRADIENT] * (GRADIENT not in self.planes)
+        return sum(ITEM_BYTES[made[name].item] / made[name].group for name in moved if name != MASTER_TIES)
+
     def bytes_of(self, numel: int, names: tuple[str, ...] | None = None) -> int:
         """Return the bytes of ``numel`` elements in the planes of those names, or in all."""
         planes = self.planes
@@ -175,11 +191,20 @@ class StateLayout:
         return sum(plane.num_bytes(tile_elements) for plane in planes.values())
 
 
-def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments) -> Masters:
-    """Return how masters lie: as ``wanted``, and else split beside bf16 weights where exact moments are not."""
+def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments, *, kernels: bool) -> Masters:
+    """Return how masters lie: as ``wanted``, and else split beside bf16 weights.
+
+    Exact ones are split only where ``kernels`` in C step them: there that is as fast as a separate master and takes two
+    bytes less, and in torch ops it is slower by a factor of fifteen.
+    """
     if wanted != "auto":
         return wanted
-    return "split" if dtype == "bf16" and moments != "fp32" else "separate"
+    return "split" if dtype == "bf16" and (kernels or moments != "fp32") else "separate"
+
+
+def num_moments_of(name: OptimizerName, momentum: float) -> int:
+    """Return how many moments an optimizer keeps; ``momentum`` is that of SGD."""
+    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0)}[name]
 
 
 State = StateLayout | str
@@ -231,32 +256,42 @@ def step_write_planes(dtype: str) -> tuple[str, ...]:
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
 
 
-def home_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+def home_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
     """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
 
-    Of several ranks each has all weights, and of everything else ``own_elements``; None is all.
+    Of several ranks each has ``whole`` planes, and ``own_elements`` of all others; None is all.
     """
     layout = layout_of(state)
     if not unit.trainable:
         return unit.link_bytes(layout.dtype)
-    return _kept_bytes(unit, layout, tuple(layout.planes), own_elements) + sum(
-        part.home_bytes for part in unit.frozen
-    )
+    kept = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, whole)
+    return kept + sum(part.home_bytes for part in unit.frozen)
 
 
-def committed_bytes(unit: UnitSpec, state: State, own_elements: int | None = None) -> int:
+def committed_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
     """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
     layout = layout_of(state)
-    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements) if unit.trainable else 0
-    return home_bytes(unit, layout, own_elements) + twice
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, whole) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements, whole) + twice
 
 
-def _kept_bytes(unit: UnitSpec, layout: StateLayout, names: tuple[str, ...], own_elements: int | None) -> int:
-    """Return the bytes of planes of a unit: its weights whole, and ``own_elements`` of the others, or all of them."""
+def _kept_bytes(
+    unit: UnitSpec,
+    layout: StateLayout,
+    names: tuple[str, ...],
+    own_elements: int | None,
+    whole: Collection[str],
+) -> int:
+    """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
     if own_elements is None:
         return layout.bytes_of(unit.numel, names)
-    others = tuple(name for name in names if name != WEIGHTS)
-    return layout.bytes_of(unit.numel, (WEIGHTS,)) + layout.bytes_of(own_elements, others)
+    shared = tuple(name for name in names if name not in whole)
+    rest = tuple(name for name in names if name in whole)
+    return layout.bytes_of(unit.numel, rest) + layout.bytes_of(own_elements, shared)
 
 
 def commit_record_bytes(

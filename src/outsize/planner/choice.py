@@ -71,11 +71,13 @@ FORWARDS: Mapping[Extent | None, Kind] = {
     Extent.PRODUCTS: Kind.FORWARD_PRODUCTS,
     Extent.WHOLE: Kind.FORWARD_KEEP,
 }
-EXTENT_OF: Mapping[Kind, Extent | None] = {kind: extent for extent, kind in FORWARDS.items()}
 ON_DEVICE = {
     extent: choice for choice, extent in _EXTENTS.items() if not choice.leaves and extent is not None
 }
 OFFLOADED = {extent: choice for choice, extent in _EXTENTS.items() if choice.leaves and extent is not None}
+
+# What may become of it where forward and backward of a unit are stages apart: a graph stays with its worker.
+LEAVING_STAGES = frozenset({Choice.RECOMPUTE, Choice.OFFLOAD_ATTENTION, Choice.OFFLOAD_PRODUCTS})
 
 KeptBytes = Mapping[Extent, Sequence[int]]
 """Bytes that forwards of each extent keep, by streamed unit, for one microbatch."""

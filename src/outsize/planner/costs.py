@@ -23,9 +23,12 @@ from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.simulate import CostModel
 from outsize.planner.transport import activation_bytes, encoded_planes, gradient_bytes, load_bytes
 
-# AdamW reads master, two moments and the gradient, and writes all but the gradient, each in fp32. A state of fewer
-# bytes is taken to step no faster: what is saved in memory is spent on writing it in fewer bits.
+# What rates of optimizers are told for: AdamW reads master, two moments and the gradient, and writes all but the
+# gradient, each in fp32.
 ADAMW_BYTES = 28
+# How fast a step over moments of fewer bits moves its bytes beside one over fp32: what it saves in memory it spends in
+# part on rounding. Two cores, bench/results/optimizer_2core_2026-11.json: 19.3 and 18.8 of 24.1 GB/s.
+STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
@@ -121,7 +124,7 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
     known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
-        depends = op.kind in (Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
+        depends = op.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
         choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
         key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice)
         cost = known.get(key)
@@ -159,7 +162,8 @@ class _Pricing:
         if op.kind in FORWARD_KINDS:
             return Cost(seconds=self.times.forward_s[unit])
         if op.kind is Kind.RECOMPUTE:
-            return Cost(seconds=self.times.recompute(unit))
+            spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
+            return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
         if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
             stages = layout.stages
             # An R has recomputed it, or its forward kept it.
@@ -188,7 +192,10 @@ class _Pricing:
             return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            return Cost(seconds=self._encode_s(op), amount=ADAMW_BYTES * self._elements(op), through=through)
+            bytes_each = self.state.step_bytes / STEP_PACE[self.state.moments]
+            return Cost(
+                seconds=self._encode_s(op), amount=round(bytes_each * self._elements(op)), through=through
+            )
         if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
             return self._exchange(op)
         if op.kind in (Kind.READ, Kind.WRITE):
@@ -230,15 +237,22 @@ class _Pricing:
     def _exchange(self, op: Op) -> Cost:
         """Return the cost of what a node sends to all others, and receives from them at the same time.
 
-        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction.
+        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction. The lane
+        writes and reads codecs itself.
         """
         if op.kind is Kind.AGREE:
             return Cost(seconds=EXCHANGE_S)
-        numel, dtype = self.model.units[op.unit or 0].numel, self.model.dtype
-        reduces = op.kind is Kind.REDUCE
-        size = self.wire.gradient_bytes(numel) if reduces else self.wire.weight_bytes(numel, dtype)
-        others = (self.layout.num_nodes - 1) / self.layout.num_nodes
-        return Cost(seconds=EXCHANGE_S, amount=size * others, through=("network", "host memory"))
+        numel, dtype, nodes = self.model.units[op.unit or 0].numel, self.model.dtype, self.layout.num_nodes
+        share = numel // nodes
+        if op.kind is Kind.REDUCE:
+            size, coding_s = self.wire.gradient_bytes(numel), self.wire.gradient_s(numel - share)
+        else:
+            size, coding_s = (
+                self.wire.weight_bytes(numel, dtype),
+                self.wire.weight_s(share, numel - share, dtype),
+            )
+        sent = size * (nodes - 1) / nodes
+        return Cost(seconds=EXCHANGE_S + coding_s, amount=sent, through=("network", "host memory"))
 
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""

@@ -49,8 +49,9 @@ from outsize.planner.resources import Cell, Deps, Home
 
 # Inputs on their way out while the next one is made: two, as in a double buffer.
 SAVE_WINDOW = 2
-# SAVEs to remember: at the end of a stage its last input and its output leave together, and one may be before them.
-_NUM_SAVES = 3
+# SAVEs to remember: at the end of a stage its last input, its output and what its last forward kept leave together, and
+# one may be before them.
+_NUM_SAVES = 4
 
 _Key = tuple[str, int | None, int | None]
 

@@ -45,7 +45,6 @@ CAUSES: Mapping[str, str] = {
     "COMMIT": "commit",
     "STORE": CHECKPOINT,
 }
-ALL_CAUSES = (*dict.fromkeys(CAUSES.values()), WORKERS, LOADER, BETWEEN, PYTHON)
 
 Booked = dict[str, dict[str, float]]
 

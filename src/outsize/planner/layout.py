@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from outsize.planner.choice import Choice, Kept
+from outsize.optim.spec import GRADIENT, WEIGHTS
+from outsize.planner.choice import LEAVING_STAGES, Choice, Kept
 from outsize.planner.stages import Stages
 
 # The only worker of a step that is not cut into stages.
@@ -129,11 +130,18 @@ class StepLayout:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
         if any(len(choices) != self.num_microbatches for choices in self.kept):
             raise ValueError(f"kept needs one choice for each of {self.num_microbatches} microbatches")
-        others = [u for u in range(self.num_streamed) if u not in self.keepable and self.keeps_anything(u)]
+        able = {*self.keepable, *self.leavable}
+        others = [u for u in range(self.num_streamed) if u not in able and self.keeps_anything(u)]
         if others:
-            raise ValueError(f"kept may name units {self.keepable}, not {others}")
-        if self.stages is not None and self.any_leaves:
-            raise ValueError("of stages nothing leaves that a forward keeps: its backward follows at once")
+            raise ValueError(f"kept may name units {sorted(able)}, not {others}")
+        if self.stages is None:
+            return
+        if any(choice.leaves for unit in self.keepable for choice in self.kept[unit]):
+            raise ValueError("where a step turns around nothing leaves: the backward follows at once")
+        if any(choice not in LEAVING_STAGES for unit in self.leavable for choice in self.kept[unit]):
+            raise ValueError(
+                "of stages what a forward keeps leaves for the backward's worker, but no graph does"
+            )
 
     def _check_stages(self) -> None:
         if self.cut and (self.clip or self.stages is not None):
@@ -158,6 +166,11 @@ class StepLayout:
     def reduces_buffers(self) -> bool:
         """Whether gradients go into host buffers for other nodes: those of stages are summed at home first."""
         return self.num_nodes > 1 and self.stages is None
+
+    @property
+    def whole_planes(self) -> tuple[str, ...]:
+        """Planes of which each of several nodes keeps all: weights, and sums of several rounds of stages."""
+        return (WEIGHTS,) if self.reduces_buffers else (WEIGHTS, GRADIENT)
 
     @property
     def num_rounds(self) -> int:
@@ -215,6 +228,16 @@ class StepLayout:
         """
         lowest = self.first_backward if self.stages is None else self.stages.backward[0][0]
         return tuple(range(lowest, self.last + self.cut))
+
+    @property
+    def leavable(self) -> tuple[int, ...]:
+        """Units of which what a forward keeps may leave the device.
+
+        Of stages these are the ones below where the step turns around: their backward may be another worker's.
+        """
+        if self.stages is None:
+            return self.keepable
+        return tuple(range(self.first_backward, self.stages.backward[0][0]))
 
     def choice(self, unit: int, microbatch: int) -> Choice:
         """What becomes of what the backward of ``unit`` for ``microbatch`` needs of the forward."""

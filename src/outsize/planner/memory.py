@@ -19,7 +19,7 @@ the gradient twice, and two commit records before them.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -171,19 +171,20 @@ def by_class(
     *,
     commits: bool = False,
     own: Sequence[int] = (),
+    whole: Collection[str] = (WEIGHTS,),
     transport: Transport = NO_CODECS,
 ) -> dict[str, int]:
     """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
 
-    Of several nodes each has all weights, and the others of ``own`` elements of each unit. Weights that do not train
-    lie in host memory as ``transport`` sends them.
+    Of several nodes each has ``whole`` planes, and the others of ``own`` elements of each unit. Weights that do not
+    train lie in host memory as ``transport`` sends them.
     """
     layout, parts = layout_of(state), Counter[str]()
     for unit in model.units:
         planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
         for name, plane in planes.items():
             twice = commits and unit.trainable and name != GRADIENT
-            numel = own[unit.index] if own and name != WEIGHTS else unit.numel
+            numel = own[unit.index] if own and name not in whole else unit.numel
             parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(numel)
         parts["weights"] -= packed_bytes_of(transport, unit, WEIGHTS, model.dtype)
         for part in unit.frozen:
@@ -259,7 +260,7 @@ def memory_table(
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
     table["host"]["encoded weights"] = host_bytes(transport, model)
     buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
-    buffers |= net_bytes(model, layout, wire, home)
+    buffers |= net_bytes(model, layout, wire, home, kept)
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     rooms = offload_rooms(layout, demand).values()
     table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
@@ -286,10 +287,11 @@ def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Tra
     """Return the bytes of a home: all units, those that change twice where it commits."""
     kept = layout_of(state)
     own = layout.own_elements or tuple(unit.numel for unit in model.units)
+    whole = layout.whole_planes
     if layout.commits:
-        twice = sum(committed_bytes(unit, kept, own[unit.index]) for unit in model.units)
+        twice = sum(committed_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
         return twice + 2 * commit_record_bytes(model, planes=kept.planes)
-    size = sum(home_bytes(unit, kept, own[unit.index]) for unit in model.units)
+    size = sum(home_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
     return size - packed_bytes(transport, model) if home == "host" else size
 
 

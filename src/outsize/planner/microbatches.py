@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 # Sequences per microbatch that are simulated.
 SIZES = (1, 2, 4, 8, 16)
-# With several GPUs each number of microbatches takes a search for stages, so the first that fits is taken. It gives
-# each GPU four: with fewer the filling and draining of stages shows. And its microbatches are no larger than what fills
-# a GPU: on 4 x 2,048 tokens layers run at their rate (the published layer times of bench/bench_bubble.py).
+# Several GPUs get four each at least: with fewer the filling and draining of stages shows. And microbatches are no
+# larger than what fills a GPU: on 4 x 2,048 tokens layers run at their rate (the published layer times of
+# bench/bench_bubble.py).
 PER_GPU, FULL_TOKENS = 4, 8192
 
 

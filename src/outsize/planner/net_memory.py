@@ -6,6 +6,7 @@ from outsize.codecs.transport import PIECE_ALIGN
 from outsize.codecs.wire import CHUNK_ELEMENTS, RESIDUAL_BYTES, Wire
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.optim.shares import shares
+from outsize.optim.spec import MASTER_LOW, MASTER_TIES, WEIGHTS, State, layout_of
 from outsize.planner.layout import StepLayout
 from outsize.units import align_up
 
@@ -27,8 +28,10 @@ class NetStaging:
         weight_in: what each other node sends of its weights; 0 where they are received where they will lie.
         weight_out: what goes to all of them; 0 where it is sent from where it lies.
         changed: a chunk of 16-bit weights' changes, decoded; 0 where weights are sent whole.
+        former: a chunk of 16-bit weights as they were before a STEP; 0 where weights are sent whole.
         stored_elements: of a piece on its way to a checkpoint.
         stored: such a piece of one plane as fp32, and of weights.
+        halves: such a piece of the planes of split masters; 0 where they lie in host memory, or are not split.
     """
 
     chunk_elements: int = 0
@@ -40,8 +43,10 @@ class NetStaging:
     weight_in: int = 0
     weight_out: int = 0
     changed: int = 0
+    former: int = 0
     stored_elements: int = 0
     stored: int = 0
+    halves: int = 0
 
     def total_bytes(self, num_nodes: int) -> int:
         """Return the bytes of all of them."""
@@ -54,12 +59,14 @@ class NetStaging:
             + self.lost
             + self.weight_out
             + self.changed
+            + self.former
             + self.stored
+            + self.halves
         )
 
 
-def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str) -> NetStaging:
-    """Return the buffers that `num_nodes` nodes need, each, with a home on ``home``."""
+def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str, state: State) -> NetStaging:
+    """Return the buffers that `num_nodes` nodes need, each, with a home on ``home`` that is laid out as ``state``."""
     if num_nodes == 1:
         return NetStaging()
     longest = max((len(part) for ranges in shares(model, num_nodes) for part in ranges), default=0)
@@ -69,6 +76,9 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str) -> NetS
     weights = align_up(chunk * ITEMSIZE[model.dtype], PIECE_ALIGN)
     piece = min(STORE_ELEMENTS, chunk)
     delta, on_disk = wire.weights == "delta", home == "disk"
+    layout = layout_of(state)
+    split = tuple(name for name in (WEIGHTS, MASTER_LOW, MASTER_TIES) if name in layout.planes)
+    joins = on_disk and MASTER_LOW in layout.planes
     return NetStaging(
         chunk_elements=chunk,
         gradient_in=sent,
@@ -79,17 +89,20 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str) -> NetS
         weight_in=weights if delta or on_disk else 0,
         weight_out=weights if delta or on_disk else 0,
         changed=weights if delta else 0,
+        former=weights if delta else 0,
         stored_elements=piece,
         stored=piece * (4 + ITEMSIZE[model.dtype]),
+        halves=layout.bytes_of(piece, split) if joins else 0,
     )
 
 
-def net_bytes(model: ModelSpec, layout: StepLayout, wire: Wire, home: str) -> dict[str, int]:
+def net_bytes(model: ModelSpec, layout: StepLayout, wire: Wire, home: str, state: State) -> dict[str, int]:
     """Return what a node holds for others in host memory, by class; nothing of a single node."""
     if layout.num_nodes == 1:
         return {}
     sent = sum(unit.numel for unit in model.units if unit.trainable) - sum(layout.own_elements)
+    staging = net_staging(model, layout.num_nodes, wire, home, state)
     return {
-        "network buffers": net_staging(model, layout.num_nodes, wire, home).total_bytes(layout.num_nodes),
+        "network buffers": staging.total_bytes(layout.num_nodes),
         "network residuals": RESIDUAL_BYTES * sent * wire.feedback,
     }

@@ -35,7 +35,7 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         times=times, up_bytes_per_s=link.up_bytes_per_s.value, down_bytes_per_s=link.down_bytes_per_s.value
     )
     options = replace(_options(question, microbatches, home), rates=rates)
-    demand = _in_seconds(_demand(question, microbatches), work, times)
+    demand = in_seconds(_demand(question, microbatches), work, times)
     plan = plan_step(model, demand, question.budgets, options)
     layout, tile_elements = coarser(plan, max(unit.numel for unit in model.units))
     costs = cost_model(
@@ -65,7 +65,7 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
     )
 
 
-def _in_seconds(demand: Demand, work: Workload, times: UnitTimes) -> Demand:
+def in_seconds(demand: Demand, work: Workload, times: UnitTimes) -> Demand:
     """Return ``demand`` with what choices of activations gain on the machine."""
     if not work.attention_bytes:
         return replace(demand, recompute_s=times.recompute_s)

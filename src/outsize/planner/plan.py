@@ -203,9 +203,9 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     knobs = kept_for_the_host(sizing, knobs, short)
     short_by = short(knobs)
     if short_by:
-        fitting = partial(fits_at_all, model, demand, budgets)
+        shortage = partial(shortage_of, model, demand, budgets)
         raise InfeasiblePlanError(
-            _what_to_try(memory_of(knobs), short_by, options, sizing.state, fitting), short_by
+            _what_to_try(memory_of(knobs), short_by, options, sizing.state, shortage), short_by
         )
     knobs = spend(sizing, demand, knobs, lambda knobs: not short(knobs))
     return _make(sizing, demand, budgets, knobs, memory_of(knobs))
@@ -213,13 +213,20 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
 
 def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
     """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
+    return not shortage_of(model, demand, budgets, options)
+
+
+def shortage_of(
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions
+) -> Mapping[str, int]:
+    """Return what the plan that needs the least memory lacks, in bytes by tier; makes no program of it."""
     sizing = Sizing(model, options)
     memory_of = _memory_of(sizing, demand)
 
     def short(knobs: Knobs) -> dict[str, int]:
         return budgets.short_by(memory_of(knobs))
 
-    return not short(kept_for_the_host(sizing, sizing.least(), short))
+    return short(kept_for_the_host(sizing, sizing.least(), short))
 
 
 def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
@@ -290,12 +297,32 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
     )
 
 
+def _smaller_state(
+    memory: Table,
+    options: PlanOptions,
+    state: StateLayout,
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
+    otherwise: str,
+) -> str:
+    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
+    least = otherwise
+    for keys, other in smaller_states(options, state):
+        lacking = shortage(other)
+        if not lacking:
+            return f"{keys}, with which it fits"
+        saved = memory["host"].get("saved activations", 0)
+        if lacking.keys() == {"host"} and lacking["host"] < saved:
+            return f"{keys} with fewer tokens per step"
+        least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
+    return least
+
+
 def _what_to_try(
     memory: Table,
     short_by: Mapping[str, int],
     options: PlanOptions,
     state: StateLayout,
-    fits: Callable[[PlanOptions], bool],
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
 ) -> str:
     """Return the message for the first tier that is short: what takes the most there, what to try first."""
     tier = next(iter(short_by))
@@ -303,15 +330,14 @@ def _what_to_try(
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
     chosen = options.activations not in ("auto", "recompute")
-    if chosen and fits(replace(options, activations="auto")):
+    if chosen and not shortage(replace(options, activations="auto")):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = f"more microbatches than {options.microbatches}, or shorter sequences"
     elif tier == "host" and options.home == "host":
-        smaller = (keys for keys, other in smaller_states(options, state) if fits(other))
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"
-        advice = next((f"{keys}, with which it fits" for keys in smaller), otherwise)
+        advice = _smaller_state(memory, options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (
             f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "

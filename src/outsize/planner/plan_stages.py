@@ -13,15 +13,17 @@ from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.planner.choice import Choice
+from outsize.planner.choice import Extent
+from outsize.planner.costs import UnitTimes
 from outsize.planner.hazards import SAVE_WINDOW
-from outsize.planner.keeping import kept_at_the_turn
 from outsize.planner.layout import StepLayout
-from outsize.planner.memory import Demand, by_class, count_traffic, store_buffer_bytes
+from outsize.planner.leaving import Way, away_in, kept_in_stages, most_on_its_way, on_its_way, spared, ways_of
+from outsize.planner.memory import Demand, by_class, count_traffic, offload_rooms, store_buffer_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
 from outsize.planner.sizing import PlanOptions
+from outsize.planner.spending import ENOUGH
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
 from outsize.planner.stages import HALVES, Span, Stages, slots_for
 from outsize.planner.transport import device_bytes, host_bytes
@@ -40,7 +42,7 @@ class StageOptions:
 
     Attributes:
         num_workers: devices, all alike.
-        forward_s: time of each streamed unit's forward, in any unit of time.
+        forward_s: time of each streamed unit's forward, in the unit of what recomputes take.
         rest_users: units whose backward adds to the gradient of a rest that trains.
         stages: how the step is cut; None lets the planner choose.
     """
@@ -67,11 +69,11 @@ def plan_stages(
             f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
             f"stages; use at most {most} workers"
         )
+    ways = ways_of(options.activations, range(bottom, model.num_streamed - 1), demand, options.rates)
     *roomier, least = rooms(model, options, wanted.num_workers)
     for halves in HALVES:
-        smallest = _layout(
-            model, options, wanted, False, least, _single_units(model, options, wanted, bottom, halves)
-        )
+        single = _single_units(model, options, wanted, bottom, halves)
+        smallest = _layout(model, options, wanted, ways[-1], least, single)
         memory = _memory(model, demand, smallest, options, least)
         short_by = budgets.short_by(memory)
         if not short_by:
@@ -86,31 +88,18 @@ def plan_stages(
         return holds(make(stages), least)
 
     found: list[tuple[float, StepLayout]] = []
-    for keeps in (True, False) if _turn_choice(options) is not Choice.RECOMPUTE else (False,):
-        layout = partial(_layout, model, options, wanted, keeps, least)
-        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, keeps)
+    for way in ways:
+        layout = partial(_layout, model, options, wanted, way, least)
+        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, way)
         pipeline = replace(pipeline, holds=partial(holds_stages, layout))
         stages = _cut(pipeline, options, wanted)
         if stages is not None:
-            found.append((pipeline.step_s(stages), layout(stages)))
+            # What moves unasked has to gain what lanes lose that fill and drain.
+            unasked = bool(way.away) and not ways[-1].away
+            found.append((pipeline.step_s(stages) / (ENOUGH if unasked else 1.0), layout(stages)))
     chosen = min(found, key=lambda pair: pair[0])[1] if found else smallest
     room = next((room for room in roomier if holds(in_room(model, chosen, options, room), room)), least)
     return _make(model, demand, budgets, options, in_room(model, chosen, options, room), room)
-
-
-def _turn_choice(options: PlanOptions) -> Choice:
-    """Return what becomes of what the units that turn around keep.
-
-    Raises:
-        ConfigError: it would leave the device, for the backward that follows at once.
-    """
-    choice = Choice.KEEP if options.activations == "auto" else Choice(options.activations)
-    if choice.leaves:
-        raise ConfigError(
-            f"memory.activations={choice}: of several workers, what a forward keeps does not leave the device yet; use "
-            f"{str(choice).replace('offload', 'keep')}, which keeps it where the step turns around, or one device"
-        )
-    return choice
 
 
 def num_handed_over(layout: StepLayout) -> int:
@@ -164,15 +153,14 @@ def _pipeline(
     bottom: int,
     device_bytes: int,
     halves: tuple[int, int],
-    keeps: bool,
+    way: Way,
 ) -> Pipeline:
     """Return what is cut: times, and which single stages fit ``device_bytes``."""
     streamed = model.units[: model.num_streamed]
     weights = [unit.weight_bytes(model.dtype) for unit in streamed]
     gradients = [unit.gradient_bytes * unit.trainable for unit in streamed]
     fixed = demand.shared_bytes + demand.fixed_bytes + _resident(model)
-    # The last unit runs forward before its backward, all of it.
-    recomputes_s = (*(demand.recompute_s or wanted.forward_s)[:-1], wanted.forward_s[-1])
+    times, rates = _times(demand, options, wanted), options.rates
 
     def fits(span: Span, backward: bool) -> bool:
         units = range(*span)
@@ -180,24 +168,48 @@ def _pipeline(
             return False
         size = halves[0] * max(*weights, sum(weights[u] for u in units)) + fixed
         size += halves[1] * max(*gradients, sum(gradients[u] for u in units if backward))
+        turns = span[1] == model.num_streamed
+        size += 0 if turns else on_its_way(span, backward, way.away, demand.kept_bytes)
         return (
-            size + _activations(len(units), demand) + _workspace(model, demand, span, backward, keeps)
+            size + _activations(len(units), demand) + _workspace(model, demand, span, backward, way.keeps)
             <= device_bytes
         )
 
     return Pipeline(
+        forward_s=times.forward_s,
+        backward_s=spared(times.backward_s, times, way.away),
+        recompute_s=spared(times.recompute_s or times.forward_s, times, way.away),
+        num_workers=wanted.num_workers,
+        num_microbatches=options.microbatches,
+        hop_s=0.0 if rates is None else max(demand.boundary_bytes) / rates.up_bytes_per_s,
+        weights_s=() if rates is None else tuple(size / rates.up_bytes_per_s for size in weights),
+        gradients_s=() if rates is None else tuple(size / rates.down_bytes_per_s for size in gradients),
+        keeps=way.keeps,
+        bottom=bottom,
+        fits=fits,
+        halves=halves,
+    )
+
+
+def _times(demand: Demand, options: PlanOptions, wanted: StageOptions) -> UnitTimes:
+    """Return the times of units: as they were measured, or else beside each other."""
+    if options.rates is not None:
+        return options.rates.times
+    # The last unit runs forward before its backward, all of it.
+    recomputes_s = (*(demand.recompute_s or wanted.forward_s)[:-1], wanted.forward_s[-1])
+    units = range(len(recomputes_s))
+    return UnitTimes(
         forward_s=wanted.forward_s,
         backward_s=tuple(
             recompute_s + GRADIENT_FORWARDS * forward_s
             for recompute_s, forward_s in zip(recomputes_s, wanted.forward_s, strict=True)
         ),
         recompute_s=recomputes_s,
-        num_workers=wanted.num_workers,
-        num_microbatches=options.microbatches,
-        keeps=keeps,
-        bottom=bottom,
-        fits=fits,
-        halves=halves,
+        spared_s={
+            extent: tuple(demand.spared_s(extent, unit) for unit in units)
+            for extent in (Extent.ATTENTION, Extent.PRODUCTS)
+            if extent in demand.selected_s
+        },
     )
 
 
@@ -214,7 +226,7 @@ def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stag
 
 
 def _layout(
-    model: ModelSpec, options: PlanOptions, wanted: StageOptions, keeps: bool, room: Room, stages: Stages
+    model: ModelSpec, options: PlanOptions, wanted: StageOptions, way: Way, room: Room, stages: Stages
 ) -> StepLayout:
     count = model.num_streamed
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
@@ -233,7 +245,7 @@ def _layout(
         tiles=(0,) * len(model.units),
         num_workers=wanted.num_workers,
         stages=stages,
-        kept=kept_at_the_turn(stages, count, options.microbatches, _turn_choice(options)) if keeps else (),
+        kept=kept_in_stages(stages, count, options.microbatches, way),
         rest_users=wanted.rest_users,
     )
     return in_room(model, layout, options, room)
@@ -265,9 +277,11 @@ def _make(
             tile_elements=room.tile_elements,
             transport=options.transport,
             state=state,
+            kept_bytes=demand.kept_bytes,
         ),
         later_programs=programs[1:],
         transport=options.transport,
+        offload_rooms=offload_rooms(layout, demand),
         state=state,
         home_parts=by_class(model, state, commits=layout.commits, transport=options.transport),
     )
@@ -281,13 +295,15 @@ def _memory(
     assert stages is not None
     spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
     extents = num_handed_over(layout) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
+    keeps = any(layout.keeps_anything(unit) for unit in layout.keepable)
+    leaving = most_on_its_way(stages, away_in(layout), demand.kept_bytes)
     table = {
         "device": {
             "weight slots": sum(layout.slot_bytes),
             "gradient accumulators": sum(layout.accumulator_bytes),
             "resident": _resident(model),
-            "activations": _activations(max(end - first for (first, end), _ in spans), demand),
-            "workspace": max(_workspace(model, demand, *span, bool(layout.kept)) for span in spans),
+            "activations": _activations(max(end - first for (first, end), _ in spans), demand) + leaving,
+            "workspace": max(_workspace(model, demand, *span, keeps) for span in spans),
             "shared": demand.shared_bytes,
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(transport, model, demand.boundary_bytes),
@@ -295,6 +311,7 @@ def _memory(
         "host": {
             "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
+            "offloaded activations": sum(n * size for n, size in offload_rooms(layout, demand).values()),
         },
         "disk": {},
     }
@@ -330,6 +347,7 @@ def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) 
     classes = memory[tier]
     largest = max(classes, key=lambda name: classes[name])
     advice = {
+        "offloaded activations": "memory.activations=auto, which keeps what has room",
         "weight slots": "devices with more memory",
         "gradient accumulators": "devices with more memory",
         "home": "the home on disk" if options.home == "host" else "a larger disk budget",

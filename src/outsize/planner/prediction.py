@@ -158,7 +158,13 @@ def _activations(layout: StepLayout) -> dict[str, int]:
 def _by_plane(candidate: Candidate) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
     layout = candidate.layout
-    parts = by_class(candidate.model, candidate.state, commits=layout.commits, own=layout.own_elements)
+    parts = by_class(
+        candidate.model,
+        candidate.state,
+        commits=layout.commits,
+        own=layout.own_elements,
+        whole=layout.whole_planes,
+    )
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},

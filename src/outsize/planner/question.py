@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import TypedDict
 
+from outsize.choices import Activations, Home
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.hardware.spec import Figure, Machine
@@ -11,7 +12,6 @@ from outsize.model.spec import ModelSpec, Workload
 from outsize.optim.spec import StateLayout
 from outsize.planner.memory import NO_CODECS, Demand
 from outsize.planner.plan import Budgets
-from outsize.planner.sizing import Activations
 from outsize.planner.stages import Stages
 
 NODES = (
@@ -51,14 +51,14 @@ class Question:
         transport: codecs on the link of one GPU, where the home is in host memory.
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
-        activations: what becomes of what backwards need of their forwards on one GPU, see `planner.choice`.
+        activations: what becomes of what backwards need of their forwards, see `planner.choice`.
         wire: codecs on the network.
     """
 
     model: ModelSpec
     machine: Machine
     budgets: Budgets
-    home: Literal["auto", "host", "disk"] = "auto"
+    home: Home = "auto"
     sequences: int
     seq_len: int
     microbatches: int | None = None

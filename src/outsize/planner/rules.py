@@ -200,6 +200,7 @@ class Rules:
         require(self._handover is not None, "a backward recomputes by itself")
         require(unit >= self._layout.first_backward, f"nothing up to unit {unit} trains")
         require(self._forwards[unit] > microbatch, "its forward has not run")
+        self._check_back(unit, microbatch)
         self._check_weights(op, unit)
         if self._handover is not None:
             self._handover.check(op, unit, microbatch)
@@ -212,11 +213,12 @@ class Rules:
         require(after, f"unit {unit + 1} has not made the gradient that it starts from")
         if unit in self._layout.offload:
             require((unit, microbatch) in self._fetched, "its input has not come back to the device")
-        if self._layout.choice(unit, microbatch).leaves:
-            require(
-                (unit, microbatch) in self._onloaded, "what its forward kept has not come back to the device"
-            )
+        self._check_back(unit, microbatch)
         self._run_backward(op, unit, microbatch)
+
+    def _check_back(self, unit: int, microbatch: int) -> None:
+        back = (unit, microbatch) in self._onloaded or not self._layout.choice(unit, microbatch).leaves
+        require(back, "what its forward kept has not come back to a device")
 
     def _run_forward(self, op: Op, unit: int, microbatch: int) -> None:
         self._check_weights(op, unit)
@@ -269,12 +271,18 @@ class Rules:
         require(leaves, f"the layout keeps nothing of unit {unit} that leaves the device")
         require(self._forwards[unit] > microbatch, "its forward has not run")
         require((unit, microbatch) not in self._offloaded, "it has been offloaded already")
+        self._follow(op, unit, microbatch)
         self._offloaded.add((unit, microbatch))
 
     def _onload(self, op: Op, unit: int, microbatch: int) -> None:
         require((unit, microbatch) in self._offloaded, "it has not been offloaded")
         require((unit, microbatch) not in self._onloaded, "it has come back already")
+        self._follow(op, unit, microbatch)
         self._onloaded.add((unit, microbatch))
+
+    def _follow(self, op: Op, unit: int, microbatch: int) -> None:
+        if self._handover is not None:
+            self._handover.check(op, unit, microbatch)
 
     def _norm(self, op: Op, unit: int, _: int) -> None:
         self._check_complete(op, unit)

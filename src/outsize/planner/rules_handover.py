@@ -1,9 +1,10 @@
-"""Rule 2 of `planner.rules` where several workers run a step: where inputs and their gradients lie.
+"""Rule 2 of `planner.rules` where several workers run a step: where inputs, their gradients and what is kept lie.
 
 The input of a unit for a microbatch, and the gradient of that input, may lie on workers and below them. F makes the
 input of the next unit on its own worker; SAVE moves it below, FETCH brings a copy up. Once a unit's F has run, a
 worker keeps its input only where no copy lies below, or where its backward follows at once. B needs both on its
-worker, after an R unless the forward has just run there, and uses them up.
+worker, after an R unless the forward has just run there, and uses them up. What a forward keeps for an R goes the same
+way: OFFLOAD moves it below, ONLOAD to the worker of the R, which uses it up.
 """
 
 from collections import defaultdict
@@ -13,6 +14,7 @@ from outsize.planner.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.rules_home import require
 
 BELOW = -1
+INPUT, GRADIENT, KEPT = "the input", "the gradient of the input", "what is kept of the forward"
 
 _Places = defaultdict[tuple[int, int], set[int]]
 
@@ -26,6 +28,7 @@ class HandoverRules:
         self._fused = layout.stages.backward[0][0]
         self._inputs: _Places = defaultdict(set)
         self._gradients: _Places = defaultdict(set)
+        self._kept: _Places = defaultdict(set)
         self._recomputed: set[tuple[int, int, int]] = set()
 
     def check(self, op: Op, unit: int, microbatch: int) -> None:
@@ -37,22 +40,31 @@ class HandoverRules:
         worker = BELOW if op.worker is None else op.worker
         at, after = (unit, microbatch), (unit + 1, microbatch)
         if op.kind is Kind.SAVE:
-            self._move(self._inputs, at, worker, BELOW, "input")
+            self._move(self._inputs, at, worker, BELOW, INPUT)
         elif op.kind is Kind.SEND:
-            self._move(self._gradients, at, worker, BELOW, "gradient")
+            self._move(self._gradients, at, worker, BELOW, GRADIENT)
         elif op.kind is Kind.RECV:
-            self._move(self._gradients, at, BELOW, worker, "gradient")
+            self._move(self._gradients, at, BELOW, worker, GRADIENT)
+        elif op.kind is Kind.OFFLOAD:
+            self._move(self._kept, at, worker, BELOW, KEPT)
+        elif op.kind is Kind.ONLOAD:
+            self._move(self._kept, at, BELOW, worker, KEPT)
         elif op.kind is Kind.FETCH:
             require(BELOW in self._inputs[at], f"the input of unit {unit} has not been saved")
             require(worker not in self._inputs[at], f"the input of unit {unit} is on worker {worker} already")
             self._inputs[at].add(worker)
         else:
-            self._need(self._inputs, at, worker, "input")
+            self._need(self._inputs, at, worker, INPUT)
             if op.kind is Kind.RECOMPUTE:
                 require((*at, worker) not in self._recomputed, f"unit {unit} has been recomputed already")
                 self._recomputed.add((*at, worker))
+                if self._layout.choice(unit, microbatch).leaves:
+                    self._need(self._kept, at, worker, KEPT)
+                    del self._kept[at]
             elif op.kind in FORWARD_KINDS:
                 self._inputs[after].add(worker)
+                if self._layout.choice(unit, microbatch).leaves:
+                    self._kept[at].add(worker)
                 if BELOW in self._inputs[at] and unit < self._fused:
                     self._inputs[at].discard(worker)
             else:
@@ -62,20 +74,18 @@ class HandoverRules:
         if op.kind is Kind.BACKWARD:
             recomputed = at[0] >= self._fused or (*at, worker) in self._recomputed
             require(recomputed, f"unit {at[0]} has not been recomputed on worker {worker}")
-            self._need(self._gradients, after, worker, "gradient")
+            self._need(self._gradients, after, worker, GRADIENT)
             del self._gradients[after]
         self._inputs.pop(at, None)
         if at[0] > self._layout.first_backward:
             self._gradients[at].add(worker)
 
-    def _need(self, places: _Places, at: tuple[int, int], worker: int, name: str) -> None:
-        what = "the input" if name == "input" else "the gradient of the input"
-        here = worker in places[at] or (name == "input" and at[0] == 0)
+    def _need(self, places: _Places, at: tuple[int, int], worker: int, what: str) -> None:
+        here = worker in places[at] or (what == INPUT and at[0] == 0)
         require(here, f"{what} of unit {at[0]} is not on worker {worker}")
 
-    def _move(self, places: _Places, at: tuple[int, int], source: int, target: int, name: str) -> None:
+    def _move(self, places: _Places, at: tuple[int, int], source: int, target: int, what: str) -> None:
         where = "below" if source == BELOW else f"on worker {source}"
-        what = "input" if name == "input" else "gradient of the input"
-        require(source in places[at], f"the {what} of unit {at[0]} is not {where}")
+        require(source in places[at], f"{what} of unit {at[0]} is not {where}")
         places[at].discard(source)
         places[at].add(target)

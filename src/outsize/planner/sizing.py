@@ -7,8 +7,8 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
-from typing import Literal
 
+from outsize.choices import Activations
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
@@ -19,18 +19,6 @@ from outsize.planner.choice import Kept
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Tier
 from outsize.units import align_up
-
-# What happens to what backwards need of their forwards.
-Activations = Literal[
-    "auto",
-    "recompute",
-    "keep-attention",
-    "keep-products",
-    "keep",
-    "offload-attention",
-    "offload-products",
-    "offload",
-]
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
 LEAST_TILE_ELEMENTS = 65_536

@@ -29,9 +29,8 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
         state = replace(state, gradients="none")
         options = replace(options, clip=False, unit_clip=options.clip or options.unit_clip)
         yield _joined(keys or [BY_UNIT]), replace(options, state=state)
-    if state.moments != "int8":
-        # Beside moments of 8 bits masters are split by themselves.
-        keys = [INT8, *(key for key in keys if key != SPLIT)]
+    if state.moments != "int8" and state.num_moments:
+        keys = [INT8, *keys]
         yield _joined(keys), replace(options, state=replace(state, moments="int8"))
 
 

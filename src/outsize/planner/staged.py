@@ -5,7 +5,9 @@ its next visit. While it does, the weights of that next visit come up in pieces 
 the other half of its slots. So an activation that is waited for is behind one weight at most. A unit that the
 next visit runs too comes up after this visit has given it back, and so does all that has no other half.
 
-A backward visit recomputes all its units before the gradient is needed, so that it may do so while it waits.
+A backward visit recomputes all its units before the gradient is needed, so that it may do so while it waits. What
+forwards have kept for that recompute comes up one microbatch ahead, unit by unit between the backwards, whose graphs
+make room for it.
 
 Gradients of a unit are summed in the order of the microbatches whatever the number of workers: each round takes
 up the sum where the one before left it. The gradient of a rest that trains goes the same way from visit to visit
@@ -157,17 +159,24 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
     count = len(visit.microbatches)
     weights = [op for op in ahead if op.kind is Kind.LOAD]
     sums = [op for op in ahead if op.kind is not Kind.LOAD]
-    inputs = [_inputs(visit, microbatch, layout) for microbatch in visit.microbatches]
-    ops = list(inputs[0])
+    inputs = [_inputs(visit, microbatch) for microbatch in visit.microbatches]
+    kept = [_returning(visit, microbatch, layout) for microbatch in visit.microbatches]
+    gradients = [_gradient(visit, microbatch) for microbatch in visit.microbatches]
+    ops = [*inputs[0], *kept[0], *gradients[0]]
     for index, microbatch in enumerate(visit.microbatches):
+        following: list[Op] = []
         if index + 1 < count:
+            following = [*kept[index + 1], *gradients[index + 1]]
             ops += inputs[index + 1]
+        if not any(kept):  # behind nothing that takes long
+            ops += following
+            following = []
         ops += weights[len(weights) * index // count : len(weights) * (index + 1) // count]
         ops += sums if index + 1 == count else []
         if turn.rest is not None and index == 0:  # behind what this visit starts from: it may have to wait
             place = layout.resident_accumulator
             ops.append(Op(kind=turn.rest, unit=layout.rest, worker=visit.worker, slot=place))
-        ops += _compute(visit, microbatch, layout)
+        ops += _compute(visit, microbatch, layout, following)
     ops += (Op(kind=Kind.FREE, unit=u, worker=visit.worker, slot=slot) for u, slot in turn.slots.items())
     for unit in sorted(turn.accumulators, reverse=True):
         if (layout.clip or layout.unit_clip) and visit.round == layout.num_rounds - 1:
@@ -180,40 +189,60 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
     return ops
 
 
-def _inputs(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
-    """Return what a microbatch brings to a visit: the input of its first unit, or what a backward starts from."""
+def _inputs(visit: Visit, microbatch: int) -> list[Op]:
+    """Return what brings the inputs that a microbatch needs in a visit: of its first unit, of all for a backward."""
     first, end = visit.units
+    units = [first] if visit.forward else reversed(range(first, end))
+    return [_on(Kind.FETCH, unit, microbatch, visit) for unit in units if unit]
 
-    def on(kind: Kind, unit: int) -> Op:
-        return Op(kind=kind, unit=unit, microbatch=microbatch, worker=visit.worker)
 
+def _returning(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
+    """Return what brings back what the forwards of a backward visit have kept below, in the order of its recomputes."""
+    units = () if visit.forward else range(*visit.units)
+    leaving = [unit for unit in units if layout.choice(unit, microbatch).leaves]
+    return [_on(Kind.ONLOAD, unit, microbatch, visit) for unit in leaving]
+
+
+def _gradient(visit: Visit, microbatch: int) -> list[Op]:
+    """Return what brings the gradient that a backward visit starts from."""
+    return [] if visit.forward else [_on(Kind.RECV, visit.units[1], microbatch, visit)]
+
+
+def _compute(visit: Visit, microbatch: int, layout: StepLayout, following: list[Op]) -> list[Op]:
+    """Return a microbatch's way through a visit, what leaves on it, and what comes up meanwhile for the next one."""
+    ops = _forwards(visit, microbatch, layout) if visit.forward else []
+    if not visit.backward:
+        return ops
+    first, end = visit.units
     if visit.forward:
-        return [on(Kind.FETCH, first)] if first else []
-    return [*(on(Kind.FETCH, u) for u in reversed(range(first, end)) if u), on(Kind.RECV, end)]
+        ops.append(_on(Kind.FORWARD_BACKWARD, layout.last, microbatch, visit))
+    else:
+        ops += (_on(Kind.RECOMPUTE, unit, microbatch, visit) for unit in range(first, end))
+    backwards = range(first, min(end, layout.last))
+    for index, unit in enumerate(reversed(backwards)):
+        share = len(following) * index // len(backwards), len(following) * (index + 1) // len(backwards)
+        ops += following[slice(*share)]
+        ops.append(_on(Kind.BACKWARD, unit, microbatch, visit))
+    if first > layout.first_backward:
+        ops.append(_on(Kind.SEND, first, microbatch, visit))
+    return ops
 
 
-def _compute(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
-    """Return a microbatch's way through a visit, and what leaves on it."""
+def _forwards(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
+    """Return the forwards of a visit; what the next visit waits for leaves before what only a backward needs."""
     first, end = visit.units
     ops = []
-
-    def on(kind: Kind, unit: int) -> None:
-        ops.append(Op(kind=kind, unit=unit, microbatch=microbatch, worker=visit.worker))
-
-    if visit.forward:
-        for unit in range(first, min(end, layout.last)):
-            on(layout.choice(unit, microbatch).forward, unit)
-            if first < unit and not visit.backward and unit >= layout.first_backward:
-                on(Kind.SAVE, unit)
-        if not visit.backward:
-            on(Kind.SAVE, end)
-    if visit.backward:
-        if visit.forward:
-            on(Kind.FORWARD_BACKWARD, layout.last)
-        for unit in () if visit.forward else range(first, end):
-            on(Kind.RECOMPUTE, unit)
-        for unit in reversed(range(first, min(end, layout.last))):
-            on(Kind.BACKWARD, unit)
-        if first > layout.first_backward:
-            on(Kind.SEND, first)
+    for unit in range(first, min(end, layout.last)):
+        choice = layout.choice(unit, microbatch)
+        ops.append(_on(choice.forward, unit, microbatch, visit))
+        if first < unit and not visit.backward and unit >= layout.first_backward:
+            ops.append(_on(Kind.SAVE, unit, microbatch, visit))
+        if not visit.backward and unit + 1 == end:
+            ops.append(_on(Kind.SAVE, end, microbatch, visit))
+        if choice.leaves:
+            ops.append(_on(Kind.OFFLOAD, unit, microbatch, visit))
     return ops
+
+
+def _on(kind: Kind, unit: int, microbatch: int, visit: Visit) -> Op:
+    return Op(kind=kind, unit=unit, microbatch=microbatch, worker=visit.worker)

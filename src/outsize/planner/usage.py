@@ -44,13 +44,19 @@ def changes_of(
     kept = bytes_of(layout.choice(unit, op.microbatch), unit, kept_bytes)
     if op.kind in FORWARD_KINDS:
         at_end = [*at_end, (device, kept)]
-    elif op.kind is Kind.BACKWARD:
+    elif op.kind is _consumer(unit, layout):
         at_start = [(device, -kept), *at_start]
     elif op.kind is Kind.OFFLOAD:
         at_start, at_end = [(below, kept)], [(device, -kept)]
     elif op.kind is Kind.ONLOAD:
         at_start, at_end = [(device, kept)], [(below, -kept)]
     return at_start, at_end
+
+
+def _consumer(unit: int, layout: StepLayout) -> Kind:
+    """Return the kind of the op from which on what a forward of ``unit`` kept is part of the workspace."""
+    apart = layout.stages is not None and unit < layout.stages.backward[0][0]
+    return Kind.RECOMPUTE if apart else Kind.BACKWARD
 
 
 def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, below: str) -> Changes:

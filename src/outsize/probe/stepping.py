@@ -15,6 +15,7 @@ import torch
 
 from outsize.hardware.readings import Measurement
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec, pack_unit
+from outsize.native.library import available
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import State, StateLayout, masters_for
 from outsize.planner.hazards import Hazards
@@ -76,7 +77,7 @@ def _layout(state: State) -> StateLayout:
     """Return how units lie; gradients that a run hands over tile by tile lie there whole."""
     if isinstance(state, StateLayout):
         return state.durable if state.gradients == "none" else state
-    return StateLayout(dtype=state, masters=masters_for("auto", state, "fp32"))
+    return StateLayout(dtype=state, masters=masters_for("auto", state, "fp32", kernels=available()))
 
 
 def _fitting(effort: Effort, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:

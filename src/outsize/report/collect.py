@@ -11,34 +11,17 @@ from typing import Any
 from outsize.doctor.run_record import read_mapping
 from outsize.errors import ConfigError
 from outsize.planner.timeline import Timeline
+from outsize.report import series
 from outsize.report.chrome import lane_order
-from outsize.report.downsample import MOST_BUCKETS, means, min_max, smoothed
+from outsize.report.downsample import MOST_BUCKETS
 from outsize.report.files import MOST_OPS, read_timeline
 from outsize.report.history import COMPUTE, History
 from outsize.report.verdict import verdict
 
-# Curves of a page: key, heading, unit, column, and whether the axis begins at zero.
-CURVES: Sequence[tuple[str, str, str, str, bool]] = (
-    ("loss", "Loss", "nats", "loss", False),
-    ("tokens_per_s", "Throughput", "tokens/s", "tokens_per_s", True),
-    ("seconds", "Step time", "s", "seconds", True),
-    ("grad_norm", "Gradient norm", "", "grad_norm", True),
-    ("lr", "Learning rate", "", "lr", True),
-    ("mfu", "MFU", "share", "mfu", True),
-)
-RATES: Sequence[tuple[str, str]] = (
-    ("bytes_up", "to the device"),
-    ("bytes_down", "from the device"),
-    ("bytes_read", "from disk"),
-    ("bytes_written", "to disk"),
-)
-# Curves that get a smooth one beside them, in runs of so many steps.
-_NOISY, _SMOOTHED_FROM = ("loss", "tokens_per_s", "seconds", "grad_norm"), 60
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0
 # A run whose last step ended longer ago than this many of its steps, and than this many seconds, is not going on.
 _SILENT_STEPS, _SILENT_S = 10.0, 60.0
-_SIGNIFICANT = 5
 
 
 def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
@@ -65,10 +48,10 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         "machine": _facts(about.get("machine", {})),
         "config": config,
         "figures": _figures(history),
-        "curves": _curves(history),
-        "rates": _rates(history),
-        "memory": _memory(history, plan),
-        "shares": _shares(history),
+        "curves": series.curves(history),
+        "rates": series.rates(history),
+        "memory": series.memory(history, plan),
+        "shares": series.shares(history),
         "waits": _waits(history),
         "gpus": history.recent[-1].get("gpus", []) if history.recent else [],
         "fallbacks": history.recent[-1].get("fallbacks", {}) if history.recent else {},
@@ -124,64 +107,6 @@ def _total(history: History, name: str, positions: Sequence[int]) -> float:
     return sum(history.columns[name][position] or 0.0 for position in positions)
 
 
-def _curves(history: History) -> list[dict[str, Any]]:
-    found = []
-    for key, heading, unit, column, zero in CURVES:
-        values = history.columns[column]
-        points = _rounded(min_max(history.steps, values))
-        if points:
-            curve = {"key": key, "heading": heading, "unit": unit, "zero": zero, "points": points}
-            if column in _NOISY and len(values) >= _SMOOTHED_FROM:
-                curve["smooth"] = _rounded(min_max(history.steps, smoothed(values)))
-            found.append(curve)
-    return found
-
-
-def _rates(history: History) -> list[dict[str, Any]]:
-    """Bytes per second on the wire, over whole steps; directions in which nothing moved are left out."""
-    found = []
-    for column, name in RATES:
-        sizes = [value or 0.0 for value in history.columns[column]]
-        if any(sizes):
-            seconds = [value or 0.0 for value in history.columns["seconds"]]
-            steps, (moved, took) = means(history.steps, [sizes, seconds])
-            points = [(step, size / s) for step, size, s in zip(steps, moved, took, strict=True) if s]
-            found.append({"name": name, "points": _rounded(points)})
-    return found
-
-
-def _memory(history: History, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Bytes by tier over time, with the budget; the process beside them."""
-    names = list(dict.fromkeys(name for tiers in history.tiers for name in tiers))
-    newest = history.recent[-1].get("tiers", {}) if history.recent else {}
-    found = [
-        {
-            "name": name,
-            "points": _rounded(min_max(history.steps, [tiers.get(name) for tiers in history.tiers])),
-            "budget_bytes": newest.get(name, {}).get("budget_bytes"),
-            "high_water_bytes": newest.get(name, {}).get("high_water_bytes"),
-            "classes": plan.get("memory_bytes", {}).get(name.partition(":")[0], {}),
-        }
-        for name in names
-    ]
-    rss = _rounded(min_max(history.steps, history.columns["rss_bytes"]))
-    if rss:
-        found.append({"name": "process", "points": rss, "high_water_bytes": history.last("peak_rss_bytes")})
-    return found
-
-
-def _shares(history: History) -> dict[str, Any]:
-    """Shares of a step by cause over time, compute first and then the largest, as means over buckets."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for shares in history.shares:
-        for cause, share in shares.items():
-            totals[cause] += share
-    causes = sorted(totals, key=lambda cause: (cause != COMPUTE, -totals[cause]))
-    rows = [[shares.get(cause, 0.0) for shares in history.shares] for cause in causes]
-    steps, averaged = means(history.steps, rows)
-    return {"steps": steps, "causes": causes, "rows": [[_round(v) for v in row] for row in averaged]}
-
-
 def _waits(history: History) -> list[dict[str, Any]]:
     """Mean seconds per typical step of the last lines, by lane, cause and owner, the longest first."""
     lines = [line for line in list(history.recent)[1:] or history.recent if line.get("waits_s")]
@@ -198,7 +123,13 @@ def _waits(history: History) -> list[dict[str, Any]]:
     step_s = statistics.fmean(line["seconds"] for line in lines)
     ordered = sorted(totals.items(), key=lambda item: -item[1])
     return [
-        {"lane": lane, "cause": cause, "owner": owner, "seconds": _round(s), "share": _round(s / step_s)}
+        {
+            "lane": lane,
+            "cause": cause,
+            "owner": owner,
+            "seconds": series.rounded(s),
+            "share": series.rounded(s / step_s),
+        }
         for (lane, cause, owner), s in ordered
     ]
 
@@ -216,7 +147,7 @@ def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, 
     rows = {lane: row for row, lane in enumerate(lanes)}
     return {
         "lanes": lanes,
-        "busy": [_round(timeline.busy_s(lane)) for lane in lanes],
+        "busy": [series.rounded(timeline.busy_s(lane)) for lane in lanes],
         "texts": list(texts),
         "ops": [
             [
@@ -256,12 +187,3 @@ def _facts(inventory: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without(mapping: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in mapping.items() if name not in names}
-
-
-def _rounded(points: Sequence[tuple[float, float]]) -> list[list[float]]:
-    return [[x, _round(y)] for x, y in points]
-
-
-def _round(value: float) -> float:
-    """Keep the digits that a picture can show."""
-    return float(f"{value:.{_SIGNIFICANT}g}")

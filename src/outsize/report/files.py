@@ -35,5 +35,7 @@ def read_timeline(path: Path) -> Timeline | None:
             if e["ph"] == "X"
         )
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not a timeline that outsize wrote") from error
+        raise ConfigError(
+            f"{path}: not a timeline that outsize wrote; without the file the rest is told"
+        ) from error
     return Timeline(found)

@@ -97,7 +97,9 @@ class History:
             step = json.loads(line)
             number, seconds = int(step["step"]), float(step["seconds"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{self._path}, line {self._line_number}: not a step of a run") from error
+            raise ConfigError(
+                f"{self._path}, line {self._line_number}: not a step of a run; take that line out"
+            ) from error
         while self.steps and self.steps[-1] >= number:
             self._drop()
         self.steps.append(number)

@@ -1,8 +1,9 @@
 """The optimizer's state of a unit from all ranks to the first one, piece by piece, as a checkpoint there asks for it.
 
 So a checkpoint is that of a single process, and any number of ranks goes on from it. On the lane ``store`` of the first
-rank a plane is asked for, and all ranks send their share of it; the others stand by until they hear that the unit is
-done. What a checkpoint has asked for and then does not take, because it was given up, is received all the same.
+rank a plane is asked for, and all ranks send their share of it; masters that are split are joined by the rank that has
+them. The others stand by until they hear that the unit is done. What a checkpoint has asked for and then does not take,
+because it was given up, is received all the same.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from torch import Tensor
 from outsize.group.group import Group
 from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.shares import shares
-from outsize.optim.spec import planes_for
+from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
+from outsize.optim.split import join_master
 from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.layout import ITEM_DTYPE
 
 STORE_CHANNEL = "store"
 _DONE = -1
@@ -28,16 +31,27 @@ class Collector:
         spec: the model.
         group: the ranks.
         home: of the own share.
+        state: how a trained unit lies there.
         buffer: fp32, for a piece on its way.
+        halves: bytes, for the planes of split masters in such a piece; None where they lie in memory, or are not split.
     """
 
-    def __init__(self, spec: ModelSpec, group: Group, home: HostHome | DiskHome, buffer: Tensor) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        group: Group,
+        home: HostHome | DiskHome,
+        state: StateLayout,
+        buffer: Tensor,
+        halves: Tensor | None = None,
+    ) -> None:
         self._rank, self._size = group.rank, group.size
+        self._made, self._halves = state.planes, halves
         self._channel = group.channel(STORE_CHANNEL)
         self._home = home
         self._buffer = buffer
         self._shares = shares(spec, group.size)
-        self._planes = sorted(planes_for(spec.dtype))
+        self._planes = sorted({*self._made, MASTER})
         self._asked: Any = None
 
     @property
@@ -46,7 +60,7 @@ class Collector:
         return self._rank == 0
 
     def plane(self, unit: UnitSpec, plane: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield a plane of a unit, ``(first element, elements)``, each valid until the next; on the first rank."""
+        """Yield a plane of a unit, ``(first element, items)``, each valid until the next; on the first rank."""
         if self._asked is not None:
             self._asked.close()
         self._asked = self._collect(unit, plane)
@@ -80,17 +94,19 @@ class Collector:
                 if rank == 0:
                     yield start, self._own(unit, plane, start, numel)
                 else:
-                    yield start, self._receive(rank, numel)
+                    yield start, self._receive(rank, plane, numel)
         finally:
             for rank, _, numel in pieces[arrived:]:
                 if rank:
-                    self._receive(rank, numel)
+                    self._receive(rank, plane, numel)
 
     def _tell(self, wanted: int) -> None:
         self._channel.exchange(dict.fromkeys(range(1, self._size), torch.tensor([wanted])), {})
 
-    def _receive(self, rank: int, numel: int) -> Tensor:
-        piece = self._buffer[:numel]
+    def _receive(self, rank: int, plane: str, numel: int) -> Tensor:
+        made = self._made.get(plane)
+        items, item = (numel, "fp32") if made is None else (numel // made.group, made.item)
+        piece = self._buffer.view(ITEM_DTYPE[item])[:items]
         self._channel.exchange({}, {rank: piece})
         return piece
 
@@ -100,9 +116,29 @@ class Collector:
         return ((start, min(size, part.stop - start)) for start in range(part.start, part.stop, size))
 
     def _own(self, unit: UnitSpec, plane: str, start: int, numel: int) -> Tensor:
+        """A piece of a plane of the own share; of the masters, too, where they are split."""
+        if plane in self._made:
+            return self._held(unit, plane, start, numel, self._buffer.view(torch.uint8))[0]
+        parts, room = [], self._halves
+        for name in (WEIGHTS, MASTER_LOW, MASTER_TIES):
+            if name in self._made:
+                part, room = self._held(unit, name, start, numel, room)
+                parts.append(part)
+        weights, low, *ties = parts
+        join_master(weights, low, ties[0] if ties else None, self._buffer[:numel])
+        return self._buffer[:numel]
+
+    def _held(
+        self, unit: UnitSpec, plane: str, start: int, numel: int, room: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A piece of a plane that the home holds, where it lies or read into ``room``; and what is left of the room."""
+        made = self._made[plane]
         if isinstance(self._home, HostHome):
-            first = self._shares[unit.index][self._rank].start
-            return self._home.view(unit.index, plane)[start - first : start - first + numel]
-        piece = self._buffer[:numel]
+            held = 0 if plane == WEIGHTS else self._shares[unit.index][self._rank].start
+            first = (start - held) // made.group
+            return self._home.view(unit.index, plane)[first : first + numel // made.group], room
+        assert room is not None
+        size = made.num_bytes(numel)
+        piece = room[:size].view(ITEM_DTYPE[made.item])
         self._home.read(unit.index, plane, start, piece)
-        return piece
+        return piece[: numel // made.group], room[size:]

@@ -77,10 +77,9 @@ class ComputeOps:
         needed: Mapping[int, Needed] = MappingProxyType({}),
         num_products: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        self._num_products = num_products
         self._device = device
         self._split = split
-        self.shorten(needed)
+        self.shorten(needed, num_products)
         self._graph_in_forward = graph_in_forward
         self._slots_used = tuple(slots_used(program) for program in programs)
         self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
@@ -132,7 +131,7 @@ class ComputeOps:
     def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:
         """In a step that is cut the model ends behind its last unit, and the caller gets what it returns."""
         if self._cut and op.unit == len(self._forwards) - 1:
-            context.outputs[op.microbatch or 0] = run.finish(op.unit)
+            context.deliver(run.finish(op.unit))
             self._runs.discard(run)  # from here on it is the context's
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
@@ -162,8 +161,12 @@ class ComputeOps:
         if unit == self._first_backward:
             self._end(op.microbatch, context)
 
-    def shorten(self, needed: Mapping[int, Needed]) -> None:
-        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
+    def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only.
+
+        ``num_products`` are those of which an FP keeps what they return.
+        """
+        self._num_products = num_products
         modules = self._split.modules
         self._shortcuts: Shortcuts | None = None
         if needed:

@@ -23,6 +23,7 @@ from outsize.runtime.device import Device
 from outsize.runtime.glue import Glue
 from outsize.runtime.gradients import GradientOps
 from outsize.runtime.handover import HandoverOps, count_fetches
+from outsize.runtime.offloading import Away
 from outsize.runtime.replicas import replicate
 from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.weights import WeightOps
@@ -164,7 +165,7 @@ def make_crew(
         home: in host memory.
         host_buffers: none.
         scratch: in host memory, for what is handed over.
-        rooms: none.
+        rooms: for what forwards keep that leaves the workers, by its extent.
         settings: of the engine.
         encoded: the weights as they go over links; None where they go as they are.
         gradient_tiles: none.
@@ -189,6 +190,7 @@ def make_crew(
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     fetches = count_fetches(plan.program)
+    away: Away = {}
     workers, binders = [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
@@ -210,7 +212,8 @@ def make_crew(
             settings.needed,
             settings.num_products,
         )
-        handover = HandoverOps(each, scratch, fetches, activation_codec(plan.transport))
+        codec = activation_codec(plan.transport)
+        handover = HandoverOps(each, scratch, fetches, codec, rooms, layout.kept, away)
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )

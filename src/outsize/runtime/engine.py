@@ -19,7 +19,8 @@ import torch
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
+from outsize.optim.spec import StateLayout
+from outsize.optim.update import Rule
 from outsize.planner.choice import Extent
 from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
@@ -66,7 +67,7 @@ class EngineSettings:
     """What does not follow from the model, the plan or the machine.
 
     Attributes:
-        optimizer: settings of AdamW.
+        optimizer: how a parameter steps.
         max_grad_norm: global norm to clip to; infinity only takes the norm.
         skip_nonfinite: skip steps that are not finite instead of raising.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
@@ -80,7 +81,7 @@ class EngineSettings:
         describe: what a home that commits is told of each step.
     """
 
-    optimizer: AdamW
+    optimizer: Rule
     max_grad_norm: float
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None
@@ -164,7 +165,7 @@ class Engine:
             plan.tile_elements,
             encoded if shared is None else None,  # weights are whole, and encoded, once they are gathered
             own=None if self.exchange is None else self.exchange.own,
-            keeps_changes=shared is not None and shared.wire.weights == "delta",
+            former=None if self.exchange is None else self.exchange.former,
             state=plan.state,
             seed=settings.seed,
         )
@@ -188,7 +189,7 @@ class Engine:
         self.buffers = (*slots, *self.accumulators, *host_buffers)
         collector, beside = None, None
         if shared is not None:
-            collector, beside = _collector(spec, shared, home, host)
+            collector, beside = _collector(spec, shared, home, plan.state, host)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
@@ -236,12 +237,15 @@ class Engine:
 
     def forget_saved(self, number: int) -> None:
         """Free what was saved of activations for the step of that number, and will not be fetched."""
-        if isinstance(self.activations, ActivationOps):
-            self.activations.forget(number)
+        for worker in self._crew.workers:
+            worker.activations.forget(number)
 
-    def shorten(self, needed: Mapping[int, Needed]) -> None:
-        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only."""
-        self._crew.workers[0].compute.shorten(needed)
+    def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only.
+
+        See `EngineSettings` for both.
+        """
+        self._crew.workers[0].compute.shorten(needed, num_products)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""
@@ -367,6 +371,11 @@ class Engine:
         return self._crew.workers[0].gradients
 
     @property
+    def num_let_go(self) -> int:
+        """How often what a forward had kept had no room below its device, so that it is recomputed."""
+        return sum(worker.activations.num_let_go for worker in self._crew.workers)
+
+    @property
     def activations(self) -> ActivationOps | HandoverOps:
         """What worker 0 has moved of activations."""
         return self._crew.workers[0].activations
@@ -387,6 +396,8 @@ class Engine:
             (Kind.BACKWARD, False): worker.compute.backward,
             (Kind.SAVE, False): worker.activations.save,
             (Kind.FETCH, False): worker.activations.fetch,
+            (Kind.OFFLOAD, False): worker.activations.offload,
+            (Kind.ONLOAD, False): worker.activations.onload,
             (Kind.NORM, False): worker.gradients.norm,
             (Kind.GRAD, False): worker.gradients.bring_home,
             (Kind.GRAD, True): worker.gradients.to_ring,
@@ -407,20 +418,18 @@ class Engine:
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
-        if isinstance(worker.activations, ActivationOps):
-            table[Kind.OFFLOAD, False] = worker.activations.offload
-            table[Kind.ONLOAD, False] = worker.activations.onload
         return table
 
 
 def _collector(
-    spec: ModelSpec, shared: Shared, home: HostHome | DiskHome, host: Arena
+    spec: ModelSpec, shared: Shared, home: HostHome | DiskHome, state: StateLayout, host: Arena
 ) -> tuple[Collector, torch.Tensor]:
     """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
     numel = shared.staging.stored_elements
     beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
     piece = host.take(numel * 4, "network").view(torch.float32)
-    return Collector(spec, shared.group, home, piece), beside
+    halves = host.take(shared.staging.halves, "network") if shared.staging.halves else None
+    return Collector(spec, shared.group, home, state, piece, halves), beside
 
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:

@@ -72,6 +72,7 @@ class ExchangeOps:
         encoded: told of units whose weights have changed; None where nobody wants to know.
 
     Attributes:
+        former: room in which a STEP keeps weights that it changes, where changes are sent; None where weights are.
         reduced: bytes sent of gradients so far.
         gathered: bytes sent of weights so far.
     """
@@ -104,6 +105,7 @@ class ExchangeOps:
         self._weight_in = for_each(staging.weight_in)
         self._weight_out = one(staging.weight_out, torch.uint8)
         self._changed = one(staging.changed, TORCH_DTYPE[spec.dtype])
+        self.former = one(staging.former, torch.int16)
         self._delta = open_codec("delta") if wire.weights == "delta" else None
         residuals = Residuals(spec, self.own, arena) if wire.feedback else None
         self._wire = GradientWire(wire, residuals, one(staging.lost, torch.float32))

@@ -6,27 +6,29 @@ forward and backward then see the same decoded copy. Their gradients go as they 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import repeat
+from types import MappingProxyType
 from typing import cast
 
 import torch
 
 from outsize.codecs.codec import Codec
+from outsize.planner.choice import Extent, Kept
 from outsize.planner.ops import Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.context import StepContext
 from outsize.runtime.device import Device
-from outsize.runtime.moved import Moved
+from outsize.runtime.offloading import Away, OffloadOps
 from outsize.runtime.parcels import pack, room_for, unpack
 from outsize.runtime.staged_run import StagedRun, bytes_of
-from outsize.storage.scratch import HostScratch
+from outsize.storage.scratch import HostScratch, Scratch
 
 Storage = torch.UntypedStorage
 FetchCounts = Counter[tuple[int | None, int | None]]
 
 
-class HandoverOps:
+class HandoverOps(OffloadOps):
     """Moves what a microbatch brings to a stage, and what leaves it, for one worker.
 
     Args:
@@ -34,30 +36,25 @@ class HandoverOps:
         scratch: host memory for what is under way; shared by all workers.
         fetches: how often each input (unit, microbatch) is fetched in a step.
         codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
-
-    Attributes:
-        up: what has come up so far.
-        down: what has gone down.
+        rooms: as of `OffloadOps`.
+        choices: likewise.
+        away: likewise.
     """
 
     def __init__(
-        self, device: Device, scratch: HostScratch, fetches: FetchCounts, codec: Codec | None = None
+        self,
+        device: Device,
+        scratch: HostScratch,
+        fetches: FetchCounts,
+        codec: Codec | None = None,
+        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
+        choices: Kept = (),
+        away: Away | None = None,
     ) -> None:
-        self._device = device
+        super().__init__(device, rooms, choices, away)
         self._scratch = scratch
         self._fetches = fetches
         self._codec = codec
-        self.up = self.down = Moved()
-
-    @property
-    def bytes_up(self) -> int:
-        """That came up over the link."""
-        return self.up.wire
-
-    @property
-    def bytes_down(self) -> int:
-        """That went down over it."""
-        return self.down.wire
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: the input goes below; the device memory is free afterwards."""

@@ -5,7 +5,7 @@ memory with the same bytes may take its place (`put`) before anything is shown a
 sharing it. Memory that others use as well (what the unit received, what it returned) stays where it is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,10 @@ class Held:
         """Leave what is held of the memory of ``tensors``, which must still be alive, where it is."""
         for tensor in tensors:
             self._memories.pop(tensor.untyped_storage()._cdata, None)
+
+    def memories_of(self, storages: Container[int]) -> list[Memory]:
+        """Return what is held of ``storages``, named by their identities."""
+        return [memory for identity, memory in self._memories.items() if identity in storages]
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Return the memory that may go, always in the same order."""

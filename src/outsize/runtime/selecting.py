@@ -12,7 +12,7 @@ The story of one unit and microbatch:
 5. Should the recompute come to other operations than the forward did, it is run again, in full.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.runtime.held import Held, Shown
+from outsize.runtime.held import Held, Memory, Shown
 
 _aten = torch.ops.aten
 # Attention in one operation: per byte that it returns it takes as many FLOPs as the sequence has tokens, times two.
@@ -42,13 +42,13 @@ class DivergedError(BaseException):
 
 
 class _Result(NamedTuple):
-    """What an operation returned: leaves of a structure, and the generator behind it where it drew from one."""
+    """What an operation returned: leaves of a structure, and the generator's state behind it where it drew from one."""
 
     func: Any
     forms: list[Any]
     leaves: list[Any]
     structure: Any
-    generator: tuple[torch.Generator, Tensor] | None
+    drawn: Tensor | None
 
 
 class Selected:
@@ -66,6 +66,7 @@ class Selected:
         self.held = Held()
         self._results: list[_Result] = []
         self._versions: list[tuple[Tensor, int]] = []
+        self._left_out: frozenset[Memory] = frozenset()
         self._num_products = 0
         self._begun = False
 
@@ -96,6 +97,11 @@ class Selected:
         self._begun = True
         self._results.reverse()
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Have the recompute run the operations that returned memory of ``tensors``: it goes ways of its own."""
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._left_out = frozenset(self.held.memories_of(storages))
+
     def clear(self) -> None:
         """Keep nothing after all."""
         self._results.clear()
@@ -120,7 +126,7 @@ class Selected:
         drawn = None
         if generator is not None and before is not None:
             behind = generator.get_state()
-            drawn = None if torch.equal(before, behind) else (generator, behind)
+            drawn = None if torch.equal(before, behind) else behind
         self._results.append(_Result(func, _forms(args), kept, structure, drawn))
         return out
 
@@ -139,9 +145,11 @@ class Selected:
         if not self._results or (self._results[-1].func, self._results[-1].forms) != (func, _forms(args)):
             raise DivergedError
         result = self._results.pop()
-        if result.generator is not None:
-            generator, state = result.generator
-            generator.set_state(state)
+        if any(isinstance(leaf, Shown) and leaf.memory in self._left_out for leaf in result.leaves):
+            return func(*args, **kwargs)
+        generator = _generator_of(func, args)  # that of the device where this runs
+        if result.drawn is not None and generator is not None:
+            generator.set_state(result.drawn)
         leaves = [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves]
         return pytree.tree_unflatten(leaves, result.structure)
 

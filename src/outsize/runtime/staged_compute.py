@@ -90,12 +90,7 @@ class StagedComputeOps(ComputeOps):
         """See `ComputeOps.forward`; the input that has a copy below leaves the device."""
         with self._turn():
             super().forward(op, context)
-            unit, run = op.unit, self._run(op, context)
-            assert unit is not None
-            run.leave_below(unit)
-            if unit in self._ends:
-                with self._naming(op), self._device.computing():
-                    run.arrive(unit + 1)
+            self._hand_on(op, context)
 
     def forward_keep(self, op: Op, context: StepContext) -> None:
         """See `ComputeOps.forward_keep`."""
@@ -103,14 +98,25 @@ class StagedComputeOps(ComputeOps):
             super().forward_keep(op, context)
 
     def forward_attention(self, op: Op, context: StepContext) -> None:
-        """See `ComputeOps.forward_attention`."""
+        """See `ComputeOps.forward_attention`, and `forward`."""
         with self._turn():
             super().forward_attention(op, context)
+            self._hand_on(op, context)
 
     def forward_products(self, op: Op, context: StepContext) -> None:
-        """See `ComputeOps.forward_products`."""
+        """See `ComputeOps.forward_products`, and `forward`."""
         with self._turn():
             super().forward_products(op, context)
+            self._hand_on(op, context)
+
+    def _hand_on(self, op: Op, context: StepContext) -> None:
+        """Leave behind what a forward stage received, and make what it hands on."""
+        unit, run = op.unit, self._run(op, context)
+        assert unit is not None
+        run.leave_below(unit)
+        if unit in self._ends:
+            with self._naming(op), self._device.computing():
+                run.arrive(unit + 1)
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """See `ComputeOps.forward_backward`."""

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.boundary import box_of, hand_out
 from outsize.runtime.glue import Glue
+from outsize.runtime.held import Held
 from outsize.runtime.microbatch import Forward, MicrobatchRun, Reseed, Roots, Visit
 from outsize.runtime.shortcut import Shortcuts
 
@@ -143,6 +144,12 @@ class StagedRun(MicrobatchRun):
         self._recomputed.clear()
         self._copies.clear()
         self.parameters.clear()
+
+    def _hold(self, visit: Visit, held: Held, outputs: Any) -> None:
+        """See `MicrobatchRun._hold`; what the unit returned moves away by itself, and is computed again."""
+        if visit.selected is not None:
+            visit.selected.leave_out(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+        super()._hold(visit, held, outputs)
 
     def _input(self, unit: int) -> tuple[list[Any], tuple[int, ...]]:
         """What ``unit`` receives, and which of it moves; before the model calls it, what the unit before returned."""

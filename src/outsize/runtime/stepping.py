@@ -16,6 +16,7 @@ from outsize.optim.adamw import AdamW, step_planes
 from outsize.optim.planes import StatePlanes
 from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
 from outsize.optim.step import step_state
+from outsize.optim.update import Rule
 from outsize.planner.ops import Op
 from outsize.runtime.carriers import EncodedWeights
 from outsize.runtime.context import StepContext
@@ -34,8 +35,8 @@ class OptimizerOps:
         tile_elements: elements per tile.
         encoded: told of units that have stepped in place; None where nobody wants to know.
         own: of several ranks, the elements of each unit that this one steps; None for all.
-        keeps_changes: whether a STEP of a whole unit leaves, in the memory of its gradient, the bits in which its
-            16-bit weights have changed.
+        former: int16 [n], room for 16-bit weights before they are stepped. With it a STEP of a whole unit leaves, in
+            the memory of its gradient, the bits in which its weights have changed.
         state: how a trained unit lies at home; None for the plain layout of the model's dtype.
         seed: of the chances by which moments of fewer bits are rounded.
 
@@ -49,19 +50,19 @@ class OptimizerOps:
         self,
         spec: ModelSpec,
         home: HostHome | DiskHome,
-        settings: AdamW,
+        settings: Rule,
         tile_buffers: list[Tensor],
         tile_elements: int,
         encoded: EncodedWeights | None = None,
         *,
         own: Sequence[range] | None = None,
-        keeps_changes: bool = False,
+        former: Tensor | None = None,
         state: StateLayout | None = None,
         seed: int = 0,
     ) -> None:
         self._encoded = encoded
         self._own = [range(unit.numel) for unit in spec.units] if own is None else own
-        self._keeps_changes = keeps_changes
+        self._former = former
         self.state = state or StateLayout(dtype=spec.dtype)
         self._seed = seed
         self._spec = spec
@@ -109,8 +110,7 @@ class OptimizerOps:
         for name, plane in self.state.planes.items():
             first = start // plane.group
             planes[name] = self._home.view(unit.index, name)[first : first + plane.items(stop - start)]
-        weights = planes[WEIGHTS] if self._master != WEIGHTS else None
-        self._apply(unit, start, stop, planes, weights, context)
+        self._step_range(unit, range(start, stop), planes, context)
         if self._encoded is not None and stop == unit.numel:
             self._encoded.stepped(unit.index)
 
@@ -122,14 +122,37 @@ class OptimizerOps:
             return
         assert isinstance(self._home, HostHome)
         planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
-        weights = planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
-        apart = self._master != WEIGHTS
-        rounded = weights if apart and not self._keeps_changes else None
-        self._apply(unit, own.start, own.stop, planes, rounded, context)
-        if self._keeps_changes:
-            _round_and_keep(planes[self._master], weights, planes[GRADIENT])
+        planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
+        if self._former is None:
+            self._step_range(unit, own, planes, context)
+        else:
+            self._step_and_keep(unit, own, planes, self._former, context)
         if self._encoded is not None:
             self._encoded.stepped(unit.index)
+
+    def _step_range(
+        self, unit: UnitSpec, part: range, planes: dict[str, Tensor], context: StepContext
+    ) -> None:
+        """Step elements of a unit in ``planes``, which begin with them."""
+        weights = planes[WEIGHTS] if self._master != WEIGHTS else None
+        self._apply(unit, part.start, part.stop, planes, weights, context)
+
+    def _step_and_keep(
+        self, unit: UnitSpec, own: range, planes: dict[str, Tensor], former: Tensor, context: StepContext
+    ) -> None:
+        """The same piece by piece, and put what has changed of 16-bit weights where the gradient was.
+
+        Changes are half as long as gradients: those of a piece end where the gradient of the next one has yet to begin.
+        """
+        changed = planes[GRADIENT].view(torch.int16)
+        for start in range(0, len(own), len(former)):
+            part = own[start : start + len(former)]
+            cut = {name: plane[start // self.state.planes[name].group :] for name, plane in planes.items()}
+            cut[WEIGHTS] = cut[WEIGHTS][: len(part)]
+            bits, before = cut[WEIGHTS].view(torch.int16), former[: len(part)]
+            before.copy_(bits)
+            self._step_range(unit, part, cut, context)
+            torch.bitwise_xor(bits, before, out=changed[start : start + len(part)])
 
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a tile: tile buffer → disk."""
@@ -153,11 +176,12 @@ class OptimizerOps:
         length = stop - start
         if start == self._own[unit.index].start:
             self._count(unit, context)
-        if not self.state.plain or planes[GRADIENT].dtype is not torch.float32:
+        plain = self.state.plain and planes[GRADIENT].dtype is torch.float32
+        if not plain or not isinstance(self._settings, AdamW):
             step_state(
                 self._settings,
                 unit,
-                self._state_planes(planes, length),
+                self._state_planes(planes, length, rounds=weights is not None),
                 planes[GRADIENT][:length],
                 start=start,
                 step=self.updates,
@@ -183,10 +207,15 @@ class OptimizerOps:
             skip=_untouched(unit, context),
         )
 
-    def _state_planes(self, planes: Mapping[str, Tensor], numel: int) -> StatePlanes:
-        """The planes of a range of ``numel`` elements, without what fills up their last sectors."""
+    def _state_planes(self, planes: Mapping[str, Tensor], numel: int, *, rounds: bool) -> StatePlanes:
+        """The planes of a range of ``numel`` elements, without what fills up their last sectors.
+
+        Weights beside separate masters are made of these by the step where it ``rounds``, and else by the caller.
+        """
         made = self.state.planes
         kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        if self._master != WEIGHTS and not rounds:
+            kept[WEIGHTS] = kept.pop(self._master)
         return StatePlanes(**kept)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:
@@ -217,15 +246,6 @@ class OptimizerOps:
             planes[name] = buffer[offset : offset + num_bytes].view(ITEM_DTYPE[plane.item])
             offset += num_bytes
         return planes
-
-
-def _round_and_keep(master: Tensor, weights: Tensor, gradient: Tensor) -> None:
-    """Set 16-bit ``weights`` to rounded masters, and the first half of ``gradient`` to the bits that this changes."""
-    changed = gradient.view(weights.dtype)[: weights.numel()]
-    changed.copy_(master)
-    bits, before = changed.view(torch.int16), weights.view(torch.int16)
-    bits ^= before  # new ^ old
-    before ^= bits  # new
 
 
 def _part(planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, numel: int) -> Tensor:

@@ -24,10 +24,12 @@ from outsize.runtime.calibrate import Discard, signature
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.trial_weights import bind_trial_weights
 
-# A first call that takes this long is its own warm-up; shorter work is repeated for as long.
+# A first call that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and up
+# to five times where that takes no longer than a quarter of a second, so that one bad sample does not decide.
 SLOW_S = 0.5
 REPEATED_S = 0.005
 FEWEST = 2
+WANTED, WANTED_S = 5, 0.25
 
 
 def time_units(
@@ -163,7 +165,7 @@ class _Clock:
         if first > SLOW_S:
             return first
         samples: list[float] = []
-        while len(samples) < FEWEST or sum(samples) < REPEATED_S:
+        while _too_few(len(samples), sum(samples)):
             samples.append(self._once(work))
         return statistics.median(samples)
 
@@ -177,3 +179,8 @@ class _Clock:
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _too_few(count: int, total_s: float) -> bool:
+    """Whether ``count`` samples that took ``total_s`` say too little."""
+    return count < FEWEST or total_s < REPEATED_S or (count < WANTED and total_s < WANTED_S)

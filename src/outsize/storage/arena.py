@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -211,9 +210,7 @@ class Arena:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 DEFAULT_THREADS = 4
@@ -112,9 +111,7 @@ class IOPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

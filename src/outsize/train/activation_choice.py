@@ -41,7 +41,6 @@ def choose_activations(
     if (
         memory.activations != AUTO
         or not linked
-        or machine.num_workers > 1
         or prepared.group.size > 1
         or not _recomputes(prepared.plan.layout)
     ):
@@ -63,17 +62,20 @@ def choose_activations(
 
 
 def _recomputes(layout: StepLayout) -> bool:
-    cells = ((unit, m) for unit in layout.keepable for m in range(layout.num_microbatches))
+    units = {*layout.keepable, *layout.leavable}
+    cells = ((unit, m) for unit in units for m in range(layout.num_microbatches))
     return any(layout.choice(unit, microbatch) is not Choice.KEEP for unit, microbatch in cells)
 
 
 def _balanced(prepared: Prepared, rates: Rates) -> Prepared:
     """Return the same run, planned with its rates."""
-    link = rates.machine.links[0]
+    count, links = prepared.machine.num_workers, rates.machine.links
+    # All links at once move no more than host memory gives and takes.
+    most = rates.machine.host.bytes_per_s.value / count if count > 1 else float("inf")
     found = balance.Rates(
         times=rates.times,
-        up_bytes_per_s=link.up_bytes_per_s.value,
-        down_bytes_per_s=link.down_bytes_per_s.value,
+        up_bytes_per_s=min(most, *(link.up_bytes_per_s.value for link in links)),
+        down_bytes_per_s=min(most, *(link.down_bytes_per_s.value for link in links)),
     )
     parts, machine, measured = prepared.split, prepared.machine, prepared.measured
     options = replace(options_of(prepared.config, parts, machine, measured, prepared.group), rates=found)

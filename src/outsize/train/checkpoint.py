@@ -131,6 +131,11 @@ def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
     """
     if trainer_checkpoint.is_trainers(directory):
         moments = prepared.plan.state.moments
+        if config.optimizer.name != "adamw":
+            raise ConfigError(
+                f"optimizer.name: {directory} holds the moments of a Trainer's AdamW, not of {config.optimizer.name}; "
+                f"resume with optimizer.name=adamw, or start a run from its weights with model.path={directory}"
+            )
         if moments != "fp32":
             raise ConfigError(
                 f"optimizer.state: {directory} holds moments of a Trainer's AdamW, which are fp32, not {moments}; "
@@ -237,14 +242,16 @@ def _restore_plane(
 ) -> None:
     """Bring a plane back, as far as the home holds it; ``seen`` is the unit as the plane sees it."""
     made = trainer.prepared.plan.state.planes.get(plane, Plane("fp32"))
-    numel = align_up(seen.numel, made.sector_items)
-    size = min(FILL_ELEMENTS, numel)
+    size = min(FILL_ELEMENTS, align_up(seen.numel, made.sector_items))
     values = arena.take(dtype.itemsize * size, "restore").view(dtype)
     own = trainer.prepared.own
-    held = range(numel) if own is None else own[seen.index]
-    for start in range(held.start, held.stop, size):
-        chunk = values[: min(size, held.stop - start)]
-        read_plane(stored, seen, start, chunk)
+    first, last = 0, seen.numel
+    if own is not None:  # shares end with whole items
+        first, last = own[seen.index].start // made.group, own[seen.index].stop // made.group
+    for start in range(first, last, size):
+        length = min(size, last - start)
+        chunk = values[: align_up(length, made.sector_items)].zero_()
+        read_plane(stored, seen, start, chunk[:length])
         trainer.home.write(seen.index, plane, start * made.group, chunk)
 
 

@@ -25,8 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from outsize.config import Config
-from outsize.config.schema import ParallelConfig
+from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
@@ -73,6 +72,15 @@ def check_fits(prepared: Prepared) -> None:
     if config.train.method != "full":
         raise ConfigError(
             "train.method: plain data parallel (parallel.mode=ddp) trains whole models: use full"
+        )
+    if config.optimizer.name != "adamw":
+        raise ConfigError(
+            "optimizer.name: plain data parallel (parallel.mode=ddp) steps by AdamW; use adamw, or parallel.mode=stream"
+        )
+    if not prepared.plan.state.plain:
+        raise ConfigError(
+            "optimizer.state, masters: plain data parallel (parallel.mode=ddp) keeps fp32 moments beside fp32 masters; "
+            "leave them as they are by default"
         )
     if prepared.dtype == "fp16":
         raise ConfigError("model.dtype: plain data parallel (parallel.mode=ddp) takes bf16 or fp32")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ def fill(
         rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
         masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size, own)
         for plane in planes:
-            for start in range(0, plane.numel, size):
-                stop = min(start + size, plane.numel)
+            for start, stop in _ranges(plane, size, own):
                 _fill_range(home, plane, source, start, values[: stop - start], rounded, masters)
                 done += stop - start
                 if progress is not None:
@@ -97,6 +97,14 @@ def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
     for part in unit.frozen:
         if part.codec is None:
             yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
+
+
+def _ranges(plane: _Plane, size: int, own: Sequence[range] | None) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most ``size`` elements, none of them across an end of the own share."""
+    held = own[plane.unit] if own is not None and plane.trains else range(0)
+    for first, last in pairwise(sorted({0, held.start, held.stop, plane.numel})):
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
 
 
 def _fill_range(

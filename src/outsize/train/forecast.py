@@ -72,13 +72,14 @@ class Forecast:
         rates: that it reaches.
 
     Attributes:
+        planned: the step, as the simulator takes it.
         step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
         comparison: of prediction and measurement, as soon as there is one.
     """
 
     def __init__(self, prepared: Prepared, rates: Rates) -> None:
         self._machine, self._times = rates.machine, rates.times
-        self._planned = PlannedStep(
+        self.planned = PlannedStep(
             plan=prepared.plan,
             model=prepared.split.spec,
             boundary_bytes=prepared.measured.boundary_bytes,
@@ -86,7 +87,7 @@ class Forecast:
             kept_bytes=kept_bytes(prepared.measured),
             net_bytes_per_s=rates.net_bytes_per_s,
         )
-        self.predicted: Steps = self._planned.expect(self._planned.costs(self._machine, self._times))
+        self.predicted: Steps = self.planned.expect(self.planned.costs(self._machine, self._times))
         self.step_s = self.predicted.step_s
         self.comparison: Comparison | None = None
         self._num_seen = 0
@@ -113,9 +114,9 @@ class Forecast:
     def compare(self) -> None:
         """Compare what was measured so far, which is a step at least, and expect what the trace says from now on."""
         measured = Timeline(tuple(self._events))
-        trace = read_trace(measured, self._planned.costs(self._machine, self._times, coarse=False))
-        costs = trace.costs(self._planned.costs(self._machine, self._times))
-        self.step_s = self._planned.expect(costs).step_s
+        trace = read_trace(measured, self.planned.costs(self._machine, self._times, coarse=False))
+        costs = trace.costs(self.planned.costs(self._machine, self._times))
+        self.step_s = self.planned.expect(costs).step_s
         self._machine = with_rates(self._machine, trace)
         first, last = self._windows[0], self._windows[-1]
         steps = Steps(
@@ -160,8 +161,8 @@ def forecast(
     """
     net = measure_exchange(prepared.group)  # first of all: what fails below may fail on one rank only
     try:
-        measured = rates or measure_rates(prepared, run_dir)
-        found = Forecast(prepared, replace(measured, net_bytes_per_s=net))
+        measured = _measured_here(prepared, run_dir) if rates is None else rates
+        found = Forecast(prepared, of_slowest(prepared.group, measured, net))
     except (OutsizeError, RuntimeError) as error:
         announce(f"no prediction of step times: {error}")
         return None
@@ -279,6 +280,36 @@ def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
             return flops
     numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
     return tuple(2.0 * rows * length * size for size in numel)
+
+
+def _measured_here(prepared: Prepared, run_dir: Path) -> Rates:
+    """Measure, and where that fails tell the other ranks, who ask in `of_slowest`."""
+    try:
+        return measure_rates(prepared, run_dir)
+    except (OutsizeError, RuntimeError):
+        prepared.group.gather_objects(None)
+        raise
+
+
+def of_slowest(group: Group, rates: Rates, net_bytes_per_s: float) -> Rates:
+    """Return ``rates`` with what all ranks wait for: the compute of the slowest, and the network of the slowest."""
+    own_s = sum((*rates.times.forward_s, *rates.times.backward_s))
+    told = [found for found in group.gather_objects([own_s, net_bytes_per_s]) if found is not None]
+    compute_s, slowest_net = max(s for s, _ in told), min(net for _, net in told)
+    times = _slower(rates.times, compute_s / own_s) if own_s else rates.times
+    return replace(rates, times=times, net_bytes_per_s=slowest_net)
+
+
+def _slower(times: UnitTimes, factor: float) -> UnitTimes:
+    def each(seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(s * factor for s in seconds)
+
+    return UnitTimes(
+        forward_s=each(times.forward_s),
+        backward_s=each(times.backward_s),
+        recompute_s=each(times.recompute_s),
+        spared_s={extent: each(seconds) for extent, seconds in times.spared_s.items()},
+    )
 
 
 def measure_exchange(group: Group) -> float:

@@ -7,6 +7,7 @@ A run that has trained here before has better figures, from its own trace: ``mac
 import contextlib
 import itertools
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.readings import Measurement
 from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
+from outsize.model.spec import UnitSpec
 from outsize.optim.spec import StateLayout
-from outsize.planner.costs import UnitTimes
+from outsize.planner.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
 from outsize.planner.memory import home_bytes
 from outsize.probe.compute import measure_device_memory
 from outsize.probe.disk import measure_disk
@@ -65,8 +67,8 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
         OutsizeError: something could not be measured.
     """
     machine, dtype = prepared.machine, prepared.split.spec.dtype
-    units = prepared.split.spec.units
-    state_bytes = sum(home_bytes(unit, prepared.plan.state) for unit in units)
+    state, units = prepared.plan.state, prepared.split.spec.units
+    state_bytes = sum(home_bytes(unit, state) for unit in units)
     # Within the budgets; and a small model lives in caches, as small arrays do.
     effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
     copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
@@ -84,10 +86,18 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
             memory_bytes=total,
             bytes_per_s=triad,
             cores=psutil.cpu_count(logical=False) or 1,
-            adamw_params_per_s=_figure(measure_adamw(effort, StateLayout(dtype=dtype), units), "AdamW"),
+            adamw_params_per_s=_adamw(effort, state, units),
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
     )
+
+
+def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
+    """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
+    kept = replace(state, num_moments=2)
+    found = _figure(measure_adamw(effort, kept, units), "AdamW")
+    moved = kept.step_bytes / STEP_PACE[kept.moments]
+    return replace(found, value=found.value * moved / ADAMW_BYTES)
 
 
 def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:

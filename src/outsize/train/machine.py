@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory import Tier

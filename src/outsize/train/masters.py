@@ -21,7 +21,8 @@ class MasterWriter:
         state: how a trained unit lies there.
         arena: where the memory of a piece comes from.
         size: elements of the largest piece.
-        own: elements of each unit of which ``home`` holds more than weights; None for all.
+        own: elements of each unit of which ``home`` holds more than weights; None for all. A piece lies within them, or
+            without.
     """
 
     def __init__(
@@ -69,7 +70,5 @@ class MasterWriter:
             self._home.write_planes(unit, start, parts)
             return
         self._home.write(unit, WEIGHTS, start, parts.pop(WEIGHTS))
-        first, last = max(start, self._own[unit].start), min(start + numel, self._own[unit].stop)
-        if first < last and parts:
-            held = {name: part[first - start : last - start] for name, part in parts.items()}
-            self._home.write_planes(unit, first, held)
+        if parts and start in self._own[unit]:
+            self._home.write_planes(unit, start, parts)

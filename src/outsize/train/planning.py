@@ -126,7 +126,7 @@ def make_plan(
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
         recompute_s=recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
-        **({} if options.cut else selections(measured)),
+        **selections(measured),
         shared_bytes=held_bytes * options.microbatches,
         fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine, options) + decoding_bytes(parts.spec),
     )
@@ -181,7 +181,9 @@ def stage_options(parts: Split, machine: Machine, measured: Measured) -> StageOp
             "activations that other units receive too; use one device"
         )
     return StageOptions(
-        num_workers=machine.num_workers, forward_s=forward_times(parts), rest_users=measured.rest_users
+        num_workers=machine.num_workers,
+        forward_s=forward_times(parts, measured.num_sequences, measured.seq_len),
+        rest_users=measured.rest_users,
     )
 
 

@@ -27,6 +27,7 @@ from outsize.planner.plan import Plan
 from outsize.planner.sizing import own_elements
 from outsize.runtime.allocator import resident_bytes, trim
 from outsize.runtime.calibrate import Measured, calibrate
+from outsize.train.home_masters import with_masters_of
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.train.model_inputs import made_up_inputs
 from outsize.train.planning import choose_plan
@@ -133,6 +134,8 @@ def prepare(
         source = AdapterSource(source, adapters, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
+    if group.size == 1:
+        config = with_masters_of(home_file(config.memory, run_dir), config, spec)
     own = own_elements(spec, group.size, group.rank)
     state = layout_for(config, spec, group.size)
     state_bytes = sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)

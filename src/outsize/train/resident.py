@@ -1,21 +1,23 @@
 """The reference: plain PyTorch training of the same model on the same batches, everything in memory.
 
-Short on purpose, so that a reader sees that it is ordinary: a model, `torch.optim.AdamW`, `clip_grad_norm_`, and a loop
-over microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16
-and fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
-chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The
-gradient of a weight that several modules share (tied embeddings) is summed module by module, each over all
-microbatches, in the order in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds
-differently.
+Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`,
+`torch.optim.SGD`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over microbatches. It shares
+no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and fp16 the model computes
+in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
+microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The gradient of a weight that
+several modules share (tied embeddings) is summed module by module, each over all microbatches, in the order in which
+a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
+from outsize.config.optimizer import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.split import Split
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
@@ -68,20 +70,12 @@ class ResidentTrainer:
                     parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
         self._sums: dict[str, Tensor] = {}
         self._late: dict[str, dict[int, list[Tensor]]] = {}
+        rate = config.optimizer.weight_decay
         groups = [
-            {
-                "params": [masters[n] for n, d in decay.items() if d],
-                "weight_decay": config.optimizer.weight_decay,
-            },
+            {"params": [masters[n] for n, d in decay.items() if d], "weight_decay": rate},
             {"params": [masters[n] for n, d in decay.items() if not d], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            fused=True,
-        )
+        self._optimizer = _optimizer_of(config.optimizer, [group for group in groups if group["params"]])
         self._scale = LossScale(enabled="fp16" in split.spec.dtypes)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
@@ -187,6 +181,50 @@ class ResidentTrainer:
         """A gradient as it waits for the global norm."""
         rounded = layout_for(self._config, self._split.spec).gradients == "bf16"
         return gradient.bfloat16().float() if rounded else gradient
+
+
+def _optimizer_of(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if optimizer.name == "lion":
+        return PlainLion(groups, lr=optimizer.lr, betas=optimizer.betas)
+    if optimizer.name == "adamw":
+        return torch.optim.AdamW(
+            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+        )
+    # A group for each: torch's kernel takes the first step of all that it is given, or of none.
+    return torch.optim.SGD(
+        [{**group, "params": [parameter]} for group in groups for parameter in group["params"]],
+        lr=optimizer.lr,
+        momentum=optimizer.momentum,
+        dampening=optimizer.dampening,
+        nesterov=optimizer.nesterov,
+        fused=True,
+    )
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2) in fp32, parameter by parameter.
+
+    Args:
+        groups: parameters with their ``weight_decay``.
+        lr: learning rate.
+        betas: share of the momentum in a step, and its decay.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        for group in self.param_groups:
+            share, kept = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                direction = torch.sign(momentum * share + parameter.grad * (1.0 - share))
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(direction * group["lr"])
+                momentum.mul_(kept).add_(parameter.grad * (1.0 - kept))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outsize.config.schema import TrainConfig
+from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
 from outsize.runtime.engine import StoreHandle
 from outsize.train.checkpoint_dir import latest

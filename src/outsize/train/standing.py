@@ -53,7 +53,7 @@ def state_of(
         "seed": config.train.seed,
         "dtype": dtype,
         **({"lora": _lora(config)} if config.train.method == "lora" else {}),
-        **({"moments": config.optimizer.state} if config.optimizer.state != "fp32" else {}),
+        **_optimizer(config),
         "data": {
             "seq_len": config.data.seq_len,
             "pack": config.data.pack,
@@ -100,6 +100,8 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
         ("model.dtype", state["dtype"], dtype),
+        ("optimizer.name", state.get("optimizer", "adamw"), config.optimizer.name),
+        ("optimizer.momentum", *(_momentum(found) for found in (state, _optimizer(config)))),
         ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
         ("data.pack", data["pack"], config.data.pack),
@@ -111,6 +113,23 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
                 f"{where} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
                 "another train.run_dir to start a new run"
             )
+
+
+def _optimizer(config: Config) -> dict[str, Any]:
+    """What a state says of an optimizer, where that is not AdamW with moments in fp32."""
+    optimizer = config.optimizer
+    found: dict[str, Any] = {}
+    if optimizer.name != "adamw":
+        found["optimizer"] = optimizer.name
+    if optimizer.name == "sgd":
+        found["momentum"] = optimizer.momentum > 0
+    if optimizer.state != "fp32":
+        found["moments"] = optimizer.state
+    return found
+
+
+def _momentum(state: Mapping[str, Any]) -> str:
+    return "above 0" if state.get("momentum", True) else "0"
 
 
 def check_same_method(state: Mapping[str, Any], where: object, config: Config) -> None:

@@ -1,16 +1,33 @@
-"""From what a user says of optimizer and clipping to how a trained unit lies at home."""
+"""From what a user says of optimizer and clipping to how a parameter steps and a trained unit lies at home."""
 
 from dataclasses import replace
-from typing import Literal
 
+from outsize.choices import Clip
 from outsize.config import Config
+from outsize.config.optimizer import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import StateLayout, masters_for
+from outsize.native import library
+from outsize.optim.adamw import AdamW
+from outsize.optim.lion import Lion
+from outsize.optim.sgd import SGD
+from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.runtime.workers import device_names
 from outsize.train.machine import choose_device
 
-Clip = Literal["global", "unit", "none"]
+
+def rule_of(optimizer: OptimizerConfig) -> AdamW | SGD | Lion:
+    """Return how a parameter steps; the learning rate comes with each step."""
+    if optimizer.name == "sgd":
+        return SGD(
+            momentum=optimizer.momentum,
+            dampening=optimizer.dampening,
+            nesterov=optimizer.nesterov,
+            weight_decay=optimizer.weight_decay,
+        )
+    if optimizer.name == "lion":
+        return Lion(betas=optimizer.betas, weight_decay=optimizer.weight_decay)
+    return AdamW(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
 
 
 def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
@@ -53,7 +70,7 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     """Return how a trained unit of a run lies at home.
 
     Raises:
-        ConfigError: the masters cannot be split, gradients not be rounded, or several ranks not share such a state.
+        ConfigError: the masters cannot be split, or gradients not be rounded.
     """
     optimizer = config.optimizer
     if optimizer.masters == "split" and spec.dtype != "bf16":
@@ -61,17 +78,23 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
             f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
             "here; leave it auto, or set model.dtype=bf16"
         )
+    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
+    moments = optimizer.state if num_moments else "fp32"
+    shared = num_ranks > 1 or config.parallel.mode == "ddp"
     layout = StateLayout(
         dtype=spec.dtype,
-        masters=masters_for(optimizer.masters, spec.dtype, optimizer.state),
-        moments=optimizer.state,
+        masters=masters_for(
+            optimizer.masters, spec.dtype, moments, kernels=library.available() and not shared
+        ),
+        moments=moments,
         gradients=optimizer.gradients,
+        num_moments=num_moments,
     )
-    if num_ranks > 1 and not (layout.plain and layout.gradients == "fp32"):
-        raise ConfigError(
-            "optimizer.state, masters, gradients: ranks share a state of separate masters and fp32 moments and "
-            "gradients; leave them as they are by default"
-        )
+    tile = config.memory.tile_elements or 0
+    if optimizer.masters == "auto" and layout.exact and tile % layout.quantum:
+        layout = replace(layout, masters="separate")  # whose tiles may be smaller
+    if num_ranks > 1 and layout.gradients != "fp32":
+        raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
     several = len(device_names(choose_device(config.memory.device))) > 1
     if several and layout.gradients != "fp32":
         raise ConfigError(

@@ -16,11 +16,9 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.model.spec import UnitSpec
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
 from outsize.optim.spec import WEIGHTS
 from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
-from outsize.runtime.activations import ActivationOps
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.context import StepContext
 from outsize.runtime.engine import Engine, EngineSettings, StepHandle
@@ -36,7 +34,7 @@ from outsize.train.loss_scale import LossScale
 from outsize.train.model_inputs import num_targets
 from outsize.train.prepare import Prepared
 from outsize.train.standing import Position, Standing, position_in
-from outsize.train.state import max_norm_of
+from outsize.train.state import max_norm_of, rule_of
 from outsize.train.steps import StepOutcome, microbatches_of, schedule_of
 from outsize.train.tiers import Tiers
 
@@ -220,10 +218,7 @@ class StreamedTrainer:
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
-        found = self.tiers.fallbacks()
-        if isinstance(self.engine.activations, ActivationOps):
-            found["recomputed"] = self.engine.activations.num_let_go
-        return found
+        return {**self.tiers.fallbacks(), "recomputed": self.engine.num_let_go}
 
     def take_timeline(self) -> Timeline:
         """What the lanes did since the last call."""
@@ -242,11 +237,7 @@ class StreamedTrainer:
     def _settings(self, config: Config, observe_gradient: GradientObserver | None) -> EngineSettings:
         """What the engine is to do, of a run and of what was measured of its model."""
         return EngineSettings(
-            optimizer=AdamW(
-                betas=config.optimizer.betas,
-                eps=config.optimizer.eps,
-                weight_decay=config.optimizer.weight_decay,
-            ),
+            optimizer=rule_of(config.optimizer),
             max_grad_norm=max_norm_of(config),
             skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
             chunk_tokens=self.prepared.chunk_tokens,
@@ -282,7 +273,8 @@ def _shared(prepared: Prepared) -> Shared | None:
     group, wire = prepared.group, prepared.plan.wire
     if group.size == 1:
         return None
-    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, prepared.machine.home))
+    home, state = prepared.machine.home, prepared.plan.state
+    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, home, state))
 
 
 def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:

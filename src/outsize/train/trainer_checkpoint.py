@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.config.schema import OptimizerConfig
+from outsize.config import OptimizerConfig
 from outsize.errors import CheckpointError
 from outsize.model.spec import ModelSpec, TensorSpec
 from outsize.optim.groups import decay_parameter_names

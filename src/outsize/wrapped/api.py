@@ -3,25 +3,28 @@
 import os
 import tempfile
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from outsize.choices import Dtype, Home
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader
 from outsize.model.checkpoint_files import locate_checkpoint
 from outsize.model.spec import TensorSpec
+from outsize.optim.spec import Moments
 from outsize.train.machine import choose_device, choose_dtype
+from outsize.wrapped.arguments import memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
-Home = Literal["auto", "host", "disk"]
 Head = Literal["streamed", "resident"]
 FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 
@@ -38,6 +41,7 @@ def wrap(
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
+    state: Moments = "fp32",
     **memory: Any,
 ) -> nn.Module:
     """Stream ``model`` unit by unit from now on; returns the same object, for the training loop that it was in.
@@ -59,7 +63,9 @@ def wrap(
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
         transport: codecs on the link, by crossing, e.g. ``{"activations": "int8", "gradients": "int4-stochastic"}``, as
-            in the section ``transport`` of a run's configuration; None sends everything as it is.
+            in the section ``transport`` of a run's configuration, but not of weights; None sends everything as it is.
+        state: what `outsize.AdamW` keeps its moments in: ``fp32``, 8 bytes per parameter that trains, ``bf16``, 4, or
+            ``int8``, 2.03; rounded by chance. Other optimizers keep their own.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
             ``slots``, ``prefetch``, ``offload``, ``activations``, ``tile_elements``, ``link_gb_per_s``.
 
@@ -74,15 +80,17 @@ def wrap(
         parameter = parameters.pop(tensor.name)
         into.copy_(parameter.detach().reshape(-1))
 
-    settings = _memory(device, device_memory, home, memory)
+    settings = memory_of(device, device_memory, home, memory, known_arguments())
     codecs = (base_codec, table_codec)
-    return _attach(model, settings, microbatches, store_dir, fill, codecs, head, _transport(transport))
+    return _attach(
+        model, settings, microbatches, store_dir, fill, codecs, head, transport_of(transport), state
+    )
 
 
 def load(
     path_or_hub_id: str | os.PathLike[str],
     *,
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
+    dtype: Dtype = "auto",
     attention: str = "auto",
     trust_remote_code: bool = False,
     trainable: bool = True,
@@ -95,6 +103,7 @@ def load(
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
+    state: Moments = "fp32",
     **memory: Any,
 ) -> nn.Module:
     """Return a wrapped model whose weights went from its checkpoint straight to their home, one unit at a time.
@@ -115,13 +124,14 @@ def load(
         base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
         table_codec: see `wrap`.
         transport: see `wrap`.
+        state: see `wrap`.
         memory: see `wrap`.
 
     Raises:
         CheckpointError: files are missing, truncated, or of another shape than the config says.
         OutsizeError: as `wrap`.
     """
-    settings = _memory(device, device_memory, home, memory)
+    settings = memory_of(device, device_memory, home, memory, known_arguments())
     placed: Head = "streamed" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
@@ -147,7 +157,8 @@ def load(
         fill,
         (base_codec, table_codec),
         placed,
-        _transport(transport),
+        transport_of(transport),
+        state,
     )
 
 
@@ -176,41 +187,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _memory(device: str, device_memory: str | int | None, home: Home, others: dict[str, Any]) -> MemoryConfig:
-    from pydantic import ValidationError
-
-    if "commits" in others:
-        raise ConfigError("outsize.wrap: commits: it is of outsize train only; leave it out")
-    if str(others.get("activations", "auto")) not in ("auto", "recompute", "keep"):
-        raise ConfigError(
-            f"outsize.wrap: activations={others['activations']!r}: it is of outsize train only; write auto, recompute "
-            "or keep"
-        )
-    try:
-        return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("outsize.wrap: " + "; ".join(lines)) from error
-
-
-def _transport(named: Mapping[str, str] | None) -> Transport:
-    try:
-        transport = Transport(**dict(named or {}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"transport: {error}; it names codecs of weights, activations and gradients"
-        ) from error
-    if not transport.is_raw("weights"):
-        raise ConfigError(
-            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which any "
-            "optimizer may change at any time; for frozen ones use base_codec"
-        )
-    if transport.feedback:
-        raise ConfigError(
-            f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop "
-            "of your own steps by every gradient is not known; use it without -ef"
-        )
-    return transport
+def known_arguments() -> list[str]:
+    """Arguments of `wrap` besides the model."""
+    return [name for name in signature(wrap).parameters if name not in ("model", "memory")]
 
 
 def _attach(
@@ -222,6 +201,7 @@ def _attach(
     codecs: tuple[str, str],
     head: Head,
     transport: Transport,
+    state: Moments,
 ) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
@@ -232,11 +212,15 @@ def _attach(
         raise ConfigError(
             f"no codec {unknown.pop()!r} for frozen weights; use {', '.join(get_args(FrozenCodec))}"
         )
+    if state not in get_args(Moments):
+        raise ConfigError(f"state={state!r}: moments are kept in {', '.join(get_args(Moments))}")
     if microbatches < 1:
         raise ConfigError(f"microbatches is {microbatches}; a batch has at least one part")
     directory = (
         Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
     )
-    runner = Runner(model, memory, microbatches, directory, fill, codecs, head == "streamed", transport)
+    runner = Runner(
+        model, memory, microbatches, directory, fill, codecs, head == "streamed", transport, state
+    )
     attach(model, runner)
     return model

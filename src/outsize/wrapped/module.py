@@ -6,6 +6,7 @@ were. (PyTorch's FSDP2 does the same.)
 """
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn, Self, cast
@@ -21,6 +22,7 @@ from outsize.storage.home import HostHome
 from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
 
+_log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"
 # What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
 _FUSED = "fused_lm_head"
@@ -117,7 +119,14 @@ class Wrapped(nn.Module):
                     parameter.grad.zero_()
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: each unit is recomputed from its input as it is."""
+        """Do nothing but say so: each unit is recomputed from its input, or what it needs kept, as it is."""
+        _log.info(
+            "a wrapped model recomputes units as its memory asks for it; gradient checkpointing changes nothing"
+        )
+
+    def quantisation_errors(self) -> dict[str, float]:
+        """What codecs have done to frozen weights, by name: root mean square error by that of the weights."""
+        return dict(runner_of(self).parameters.errors)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Stay where it is: where a wrapped model computes was said to `outsize.wrap`.

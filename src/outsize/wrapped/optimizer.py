@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from outsize.errors import ConfigError
 from outsize.optim.adamw import AdamW as Settings
-from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, MASTER, master_plane
+from outsize.optim.spec import EXP_AVG, MASTER
 from outsize.storage.home import HostHome
 from outsize.wrapped.module import iterate_parameters, runner_of
+from outsize.wrapped.moments import as_kept
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3
@@ -20,6 +21,8 @@ _ALIKE = ("lr", "betas", "eps")
 
 class AdamW(torch.optim.Optimizer):
     """AdamW on the home of a wrapped model: bit for bit ``torch.optim.AdamW(fused=True)`` on fp32 weights.
+
+    So it is with moments in fp32. `outsize.wrap` with ``state="bf16"`` or ``"int8"`` keeps them in fewer bits.
 
     `step` returns at once. Each unit's next load waits for its own step; ``model.parameters()``, ``state_dict()`` and
     saving wait for all of them, and so does `settle`, for those who look at parameters that they have kept.
@@ -96,7 +99,8 @@ class AdamW(torch.optim.Optimizer):
         """Return state and groups in the form of ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
 
         Where weights are bf16 or fp16 there is a ``master`` as well, fp32, which no ``state_dict`` of the model has.
-        Over a disk home all of it is read into memory.
+        Moments are as they are kept, see `outsize.wrap`: with ``state="int8"`` codes, and scales beside them. Over a
+        disk home all of it is read into memory.
         """
         self._runner.settle()
         updates = self._runner.updates
@@ -117,7 +121,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state and groups from what `state_dict`, or that of ``torch.optim.AdamW``, returned.
 
-        Masters count where they round to the weights that the model has at the next step.
+        Masters count where they round to the weights that the model has at the next step. Moments of another form than
+        this model's are rounded to the nearest.
 
         Raises:
             ValueError: it is of other groups.
@@ -129,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(parameters)}")
         super().load_state_dict({**state_dict, "state": {}})
         state = {
-            self._names[id(parameter)]: state_dict["state"][number]
+            self._names[id(parameter)]: as_kept(state_dict["state"][number], self._runner.state.moments)
             for number, parameter in zip(saved, parameters, strict=True)
             if number in state_dict["state"]
         }
@@ -147,8 +152,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _planes(self) -> tuple[str, ...]:
         """The planes of a unit that a state has."""
-        master = (MASTER,) if master_plane(self._runner.split.spec.dtype) == MASTER else ()
-        return (EXP_AVG, EXP_AVG_SQ, *master)
+        planes = self._runner.state.planes
+        moments = tuple(name for name in planes if name.startswith(EXP_AVG))
+        return (*moments, MASTER) if MASTER in planes else moments
 
     def _values(self, plane: str) -> Iterable[tuple[str, Tensor]]:
         return self._runner.parameters.values(self._runner.split.spec.units, plane)

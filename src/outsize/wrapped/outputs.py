@@ -1,6 +1,6 @@
 """What the model returned for each microbatch, joined to what it would have returned for the batch.
 
-Tensors are joined leaf by leaf:
+Tensors are joined leaf by leaf, as soon as each microbatch has them, so that logits lie in one place only:
 
 * a number (the loss, an auxiliary loss): weighted as in `wrapped.batching` and added;
 * a tensor whose first dimension is the rows of its microbatch, or a multiple of them (router logits, one per token):
@@ -13,7 +13,6 @@ With one microbatch everything is returned as it is. Of graphs only the edges ar
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,45 +24,124 @@ from outsize.errors import ModelError
 Roots = dict[int, tuple[list[Any], list[Tensor]]]
 
 
-@dataclass(slots=True)
 class _Leaf:
-    """A differentiable leaf of the output: where its graphs begin, and how its gradient is dealt out to them.
+    """A leaf of the output: its value for each microbatch, without history, and where its graphs begin.
+
+    Args:
+        sizes: rows of the microbatches.
 
     Attributes:
         edges: by microbatch; None where there is no history.
-        lengths: of the first dimension by microbatch; None for numbers.
-        divisors: of numbers.
+        tracked: whether a gradient of the joined value has somewhere to go.
     """
 
-    edges: list[Any]
-    lengths: tuple[int, ...] | None
-    divisors: tuple[float, ...]
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+        self._values: list[Any] = []
+        self._room: Tensor | None = (
+            None  # for the rows of all microbatches, as long as they are in proportion
+        )
+        self._lengths: list[int] | None = None
+        self.edges: list[Any] = []
+        self.tracked = False
 
-    def deal(self, gradient: Tensor) -> list[Tensor | None]:
-        if self.lengths is not None:
-            return list(torch.split(gradient, list(self.lengths))) if len(self.lengths) > 1 else [gradient]
-        return [None if math.isinf(divisor) else gradient / divisor for divisor in self.divisors]
+    def add(self, value: Any) -> None:
+        """Take the value of the next microbatch."""
+        tracked = isinstance(value, Tensor) and value.requires_grad
+        self.edges.append(torch.autograd.graph.get_gradient_edge(value) if tracked else None)
+        value = value.detach() if isinstance(value, Tensor) else value
+        if not self._values:
+            self._room = self._make_room(value)
+        place = self._place_of(value)
+        if place is None:
+            self._room = None
+        self._values.append(value if place is None else place.copy_(value))
+
+    def join(self, divisors: tuple[float, ...]) -> Any:
+        """Return what the batch has here, and forget what microbatches had."""
+        values, room = self._values, self._room
+        first = values[0]
+        self._values, self._room = [], None
+        if room is not None or len(values) == 1:
+            has_rows = isinstance(first, Tensor) and first.dim() > 0
+            self._lengths = [len(value) for value in values] if has_rows else None
+            self.tracked = any(edge is not None for edge in self.edges)
+            return first if room is None else room
+        if not all(isinstance(value, Tensor) for value in values):
+            return first if all(_same(value, first) for value in values) else None
+        if first.dim():
+            alike = (value.shape == first.shape and torch.equal(value, first) for value in values)
+            return first if all(alike) else None
+        self.tracked = any(edge is not None for edge in self.edges)
+        shares = [v / divisor for v, divisor in zip(values, divisors, strict=True) if not math.isinf(divisor)]
+        return _sum(shares) if first.is_floating_point() else first
+
+    def deal(self, gradient: Tensor, divisors: tuple[float, ...]) -> list[Tensor | None]:
+        """Return the part of a gradient of the joined value that each microbatch's own has."""
+        if self._lengths is not None:
+            return list(torch.split(gradient, self._lengths)) if len(self._lengths) > 1 else [gradient]
+        return [None if math.isinf(divisor) else gradient / divisor for divisor in divisors]
+
+    def _make_room(self, value: Any) -> Tensor | None:
+        if len(self._sizes) == 1 or not isinstance(value, Tensor) or not value.dim():
+            return None
+        multiple, remainder = divmod(len(value), self._sizes[0])
+        return None if remainder else value.new_empty((multiple * sum(self._sizes), *value.shape[1:]))
+
+    def _place_of(self, value: Any) -> Tensor | None:
+        """The rows of the next microbatch, where ``value`` is as many as it should be."""
+        room, at = self._room, len(self._values)
+        if room is None or not isinstance(value, Tensor) or not value.dim():
+            return None
+        multiple = len(room) // sum(self._sizes)
+        start = multiple * sum(self._sizes[:at])
+        place = room[start : start + multiple * self._sizes[at]]
+        return place if (place.shape, place.dtype) == (value.shape, value.dtype) else None
 
 
 class Joined:
-    """The output of a batch.
+    """The output of a batch; `add` what the model returned for each microbatch, in order, then `end`.
+
+    Args:
+        sizes: rows of the microbatches.
+        divisors: of numbers, by microbatch.
 
     Attributes:
-        leaves: its flattened values, without history.
+        leaves: its flattened values, without history, when it has ended.
     """
 
-    def __init__(self, outputs: list[Any], sizes: Sequence[int], divisors: tuple[float, ...]) -> None:
-        self._namespace = outputs[0] if _is_namespace(outputs[0]) else None
-        flat = [pytree.tree_flatten(vars(o) if _is_namespace(o) else o) for o in outputs]
-        self._structure = flat[0][1]
-        if any(structure != self._structure for _, structure in flat):
+    def __init__(self, sizes: Sequence[int], divisors: tuple[float, ...]) -> None:
+        self._sizes = tuple(sizes)
+        self._divisors = divisors
+        self._namespace: Any = None
+        self._structure: Any = None
+        self._columns: list[_Leaf] = []
+        self._tracked: dict[int, _Leaf] = {}
+        self.leaves: list[Any] = []
+
+    def add(self, output: Any) -> None:
+        """Take what the model returned for the next microbatch.
+
+        Raises:
+            ModelError: it has another form than that of the one before.
+        """
+        leaves, structure = pytree.tree_flatten(vars(output) if _is_namespace(output) else output)
+        if self._structure is None:
+            self._namespace = _shell(output) if _is_namespace(output) else None
+            self._structure = structure
+            self._columns = [_Leaf(self._sizes) for _ in leaves]
+        if structure != self._structure:
             raise ModelError(
                 "the model returned outputs of another form for each microbatch; set microbatches=1"
             )
-        self._tracked: dict[int, _Leaf] = {}
-        self.leaves: list[Any] = []
-        for position, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            self.leaves.append(self._join(position, leaves, tuple(sizes), divisors))
+        for column, leaf in zip(self._columns, leaves, strict=True):
+            column.add(leaf)
+
+    def end(self) -> None:
+        """Join what all microbatches have."""
+        self.leaves = [column.join(self._divisors) for column in self._columns]
+        self._tracked = {position: column for position, column in enumerate(self._columns) if column.tracked}
+        self._columns.clear()
 
     @property
     def differentiable(self) -> list[int]:
@@ -90,41 +168,13 @@ class Joined:
         for leaf, gradient in zip(self._tracked.values(), gradients, strict=True):
             if gradient is None:
                 continue
-            for microbatch, (edge, part) in enumerate(zip(leaf.edges, leaf.deal(gradient), strict=True)):
+            parts = leaf.deal(gradient, self._divisors)
+            for microbatch, (edge, part) in enumerate(zip(leaf.edges, parts, strict=True)):
                 if edge is not None and part is not None:
-                    edges, parts = roots.setdefault(microbatch, ([], []))
+                    edges, values = roots.setdefault(microbatch, ([], []))
                     edges.append(edge)
-                    parts.append(part)
+                    values.append(part)
         return roots
-
-    def _join(
-        self, position: int, leaves: tuple[Any, ...], sizes: tuple[int, ...], divisors: tuple[float, ...]
-    ) -> Any:
-        first = leaves[0]
-        if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return first if len(leaves) == 1 or all(_same(leaf, first) for leaf in leaves) else None
-        lengths: tuple[int, ...] | None = None
-        if len(leaves) == 1:
-            value = first.detach()
-            lengths = None if not first.dim() else (len(first),)
-        elif not first.dim():
-            shares = [
-                leaf.detach() / d for leaf, d in zip(leaves, divisors, strict=True) if not math.isinf(d)
-            ]
-            value = _sum(shares) if first.is_floating_point() else first
-        elif _proportional(leaves, sizes):
-            lengths = tuple(len(leaf) for leaf in leaves)
-            value = torch.cat([leaf.detach() for leaf in leaves])
-        else:
-            return (
-                first
-                if all(leaf.shape == first.shape and torch.equal(leaf, first) for leaf in leaves)
-                else None
-            )
-        if any(leaf.requires_grad for leaf in leaves):
-            edges = [torch.autograd.graph.get_gradient_edge(x) if x.requires_grad else None for x in leaves]
-            self._tracked[position] = _Leaf(edges, lengths, divisors)
-        return value
 
 
 def _is_namespace(output: Any) -> bool:
@@ -132,20 +182,18 @@ def _is_namespace(output: Any) -> bool:
     return hasattr(output, "__dict__") and pytree.tree_is_leaf(output) and not isinstance(output, Tensor)
 
 
+def _shell(output: Any) -> Any:
+    """A copy of such an object without its attributes."""
+    made = copy.copy(output)
+    vars(made).clear()
+    return made
+
+
 def _sum(shares: list[Tensor]) -> Tensor:
     total = shares[0]
     for share in shares[1:]:
         total = total + share
     return total
-
-
-def _proportional(leaves: tuple[Tensor, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether the first dimension of each is the same multiple of the rows of its microbatch, the rest alike."""
-    multiple, remainder = divmod(len(leaves[0]), sizes[0])
-    return not remainder and all(
-        len(leaf) == multiple * size and leaf.shape[1:] == leaves[0].shape[1:]
-        for leaf, size in zip(leaves, sizes, strict=True)
-    )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from outsize.model.spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
 from outsize.model.split import Split
-from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, master_plane
+from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.decoding import decode, encode, encoded_parts
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.layout import ITEM_DTYPE
+from outsize.train.checkpoint_state import plane_of
+from outsize.train.frozen import errors_of
 from outsize.units import align_up
 from outsize.wrapped.at_rest import mark
 
@@ -34,22 +37,26 @@ class HomeParameters:
         split: the model's units.
         home: where the weights go.
         fill: copies the weights of a tensor into a flat fp32 or compute-dtype tensor.
+        state: how a trained unit lies in it.
 
     Attributes:
         named: the parameters by name.
         in_memory: whether all of them show their bytes.
+        errors: what codecs have done to frozen weights, by name: root mean square by that of the weights.
         factors: what gradients on disk are multiplied by in the next step, by name.
         num_writes: how often `write` has replaced weights.
     """
 
-    def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill) -> None:
+    def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill, state: StateLayout) -> None:
         self._home = home
+        self._state = state
         self._spec = split.spec
         self.in_memory = isinstance(home, HostHome) and not encoded_parts(split.spec)
-        self._half = master_plane(split.spec.dtype) == MASTER
+        self._half = MASTER in state.planes
         self._versions: dict[str, int] = {}
         self._given_masters: set[int] = set()
         self.named: dict[str, nn.Parameter] = {}
+        self.errors: dict[str, float] = {}
         self.factors: dict[str, Tensor] = {}
         self.num_writes = 0
         for unit in split.spec.units:
@@ -137,9 +144,12 @@ class HomeParameters:
                     self._write(unit, name, flat, arena)
 
     def _members(self, unit: UnitSpec, plane: str) -> Iterator[tuple[str, tuple[TensorSpec, ...]]]:
-        """Yield the tensors that ``plane`` means and where they lie; weights lie in the frozen parts as well."""
+        """Yield the tensors that ``plane`` means and where they lie; weights lie in the frozen parts as well.
+
+        Of a plane whose items stand for several elements each, tensors have the shape of their items.
+        """
         if unit.tensors:
-            yield plane, unit.tensors
+            yield plane, plane_of(self._state, unit, plane).tensors
         if plane == WEIGHTS:
             yield from ((part.plane, part.tensors) for part in unit.frozen)
 
@@ -171,11 +181,12 @@ class HomeParameters:
         self._home.write(unit.index, plane, 0, flat)
 
     def _form(self, unit: UnitSpec, plane: str) -> tuple[int, torch.dtype]:
-        """Elements of a plane, and their dtype."""
+        """Items of a plane, and their dtype."""
         for part in unit.frozen:
             if part.plane == plane:
                 return part.numel, TORCH_DTYPE[part.dtype]
-        return unit.numel, TORCH_DTYPE[self._spec.dtype] if plane == WEIGHTS else torch.float32
+        made = self._state.planes[plane]
+        return made.items(unit.numel), ITEM_DTYPE[made.item]
 
     def _view(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
         assert isinstance(self._home, HostHome)
@@ -223,6 +234,11 @@ class HomeParameters:
                 self._write(unit, plane, flat, arena)
                 if master is not None:
                     self._home.write(unit.index, MASTER, 0, master)
+                part = _encoded(unit, plane)
+                if part is not None:
+                    decoded = self._plane(arena, unit, plane)
+                    self._read(unit, plane, decoded, arena)
+                    self.errors |= errors_of(part, flat, decoded)
             for tensor in tensors:
                 places = split.owners[tensor.name]
                 module, attribute = places[0]

@@ -5,6 +5,7 @@ through all of it.
 """
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ import torch
 from torch import nn
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.apart import dtype_and_parts
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
+from outsize.optim.spec import Moments, StateLayout
 from outsize.planner.cut import Passes, cut_step
 from outsize.planner.layout import StepLayout
 from outsize.planner.plan import Plan
@@ -33,11 +35,13 @@ from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
 from outsize.train.crossings import check_transport
+from outsize.train.frozen import summary
 from outsize.wrapped import planning
 from outsize.wrapped.parameters import Fill, HomeParameters
 from outsize.wrapped.tiers import Tiers
 
 RAW_TRANSPORT = Transport()
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,10 @@ class Planned:
         codecs: how frozen matrices of blocks, and frozen tables, are written.
         with_head: whether the head is a unit, see `split`.
         transport: codecs on the link.
+        moments: what `outsize.AdamW` keeps moments in.
+
+    Attributes:
+        state: how a trained unit lies at home.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class Planned:
         codecs: tuple[str, str] = ("raw", "raw"),
         with_head: bool = True,
         transport: Transport = RAW_TRANSPORT,
+        moments: Moments = "fp32",
     ) -> None:
         self._model = weakref.ref(model)
         self._memory = memory
@@ -86,7 +95,7 @@ class Planned:
         self._extent_bytes = 0
         self._measured: Measured | None = None
         self._known: list[planning.Shape] = []
-        self._needed: dict[planning.Saving, Mapping[int, Needed]] = {}  # how far recomputes have to go
+        self._needed: dict[planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
         self._shortened_for: planning.Saving | None = None  # what the engine has been told of that
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
@@ -97,11 +106,15 @@ class Planned:
         self._with_head = with_head
         self._transport = transport
         self.split = split(model, dtype, apart=self._apart, with_head=with_head)
+        self.state = StateLayout(dtype=self.split.spec.dtype, moments=moments)
         with contextlib.ExitStack() as stack:
-            self.tiers = stack.enter_context(contextlib.closing(Tiers(self.split.spec, memory, store_dir)))
+            tiers = Tiers(self.split.spec, memory, store_dir, self.state)
+            self.tiers = stack.enter_context(contextlib.closing(tiers))
             check_transport(transport, self.tiers.machine)
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
-            self.parameters = HomeParameters(self.split, self.tiers.home, fill)
+            self.parameters = HomeParameters(self.split, self.tiers.home, fill, self.state)
+            if self.parameters.errors:
+                _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
             stack.enter_context(self.tiers.buffers_of(model))
             stack.callback(self._close_engine)
             self._stack = stack.pop_all()
@@ -176,14 +189,15 @@ class Planned:
             kind = self._device.type
             self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
             if shape.training or shape.saving not in self._needed:
-                self._needed[shape.saving] = self._measured.needed
+                self._needed[shape.saving] = self._measured.needed, self._measured.num_products
                 self._shortened_for = None
+            self._known.append(shape)
             try:
                 self._plan_anew()
             except BaseException:  # what was known to fit still does
                 self._measured = former
+                self._known.pop()
                 raise
-            self._known.append(shape)
         elif self._engine is None:
             self._plan_anew()
         for number in self._abandoned:
@@ -193,7 +207,7 @@ class Planned:
         assert self._engine is not None
         assert self._plan is not None
         if self._shortened_for != shape.saving:
-            self._engine.shorten(self._needed.get(shape.saving, {}))
+            self._engine.shorten(*self._needed.get(shape.saving, ({}, {})))
             self._shortened_for = shape.saving
         return self._engine, self._plan
 
@@ -224,6 +238,8 @@ class Planned:
             self._measured,
             self.microbatches,
             self._transport,
+            self._known,
+            self.state,
         )
         extent = extent_bytes(plan, self._measured.boundary_bytes)
         former = self._plan

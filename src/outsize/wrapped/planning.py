@@ -1,7 +1,7 @@
 """What a microbatch of the caller's takes on the device, and the plan that fits it, made as `train.prepare` does."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,17 +9,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.model.split import Split
+from outsize.optim.spec import StateLayout
 from outsize.planner.plan import Plan, PlanOptions
 from outsize.runtime.calibrate import Measured, calibrate
 from outsize.train.machine import Machine
 from outsize.train.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
 
-# Of each microbatch the caller holds the outputs until the backward; the graph of a loss in the model holds two more of
-# their size (its softmax in fp32, and the copy that outputs are joined in).
-OUTPUT_COPIES = 3
+# The caller holds the outputs until the backward, and a loss of his own on them takes two more of their size: their
+# softmax, and its gradient.
+OWN_LOSS_COPIES = 3
+# What models of transformers take a loss from.
+LABELS = ("labels", "shift_labels")
 # What models of transformers are told by which tokens are padding: [B, S], zero where they are.
 MASK = "attention_mask"
 
@@ -34,6 +37,7 @@ class Shape:
         autocast: what the caller has on, which decides what is saved.
         training: whether a backward may follow in training mode, where dropout saves its masks.
         padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
+        scored: whether the model is given labels, and takes the loss itself.
     """
 
     rows: int
@@ -41,10 +45,11 @@ class Shape:
     autocast: Autocast = field(default_factory=Autocast)
     training: bool = True
     padded: bool = False
+    scored: bool = False
 
     def covers(self, other: "Shape") -> bool:
         """Whether what fits this one fits ``other``."""
-        larger = self.rows >= other.rows and self.length >= other.length
+        larger = self.rows >= other.rows and self.length >= other.length and self.scored <= other.scored
         more = self.training >= other.training and self.padded >= other.padded
         return larger and more and self.autocast == other.autocast
 
@@ -61,7 +66,8 @@ def shape_of(main: Tensor, rows: int, inputs: Mapping[str, Any], autocast: Autoc
     """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
     is_ids = main.dim() == 2 and not main.is_floating_point()
     length = main.shape[1] if is_ids or main.dim() == 3 else 1
-    return Shape(rows, length, autocast, training, _is_padded(inputs.get(MASK)))
+    scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
+    return Shape(rows, length, autocast, training, _is_padded(inputs.get(MASK)), scored)
 
 
 def _is_padded(mask: Any) -> bool:
@@ -157,8 +163,20 @@ def make_plan(
     measured: Measured,
     microbatches: int,
     transport: Transport,
+    shapes: Sequence[Shape],
+    state: StateLayout,
 ) -> Plan:
     """Plan a step that is cut, within the machine's budgets.
+
+    Args:
+        split: the model.
+        machine: device and budgets.
+        memory: what the user says of it.
+        measured: what a microbatch needs.
+        microbatches: of a batch.
+        transport: codecs on the link.
+        shapes: of the microbatches that it is for.
+        state: how a trained unit lies at home.
 
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
@@ -167,6 +185,7 @@ def make_plan(
         home=machine.home,
         below=machine.below,
         clip=False,
+        state=state,
         microbatches=microbatches,
         slots=memory.slots,
         prefetch=memory.prefetch,
@@ -177,5 +196,18 @@ def make_plan(
         activations=memory.activations,
         transport=transport,
     )
-    held = measured.held_bytes + OUTPUT_COPIES * measured.output_bytes
+    in_fp32 = split.spec.dtypes == {"fp32"} and not any(shape.autocast.dtypes for shape in shapes)
+    copies = held_copies(microbatches, scored=all(shape.scored for shape in shapes), in_fp32=in_fp32)
+    held = measured.held_bytes + -(-copies * measured.output_bytes // microbatches)
     return plan_with_heap(split, machine, measured, options, held)[0]
+
+
+def held_copies(microbatches: int, *, scored: bool, in_fp32: bool) -> int:
+    """Return how often the outputs of a microbatch are there between a forward and its backward, in its own size.
+
+    Where the model takes the loss there are the outputs of all microbatches, joined, and what the loss keeps of them:
+    a softmax in fp32, twice the size of halves. Those of one microbatch are in the workspace of the head already.
+    """
+    if not scored:
+        return OWN_LOSS_COPIES * microbatches
+    return (1 + (1 if in_fp32 else 2)) * (microbatches - 1)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
+from outsize.optim.spec import Moments
 from outsize.planner.cut import step_units, summing
 from outsize.planner.program import Program
 from outsize.runtime.context import Microbatch, StepContext
@@ -53,8 +54,9 @@ class Runner(Inferring):
         codecs: tuple[str, str] = ("raw", "raw"),
         with_head: bool = True,
         transport: Transport = RAW_TRANSPORT,
+        moments: Moments = "fp32",
     ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport)
+        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport, moments)
         self.coefficient: Tensor | None = None
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
@@ -91,6 +93,7 @@ class Runner(Inferring):
         parts = batching.cut(inputs, rows, sizes)
         weights = batching.divisors(parts, sizes, self._measured.shifted)
         programs = self._programs_for(plan, len(sizes))
+        joined = Joined(sizes, weights)
         context = StepContext(
             number=int(torch.randint(2**62, ())) if model.training else 0,
             learning_rate=0.0,
@@ -98,11 +101,12 @@ class Runner(Inferring):
             ambient=autocast.enter,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
+            deliver=joined.add,
         )
         lean = _is_pending(self._keeping)  # what is kept has room for one forward
         passes = programs.passes
         self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
-        joined = self._join([context.outputs.pop(m) for m in range(len(sizes))], sizes, weights)
+        self._end(joined)
         if not keeps or not joined.differentiable:
             if saves:
                 self._abandoned.append(context.number)
@@ -223,14 +227,12 @@ class Runner(Inferring):
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
 
-    def _join(self, outputs: list[Any], sizes: tuple[int, ...], weights: tuple[float, ...]) -> Joined:
-        joined = Joined(outputs, sizes, weights)
+    def _end(self, joined: Joined) -> None:
+        """Join outputs; tensors were made on the compute lane's stream, and are used on the caller's."""
+        joined.end()
         for leaf in joined.leaves:
-            if (
-                isinstance(leaf, Tensor) and leaf.is_cuda
-            ):  # made on the compute lane's stream, used on the caller's
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(torch.cuda.current_stream(self._device))
-        return joined
 
     def _take_factors(self, held: Mapping[int, frozenset[int]]) -> None:
         """Make what torch's clipping has noted on gradients on disk the coefficient of the step."""

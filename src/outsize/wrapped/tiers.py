@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from outsize.config.schema import MemoryConfig
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.optim.spec import planes_for
+from outsize.optim.spec import StateLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Plan
 from outsize.runtime.binding import buffers_on
@@ -34,12 +34,14 @@ class Tiers:
         spec: its units.
         memory: device, budgets and home, as asked for.
         store_dir: directory of a disk home and of activations on disk.
+        state: how a trained unit lies at home.
     """
 
-    def __init__(self, spec: ModelSpec, memory: MemoryConfig, store_dir: Path) -> None:
+    def __init__(self, spec: ModelSpec, memory: MemoryConfig, store_dir: Path, state: StateLayout) -> None:
         self._memory = memory
         self._store_dir = store_dir
-        state_bytes = sum(home_bytes(unit, spec.dtype) for unit in spec.units)
+        self._planes = state.planes
+        state_bytes = sum(home_bytes(unit, state) for unit in spec.units)
         self.machine = describe_machine(memory, state_bytes, store_dir)
         if self.machine.num_workers > 1:
             raise ConfigError(f"device={memory.device!r}: outsize.wrap streams to one device; name one")
@@ -62,7 +64,7 @@ class Tiers:
     def extend(self, spec: ModelSpec) -> None:
         """Make room for the optimizer state of units that train by now; only over a host home."""
         if isinstance(self.home, HostHome):
-            self.home.extend(spec, planes_for(spec.dtype), self._host)
+            self.home.extend(spec, self._planes, self._host)
 
     def open_engine(
         self,
@@ -105,8 +107,7 @@ class Tiers:
         return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if self.on_cuda else None)
 
     def _open_home(self, spec: ModelSpec) -> HostHome | DiskHome:
-        planes = planes_for(spec.dtype)
         if self.machine.home == "host":
-            return HostHome(spec, planes, self._host)
+            return HostHome(spec, self._planes, self._host)
         path = self._store_dir / f"home-{id(self):x}.bin"  # nameless as soon as it is open
-        return DiskHome(spec, planes, path, self._pool, ledger=self.ledger, temporary=True)
+        return DiskHome(spec, self._planes, path, self._pool, ledger=self.ledger, temporary=True)

@@ -1,0 +1,28 @@
+"""The words between which a user chooses, where flags, configuration, calls and planner know the same ones.
+
+They stand apart so that ``--help`` can list them without loading the configuration, and the planner can take them.
+"""
+
+from typing import Literal
+
+Method = Literal["full", "lora"]
+Home = Literal["auto", "host", "disk"]
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+Dtype = Literal["auto", ComputeDtype]
+Clip = Literal["global", "unit", "none"]
+Optimizer = Literal["adamw", "sgd", "lion"]
+Moments = Literal["fp32", "bf16", "int8"]
+Masters = Literal["auto", "separate", "split"]
+WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
+WireWeights = Literal["raw", "delta"]
+# What becomes of what backwards need of their forwards.
+Activations = Literal[
+    "auto",
+    "recompute",
+    "keep-attention",
+    "keep-products",
+    "keep",
+    "offload-attention",
+    "offload-products",
+    "offload",
+]

@@ -1,0 +1,78 @@
+"""What several nodes ask of a plan: an even share each, a network, and what is written on it."""
+
+import re
+
+from outsize.cli.plan_options import PlanOptions
+from outsize.codecs.wire import EXACT, Wire
+from outsize.errors import ConfigError
+from outsize.hardware.spec import Figure
+
+_FACTORS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def check_nodes(options: PlanOptions) -> None:
+    """Refuse what several nodes cannot do together.
+
+    Raises:
+        ConfigError: each unit is clipped by itself, or the state is not one that nodes share.
+    """
+    if options.nodes > 1 and options.clip == "unit":
+        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
+    if options.nodes > 1 and (options.optimizer_state != "fp32" or options.masters == "split"):
+        raise ConfigError(
+            "--optimizer-state, --masters: several nodes share a state of separate masters and fp32 moments; leave "
+            "them as they are by default"
+        )
+
+
+def share_of(sequences: int, nodes: int) -> int:
+    """Return how many of the sequences of a step each node trains.
+
+    Raises:
+        ConfigError: no node, or shares that are not even.
+    """
+    if nodes < 1:
+        raise ConfigError(f"--nodes: {nodes} machines train nothing; there is at least one")
+    if sequences % nodes:
+        raise ConfigError(
+            f"--nodes: {sequences} sequences of a step are not shared evenly by {nodes} nodes; name --tokens-per-step"
+        )
+    return sequences // nodes
+
+
+def wire_of(options: PlanOptions) -> Wire:
+    """Return how gradients and weights are written between nodes.
+
+    Raises:
+        ConfigError: there is one node, or weights in fp32 would be written as changed bits.
+    """
+    wire = Wire(gradients=options.net_gradients, weights=options.net_weights)
+    if options.nodes == 1 and wire != EXACT:
+        raise ConfigError(
+            "--net-gradients and --net-weights have no effect with one node; say how many with --nodes"
+        )
+    if wire.weights == "delta" and options.dtype == "fp32":
+        raise ConfigError("--net-weights: delta is of 16-bit weights; leave it raw, or choose --dtype bf16")
+    return wire
+
+
+def net_of(options: PlanOptions) -> Figure | None:
+    """Return the rate of the network: bits per second where it ends in ``b``, bytes where in ``B``; of one node, None.
+
+    Raises:
+        ConfigError: a network for one node, none for several, or no rate.
+    """
+    text = options.net
+    if options.nodes == 1:
+        if text is not None:
+            raise ConfigError("--net has no effect with one node; say how many with --nodes")
+        return None
+    if text is None:
+        raise ConfigError("--nodes needs the rate of the network: --net 25Gb")
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT])(b|bit|B)(?:/s|ps)?\s*", text)
+    if match is None or not float(match[1]):
+        raise ConfigError(
+            f"--net: not a rate: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"
+        )
+    rate = float(match[1]) * _FACTORS[match[2]]
+    return Figure(value=rate if match[3] == "B" else rate / 8, source=f"--net {text.strip()}")

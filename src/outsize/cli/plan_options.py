@@ -1,0 +1,116 @@
+"""What can be asked of ``outsize plan``, option by option."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outsize.choices import (
+    Clip,
+    ComputeDtype,
+    Home,
+    Masters,
+    Method,
+    Moments,
+    Optimizer,
+    WireGradients,
+    WireWeights,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of the command; the text of each is its documentation."""
+
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json, or hub id.")
+    ]
+    gpus: Annotated[
+        str | None, typer.Option(metavar="NxNAME", help="GPUs and a usual host, e.g. 4090, 8x4090, 2xh100.")
+    ] = None
+    machine: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
+    ] = None
+    method: Annotated[Method, typer.Option(help="What is trained: all parameters, or LoRA adapters.")] = (
+        "full"
+    )
+    lora_r: Annotated[int, typer.Option(help="Rank of the adapters.")] = 8
+    lora_modules: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Adapted layers, e.g. q_proj,v_proj (default) or all-linear."),
+    ] = None
+    dtype: Annotated[ComputeDtype, typer.Option(help="Compute dtype.")] = "bf16"
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sequence; default: 2048, or what the model has positions for."),
+    ] = None
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per optimizer step, a multiple of --seq-len; default: 64 sequences, or as many as fit."
+        ),
+    ] = None
+    microbatches: Annotated[
+        int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
+    ] = None
+    home: Annotated[Home, typer.Option(help="Where the training state rests.")] = "auto"
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory of the machine, e.g. 64GB, if not as usual."),
+    ] = None
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
+    ] = None
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Budget in host memory; default: 80 % of it.")
+    ] = None
+    max_grad_norm: Annotated[
+        float,
+        typer.Option(help="Global norm that gradients are clipped to; 0 is off, and steps overlap more."),
+    ] = 1.0
+    clip: Annotated[
+        Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
+    ] = "global"
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="AdamW with two moments, or SGD or Lion with a momentum.")
+    ] = "adamw"
+    optimizer_state: Annotated[
+        Moments, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")
+    ] = "fp32"
+    masters: Annotated[
+        Masters,
+        typer.Option(help="How fp32 masters lie beside bf16 weights: split takes 4.13 bytes, not 6."),
+    ] = "auto"
+    nodes: Annotated[int, typer.Option(help="Machines like this one that share each step.")] = 1
+    net: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Network of each node, e.g. 25Gb (bits) or 3GB.")
+    ] = None
+    net_gradients: Annotated[WireGradients, typer.Option(help="How gradients are written between nodes.")] = (
+        "fp32"
+    )
+    net_weights: Annotated[
+        WireWeights, typer.Option(help="How weights that have stepped are written between nodes.")
+    ] = "raw"
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Also find the largest models of this family that fit.")
+    ] = False
+    tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Tokens to train on, e.g. 10B, for the time it takes.")
+    ] = None
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="vram=+8GB, ram=+64GB, state=int8, link=x2, compute=x2, bandwidth=x2, disk=x2, net=x2, gpus=+1, "
+            "nodes=+1.",
+        ),
+    ] = None
+    advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True
+    data: Annotated[str, typer.Option(help="Data that --output names; it is not read.")] = "data"
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the simulated steps for Perfetto.")
+    ] = None
+    output_file: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write a train.yaml for `outsize train`.")
+    ] = None

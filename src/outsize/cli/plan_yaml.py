@@ -1,0 +1,32 @@
+"""A ``train.yaml`` of a predicted run."""
+
+from outsize.cli.plan_question import Asked
+from outsize.config import dump_config
+from outsize.planner.prediction import Prediction
+
+
+def train_yaml(asked: Asked, prediction: Prediction) -> str:
+    """Return the configuration of the predicted run, as YAML."""
+    config, budgets = asked.config, asked.question.budgets
+    steps = config.train.steps if asked.steps is None else asked.steps
+    run = config.model_copy(
+        update={
+            "train": config.train.model_copy(
+                update={"steps": steps, "microbatches": prediction.microbatches}
+            ),
+            "memory": config.memory.model_copy(
+                update={
+                    "device": _devices(len(asked.question.machine.gpus), config.memory.device),
+                    "device_memory": budgets.device,
+                    "host_memory": budgets.host,
+                    "home": prediction.home,
+                }
+            ),
+        }
+    )
+    return dump_config(run)
+
+
+def _devices(count: int, device: str) -> str:
+    """Return the first ``count`` GPUs as a configuration names them; of one, what was asked for."""
+    return "cuda:" + ",".join(map(str, range(count))) if count > 1 else device

@@ -1,0 +1,66 @@
+"""Section lora: the adapters of train.method=lora."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from outsize.config.section import Fraction, Modules, Section
+
+
+class LoraConfig(Section):
+    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
+
+    Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
+    """
+
+    r: int = Field(default=8, ge=1, description="Rank of the adapters.")
+    lora_alpha: int = Field(
+        default=8, ge=1, description="Adapters are scaled by lora_alpha / r, or lora_alpha / sqrt(r)."
+    )
+    lora_dropout: Fraction = Field(default=0.0, description="Dropout on the inputs of adapters.")
+    target_modules: Modules | None = Field(
+        default=None,
+        description="Modules that get an adapter: names or ends of names; a text is a regular expression, or "
+        "all-linear for every linear layer but the head; null is PEFT's choice for the architecture.",
+    )
+    exclude_modules: Modules | None = Field(
+        default=None, description="Modules that get none, written likewise."
+    )
+    bias: Literal["none", "all", "lora_only"] = Field(
+        default="none", description="Biases of the model that train as well; fp32 models only."
+    )
+    use_rslora: bool = Field(
+        default=False,
+        description="Whether adapters are scaled by lora_alpha / sqrt(r) (rank-stabilised LoRA).",
+    )
+    modules_to_save: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Modules that train whole and are saved with the adapters; fp32 models only.",
+    )
+    init_lora_weights: Literal[True, False, "gaussian"] = Field(
+        default=True, description="How adapters begin; true and gaussian change nothing at the first step."
+    )
+    rank_pattern: dict[str, int] = Field(
+        default={}, description="Ranks of modules that have another, by name."
+    )
+    alpha_pattern: dict[str, int] = Field(
+        default={}, description="lora_alpha of modules with another, by name."
+    )
+    layers_to_transform: tuple[int, ...] | None = Field(
+        default=None, strict=False, description="Numbers of the layers that get adapters; null is all."
+    )
+    layers_pattern: str | None = Field(
+        default=None, description="Name of the list of layers, for layers_to_transform."
+    )
+    fan_in_fan_out: bool = Field(
+        default=False, description="Whether weights are stored (in, out), as in GPT-2; PEFT sets it there."
+    )
+    base_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw",
+        description="How the frozen matrices of layers are held and streamed; they are decoded on the device. nf4 is "
+        "4.5 bits per weight (QLoRA), nf4-double 4.13, int8 8.1; the error is printed and kept in quantisation.json.",
+    )
+    table_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+        default="raw", description="The same for the embedding table and the head."
+    )

@@ -1,0 +1,79 @@
+"""Section memory: devices, budgets, and where the training state lives."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from outsize.choices import Activations, Home
+from outsize.config.section import Device, PathText, Section, Size
+
+
+class MemoryConfig(Section):
+    """Which device computes, how much memory each tier may use, and where the training state lives.
+
+    Budgets are promises: a run that cannot keep them says so before it starts. Sizes are numbers of bytes, or
+    texts such as 64MiB, 20GiB, 24GB.
+    """
+
+    device: Device = Field(
+        default="auto",
+        description="cpu, cuda, cuda:N (device number N), cuda:0,1 or cuda:all (a worker on each of them), emulated:N "
+        "(N workers on the CPU with capped memory and link), or auto: cuda where there is one, otherwise cpu.",
+    )
+    device_memory: Size | None = Field(
+        default=None,
+        description="Budget on the device, of each where there are several, a size; null is what is free, less a "
+        "margin.",
+    )
+    host_memory: Size | None = Field(
+        default=None, description="Budget in host memory, a size; null is what is free, less a margin."
+    )
+    disk_memory: Size | None = Field(
+        default=None, description="Budget on disk, a size; null is what is free, less a margin."
+    )
+    home: Home = Field(
+        default="auto",
+        description="Where weights and optimizer state rest between uses; "
+        "auto is host if they fit its budget.",
+    )
+    store_dir: PathText | None = Field(
+        default=None, description="Directory of the disk home, best on a local NVMe; null is run_dir/store."
+    )
+    commits: Literal["step", "none"] = Field(
+        default="step",
+        description="step: a home on disk keeps what a step changes twice, so that a run goes on from the last "
+        "step whatever ended it; none: it takes half the disk, and a run goes on from the last checkpoint.",
+    )
+    slots: int | None = Field(
+        default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."
+    )
+    prefetch: int | None = Field(
+        default=None,
+        ge=0,
+        description="Units loaded ahead of the one that computes; null lets the planner choose.",
+    )
+    offload: bool | None = Field(
+        default=None,
+        description="Whether activations leave the device between passes; null: if they do not fit.",
+    )
+    activations: Activations = Field(
+        default="auto",
+        description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
+        "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "
+        "well, and the rest is made again; offload and offload-...: the same, but it waits below the device; auto: it "
+        "stays as far as there is room when all else has, and on CUDA waits below the device where that is predicted "
+        "to shorten a step.",
+    )
+    tile_elements: int | None = Field(
+        default=None,
+        ge=2048,
+        multiple_of=2048,
+        description="Elements per tile of the optimizer step on disk, a multiple of 2048; "
+        "null lets the planner choose.",
+    )
+    link_gb_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Speed of the link of emulated devices, GB/s per direction (1 GB = 1e9 bytes); null: no "
+        "throttle.",
+    )

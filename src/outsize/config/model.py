@@ -1,0 +1,34 @@
+"""Section model: which model is trained."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from outsize.choices import Dtype
+from outsize.config.section import PathText, Section
+
+
+class ModelConfig(Section):
+    """Which model is trained, in which precision, and which of its parameters."""
+
+    path: PathText = Field(
+        description="Directory in Hugging Face layout (config.json, safetensors, tokenizer), or a hub id."
+    )
+    dtype: Dtype = Field(
+        default="auto",
+        description="Compute dtype; master weights are exact fp32 in any case. "
+        "auto is fp32 on cpu and emulated devices, bf16 on cuda.",
+    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        default="auto",
+        description="Attention kernel; auto takes what the model offers, and the choice is logged.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Whether Python code that comes with the model directory may run."
+    )
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description='Patterns of parameter names that are not trained, e.g. `["*embed_tokens*"]`; '
+        "`*` matches any run of characters.",
+    )

@@ -1,0 +1,101 @@
+"""Section optimizer: how a parameter steps."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from outsize.choices import Clip, Masters, Moments, Optimizer
+from outsize.config.section import Fraction, Section
+
+# What other optimizers have by default where it is not what AdamW has: torch's SGD, and the paper's Lion.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "sgd": {"weight_decay": 0.0},
+    "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+# Who has a setting that not all have.
+SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
+    "betas": ("adamw", "lion"),
+    "eps": ("adamw",),
+    "momentum": ("sgd",),
+    "dampening": ("sgd",),
+    "nesterov": ("sgd",),
+}
+
+
+class OptimizerConfig(Section):
+    """How a parameter steps, its arithmetic in fp32 in any case, and what of it is kept at home."""
+
+    name: Optimizer = Field(
+        default="adamw",
+        description="adamw: two moments, as torch.optim.AdamW; sgd: a momentum or nothing, as torch.optim.SGD; lion: a "
+        "momentum, steps of one size along its sign, which want a third to a tenth of the lr of AdamW.",
+    )
+    lr: float = Field(default=2e-5, ge=0, description="Learning rate after warm-up.")
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.999),
+        strict=False,
+        description="adamw: decay per step of the first and the second moment. lion: share of the momentum in a step, "
+        "and its decay; (0.9, 0.99) by default.",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment.")
+    momentum: Fraction = Field(
+        default=0.9, description="sgd: share of the former direction that is kept; 0 keeps no state at all."
+    )
+    dampening: float = Field(
+        default=0.0, ge=0, description="sgd: share of the gradient that does not enter the momentum."
+    )
+    nesterov: bool = Field(
+        default=False, description="sgd: step along the gradient and the new momentum; takes no dampening."
+    )
+    weight_decay: float = Field(
+        default=0.01,
+        ge=0,
+        description="adamw, lion: decoupled weight decay, x lr. sgd: x the weights, added to the gradient. 0 by "
+        "default for sgd and lion; biases and norms take none.",
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
+    )
+    clip: Clip = Field(
+        default="global",
+        description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
+        "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
+        "norm a unit steps as soon as its backward has run, and gradients take no memory at home.",
+    )
+    gradients: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="In what gradients wait for the global norm. bf16 rounds them once they are summed: 2 bytes per "
+        "parameter instead of 4, not bit-exact.",
+    )
+    state: Moments = Field(
+        default="fp32",
+        description="In what the two moments are kept: 8, 4 or 2.03 bytes per parameter, and half of it where there is "
+        "one. bf16 is rounded by chance, int8 in blocks of 64; neither is bit-exact.",
+    )
+    masters: Masters = Field(
+        default="auto",
+        description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
+        "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; auto: split where "
+        "there are C kernels to step them or state is not fp32, of one process; as it lies in a home that a run goes "
+        "on from.",
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine",
+        description="Learning rate after warm-up; linear and cosine reach zero at the last step.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps over which the learning rate rises from zero."
+    )
+    warmup_ratio: Fraction = Field(
+        default=0.0, description="The same as a fraction of train.steps; give one of the two."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, given: Any) -> Any:
+        """Fill in what the named optimizer has by default."""
+        if not isinstance(given, Mapping):
+            return given
+        name = given.get("name")
+        return {**(_DEFAULTS.get(name, {}) if isinstance(name, str) else {}), **given}

@@ -1,0 +1,56 @@
+"""Section parallel: how several processes train one model."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from outsize.choices import WireGradients, WireWeights
+from outsize.config.section import Section
+
+
+class ParallelConfig(Section):
+    """How several processes train one model together, where torchrun or its like starts them; see docs/nodes.md.
+
+    train.tokens_per_step is what all of them train together; train.microbatches are those of each.
+    """
+
+    mode: Literal["auto", "stream", "ddp"] = Field(
+        default="auto",
+        description="stream: every rank streams the model from a home of its own, which holds all weights and a share "
+        "of the optimizer's state; ddp: every rank holds the whole training state on its device, and torch's "
+        "DistributedDataParallel averages gradients; auto is stream.",
+    )
+    gradients: WireGradients = Field(
+        default="fp32",
+        description="stream: how gradients are written between ranks; fp32 is exact, and -ef adds what was lost to the "
+        "next step's, which takes 2 bytes of host memory for each parameter that trains.",
+    )
+    weights: WireWeights = Field(
+        default="raw",
+        description="stream: how weights that have stepped are written between ranks, both lossless; delta sends the "
+        "bits of 16-bit weights that have changed, about a tenth at fine-tuning rates.",
+    )
+    timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a rank is taken to be lost, and to wait for all to come.",
+    )
+    ddp_bucket_mib: float = Field(
+        default=25.0, gt=0, description="MiB of gradients that are averaged with one call."
+    )
+    ddp_static_graph: bool = Field(
+        default=False,
+        description="Whether every step goes through the same parameters in the same order, so that torch looks once.",
+    )
+    ddp_find_unused: bool = Field(
+        default=False,
+        description="Whether torch looks, in every forward, for parameters that it does not use; for models that have "
+        "such.",
+    )
+    ddp_compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        default="none",
+        description="How gradients are written between ranks; all but none lose, and bf16 and powersgd are for GPUs.",
+    )
+    ddp_powersgd_rank: int = Field(
+        default=4, ge=1, description="Rank of the factors that PowerSGD sends in place of a matrix."
+    )

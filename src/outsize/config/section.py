@@ -1,0 +1,54 @@
+"""What all sections share: the rules of a section, and the kinds of values that several of them hold."""
+
+import os
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from outsize.units import parse_bytes
+
+
+def _size(value: Any) -> Any:
+    """Accept ``"64MiB"`` and whole numbers of bytes; anything else fails as a size, in words."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("not a size; write a number and a unit, e.g. 64MiB, 20GiB or 24GB")
+    num_bytes = parse_bytes(value)
+    if num_bytes <= 0:
+        raise ValueError("a size must be above zero")
+    return num_bytes
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _modules(value: Any) -> Any:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) and name for name in value):
+        return tuple(value)
+    raise ValueError("must be a text, or a list of names of modules")
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
+        raise ValueError(
+            f"not a device: {value!r}; write cpu, cuda, cuda:1, cuda:0,1, cuda:all, emulated:2 or auto"
+        )
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
+Device = Annotated[str, AfterValidator(_device)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Modules = Annotated[str | tuple[str, ...], BeforeValidator(_modules)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion from one type to another."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,0 +1,103 @@
+"""Section train: how long, in which portions, kept where."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from outsize.choices import Method
+from outsize.config.section import PathText, Section
+
+
+class TrainConfig(Section):
+    """How long it is trained, in which portions, and where the run is kept."""
+
+    method: Method = Field(
+        default="full",
+        description="full: all parameters that model.freeze does not name; lora: adapters beside a frozen model, see "
+        "section lora.",
+    )
+    steps: int = Field(
+        default=100, ge=1, description="Optimizer steps in all, those before a resume included."
+    )
+    tokens_per_step: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens per optimizer step, a multiple of data.seq_len; "
+        "null is data.seq_len x microbatches, or one sequence.",
+    )
+    microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Slices of a step that pass through a unit one after the other; "
+        "more of them need less memory for activations and move no more weights. null is as few as fit, or with "
+        "several workers as many as keep them busy; the number chosen is in run_dir/config.yaml.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Seed of data order, dropout and fresh weights; a whole number.",
+    )
+    run_dir: PathText | None = Field(
+        default=None, description="Directory of this run; null is runs/<date and time of the start>."
+    )
+    loss: Literal["auto", "model", "chunked"] = Field(
+        default="auto",
+        description="model: the loss that the model returns; chunked: head and cross-entropy on "
+        "head_chunk_tokens tokens at a time, which never holds all logits; "
+        "auto: chunked where the head allows it.",
+    )
+    head_chunk_tokens: int = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")
+    save_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between checkpoints in Hugging Face layout, written beside training; 0 does not count "
+        "steps. One is written at the end in any case.",
+    )
+    save_minutes: float | None = Field(
+        default=None,
+        ge=0,
+        description="Minutes between checkpoints, besides those of save_every; 0 does not look at the clock. "
+        "null is 30 where the state is in host memory, and 0 where its home commits every step.",
+    )
+    save_total_limit: int | None = Field(
+        default=2,
+        ge=1,
+        description="Checkpoints of this run to keep; older ones are removed once a new one is safe on the disk. "
+        "null keeps all.",
+    )
+    resume: PathText = Field(
+        default="none",
+        description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
+        "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
+        "the newest one of that run; checkpoints of the Hugging Face Trainer are taken too.",
+    )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps, from the third of the process on, that torch.profiler records into run_dir/profile.json.",
+    )
+    on_nonfinite: Literal["raise", "skip"] = Field(
+        default="raise",
+        description="What a NaN or infinite loss or gradient does, before any weight of the step is saved: "
+        "end the run, or skip the step, changing nothing, and count it.",
+    )
+    on_stall: Literal["abort", "report", "ignore"] = Field(
+        default="abort",
+        description="What becomes of a step in which nothing ends any more: report where it stands and end the run, "
+        "report it and wait on, or nothing.",
+    )
+    stall_factor: float = Field(
+        default=10.0,
+        ge=1,
+        description="A step is stalled if none of its ops ends for this many times the median of the steps before, or "
+        "the predicted step until one was measured.",
+    )
+    stall_floor_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="The least time, in seconds, after which a step is taken to be stalled.",
+    )
+    deterministic: bool = Field(
+        default=True, description="Whether only kernels are used that give the same bits in every run."
+    )

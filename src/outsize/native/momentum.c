@@ -1,0 +1,55 @@
+/* SGD and Lion over split or fp32 masters, with a momentum in fp32, bf16 or 8 bits, or none. */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "threads.h"
+
+/* As in adamw.c. */
+enum { BLOCK = 512, CHUNK = 1 << 15, GROUP = 64 };
+enum { STATE_FP32 = 0, STATE_BF16 = 1, STATE_8BIT = 2 };
+enum { MANTISSA = 3 };
+enum { RULE_SGD = 0, RULE_LION = 1 };
+/* Which products of SGD are fused with the sum they enter: torch's vector body is plain C++, and its compiler decides.
+ * Of the two products of the momentum one alone can be: that of the momentum, or that of the gradient. */
+enum { FUSED_NONE = 0, FUSED_MOMENTUM = 1, FUSED_GRADIENT = 2 };
+
+union word {
+    uint32_t bits;
+    float value;
+};
+
+/* optim/momentum_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
+struct momentum {
+    uint16_t *hi;
+    int16_t *lo;
+    uint8_t *ties; /* may be NULL */
+    float *master; /* used where there is no hi */
+    void *gradient;
+    void *moment; /* NULL for SGD without momentum */
+    uint8_t *moment_top;
+    size_t count;
+    size_t first; /* index of the first element in its unit, a multiple of GROUP */
+    int32_t gradient_is_bf16;
+    int32_t state;
+    int32_t rule;
+    int32_t fused;      /* of SGD */
+    int32_t nesterov;   /* of SGD */
+    int32_t first_step; /* of SGD: the momentum is the gradient */
+    uint32_t key;
+    float clip;  /* factor of the gradient */
+    float decay; /* SGD: factor of the weights that are added to the gradient, Lion: 1 - lr * weight_decay */
+    float kept;  /* of the momentum */
+    float taken; /* SGD: 1 - dampening, Lion: 1 - kept */
+    float share; /* Lion: of the momentum in a step */
+    float rest;  /* Lion: 1 - share */
+    float lr;
+};
+
+#define BODY "momentum_body.h"
+#include "versions.h"
+
+EXPORTED void outsize_momentum(const struct momentum *settings, int num_threads)
+{
+    outsize_parallel(CHOOSE(momentum_range), settings, settings->count, CHUNK, num_threads);
+}

@@ -1,0 +1,125 @@
+"""The stages of several GPUs that fit a machine: the fastest that are found."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from outsize.planner.candidate import Table
+from outsize.planner.layout import StepLayout
+from outsize.planner.leaving import Way, on_its_way, spared
+from outsize.planner.partition import Pipeline, partition
+from outsize.planner.spending import ENOUGH
+from outsize.planner.stage_memory import check, layout_of, memory_of, table_below
+from outsize.planner.stage_task import Task, single_units
+from outsize.planner.stages import HALVES, Span, Stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Stages that fit.
+
+    Attributes:
+        layout: of the step.
+        memory: bytes by tier and class; the device's are those of each GPU.
+        way: what becomes of what forwards keep.
+        step_s: by the partitioner's clock.
+    """
+
+    layout: StepLayout
+    memory: Table
+    way: Way
+    step_s: float
+
+
+def fit(task: Task, max_visits: int) -> Fitted:
+    """Return the fastest stages found that fit, timing ``max_visits`` visits at most.
+
+    Raises:
+        ConfigError: what is asked of activations cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    budgets, ways, below = task.question.budgets, task.ways(), table_below(task)
+    table = partial(memory_of, task, below)
+    for halves in HALVES:
+        single = single_units(task, halves)
+        memory = table(ways[-1], single)
+        if sum(memory["device"].values()) <= budgets.device:
+            break
+    check(memory, budgets)
+    found = []
+    for way in ways:
+        if budgets.short_by(table(way, single)):
+            continue
+        stages = _cut(task, way, single, halves, max_visits, partial(table, way))
+        own = (stages.slot_halves, stages.accumulator_halves)
+        step_s = pipeline_of(task, way, own).step_s(stages)
+        # What moves unasked has to gain what lanes lose that fill and drain.
+        unasked = bool(way.away) and not ways[-1].away
+        found.append((step_s / (ENOUGH if unasked else 1.0), stages, way, step_s))
+    _, stages, way, step_s = min(found, key=lambda each: each[0])
+    layout = layout_of(task, way, stages)
+    return Fitted(layout=layout, memory=table(way, stages), way=way, step_s=step_s)
+
+
+def _cut(
+    task: Task,
+    way: Way,
+    single: Stages,
+    halves: tuple[int, int],
+    max_visits: int,
+    memory_of: Callable[[Stages], Table],
+) -> Stages:
+    """Return the stages that were asked for, or the fastest found; ``single`` where they, or all others, do not fit."""
+
+    def holds(stages: Stages) -> bool:
+        return sum(memory_of(stages)["device"].values()) <= task.question.budgets.device
+
+    asked = task.question.stages
+    if asked is not None:
+        return asked if holds(asked) else single
+    pipeline = replace(pipeline_of(task, way, halves), holds=holds)
+    round_sizes = (task.options.microbatches,) if task.options.home == "disk" else ()
+    with contextlib.suppress(ValueError):
+        return partition(pipeline, round_sizes, max_visits=max_visits)
+    return single
+
+
+def pipeline_of(task: Task, way: Way, halves: tuple[int, int]) -> Pipeline:
+    """Return what is cut: times, and which single stages a GPU could hold."""
+    weights, gradients, count = task.weights, task.gradients, task.model.num_streamed
+    workspace = [task.workspace(unit) for unit in range(count)]
+    times, rates, sizes = task.times, task.rates, task.demand.kept_bytes
+
+    def fits(span: Span, backward: bool) -> bool:
+        units = range(*span)
+        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + task.activations(len(units))
+        at_once = units if backward else range(0)
+        size += halves[1] * max(*gradients, sum(gradients[u] for u in at_once))
+        size += max(*workspace, sum(workspace[u] for u in at_once))
+        size += 0 if span[1] == count else on_its_way(span, backward, way.away, sizes)
+        return size <= task.question.budgets.device
+
+    read, written = (
+        rates.up_bytes_per_s,
+        rates.down_bytes_per_s,
+    )  # of units, whose home may be slower than links
+    if task.options.home == "disk":
+        disk = task.question.machine.disk
+        assert disk is not None
+        read = min(read, disk.read_bytes_per_s.value / task.num_workers)
+        written = min(written, disk.write_bytes_per_s.value / task.num_workers)
+    return Pipeline(
+        forward_s=times.forward_s,
+        backward_s=spared(times.backward_s, times, way.away),
+        recompute_s=spared(times.recompute_s or times.forward_s, times, way.away),
+        keeps=way.keeps,
+        num_workers=task.num_workers,
+        num_microbatches=task.options.microbatches,
+        hop_s=task.work.boundary_bytes[-1] / rates.up_bytes_per_s,
+        weights_s=tuple(size / read for size in weights),
+        gradients_s=tuple(size / written for size in gradients),
+        fits=fits,
+        halves=halves,
+        bottom=task.bottom,
+    )

@@ -1,0 +1,124 @@
+"""What stages of several GPUs take in each tier: as a run of stages would set it aside.
+
+Slots and accumulators twice, so that one half fills while the other is used, or once where memory is too tight for that
+(`stages.HALVES`); activations of two microbatches; what forwards keep, where it leaves (`leaving`); workspace for all
+units of the largest backward stage, which are recomputed before the first of them is differentiated.
+"""
+
+from dataclasses import replace
+
+from outsize.errors import InfeasiblePlanError
+from outsize.optim.shares import largest_share
+from outsize.planner.candidate import Table
+from outsize.planner.layout import StepLayout
+from outsize.planner.leaving import Way, away_in, kept_in_stages, most_on_its_way
+from outsize.planner.memory import offload_rooms
+from outsize.planner.plan import Budgets
+from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
+from outsize.planner.stage_task import Task, single_units
+from outsize.planner.stages import HALVES, Stages, slots_for
+from outsize.units import format_bytes
+
+_ID_BYTES = 16
+
+
+def layout_of(task: Task, way: Way, stages: Stages) -> StepLayout:
+    """Return the step, its home and nodes apart."""
+    units, options = task.model.units, task.options
+    return StepLayout(
+        num_streamed=len(units),
+        rest=None,
+        num_microbatches=options.microbatches,
+        trainable=tuple(unit.trainable for unit in units),
+        weight_bytes=task.weights,
+        gradient_bytes=task.gradients,
+        slot_bytes=slots_for(stages, task.weights),
+        accumulator_bytes=slots_for(stages, task.gradients, only_backward=True),
+        clip=options.clip,
+        unit_clip=options.unit_clip,
+        tiles=(0,) * len(units),
+        num_workers=task.num_workers,
+        stages=stages,
+        kept=kept_in_stages(stages, len(units), options.microbatches, way),
+    )
+
+
+def shared_out(task: Task, layout: StepLayout) -> StepLayout:
+    """Return ``layout`` as that of one of the nodes that share the step: the one that steps most."""
+    nodes = task.question.nodes
+    return (
+        layout
+        if nodes == 1
+        else replace(layout, num_nodes=nodes, own_elements=largest_share(task.model, nodes))
+    )
+
+
+def room_of(task: Task) -> Room:
+    """Return what a home on disk is given in host memory: as much as helps, which is little beside a GPU's memory."""
+    return next(rooms(task.model, task.options, task.num_workers))
+
+
+def table_below(task: Task) -> Table:
+    """Return what lies below the GPUs whatever the stages."""
+    model, options = task.model, task.options
+    least, room = shared_out(task, layout_of(task, Way(), single_units(task, HALVES[-1]))), room_of(task)
+    return bytes_below(model, in_room(model, least, options, room), options, room)
+
+
+def memory_of(task: Task, below: Table, way: Way, stages: Stages) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and class; the device's are those of each GPU."""
+    question, work = task.question, task.work
+    deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
+    workspace = max(sum(task.workspace(u) for u in range(*span)) for span in stages.backward)
+    saved = sum(work.boundary_bytes[1:]) + work.boundary_bytes[-1]  # inputs, and the gradient under way
+    shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES + question.fixed_bytes
+    leaving, offloaded = 0, 0
+    if way.away:
+        layout = layout_of(task, way, stages)
+        leaving = most_on_its_way(stages, away_in(layout), task.demand.kept_bytes)
+        offloaded = sum(count * size for count, size in offload_rooms(layout, task.demand).values())
+    table = {
+        "device": {
+            "weight slots": sum(slots_for(stages, task.weights)),
+            "gradient accumulators": sum(slots_for(stages, task.gradients, only_backward=True)),
+            "activations": task.activations(deepest) + leaving,
+            "workspace": workspace,
+            "shared": shared,
+        },
+        "host": {
+            "saved activations": task.options.microbatches * saved,
+            "offloaded activations": offloaded,
+            **below["host"],
+        },
+        "disk": dict(below["disk"]),
+    }
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+
+def check(memory: Table, budgets: Budgets) -> None:
+    """Check the least plan.
+
+    Raises:
+        InfeasiblePlanError: it does not fit.
+    """
+    device, host, disk = (sum(memory[tier].values()) for tier in ("device", "host", "disk"))
+    if device > budgets.device:
+        largest = max(memory["device"], key=lambda name: memory["device"][name])
+        advice = "more microbatches, or shorter sequences"
+        if largest in ("weight slots", "gradient accumulators"):
+            advice = f"GPUs with {format_bytes(device)}"
+        raise InfeasiblePlanError(
+            f"the smallest stages need {format_bytes(device)} on each GPU, "
+            f"{format_bytes(memory['device'][largest])} of it for {largest}; first try {advice}",
+            {"device": device - budgets.device},
+        )
+    for tier, needed, budget in (("host", host, budgets.host), ("disk", disk, budgets.disk)):
+        if budget is not None and needed > budget:
+            largest = max(memory[tier], key=lambda name: memory[tier][name])
+            at_home = tier == "host" and largest == "home"
+            raise InfeasiblePlanError(
+                f"the smallest plan needs {format_bytes(needed)} on the {tier}, "
+                f"{format_bytes(memory[tier][largest])} of it for {largest}; first try "
+                + ("the home on disk" if at_home else f"a {tier} budget of {format_bytes(needed)}"),
+                {tier: needed - budget},
+            )

@@ -1,0 +1,113 @@
+"""A step that is to be cut for several GPUs: what it computes, moves and could keep."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from outsize.model.spec import ModelSpec, Workload
+from outsize.planner.balance import Rates
+from outsize.planner.costs import UnitTimes
+from outsize.planner.hazards import SAVE_WINDOW
+from outsize.planner.leaving import Way, ways_of
+from outsize.planner.memory import Demand, Tier
+from outsize.planner.one_worker import in_seconds
+from outsize.planner.question import Question, demand_of
+from outsize.planner.sizing import PlanOptions
+from outsize.planner.stages import Stages
+from outsize.planner.unit_times import unit_times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A step that is to be cut.
+
+    Attributes:
+        question: what is asked.
+        model: its units, the rest dealt out to them.
+        work: what a microbatch takes.
+        options: what is decided.
+        times: of the units.
+    """
+
+    question: Question
+    model: ModelSpec
+    work: Workload
+    options: PlanOptions
+    times: UnitTimes
+
+    @property
+    def num_workers(self) -> int:
+        """GPUs."""
+        return len(self.question.machine.gpus)
+
+    @property
+    def bottom(self) -> int:
+        """The lowest unit that runs backward."""
+        units = self.model.units
+        return next((unit.index for unit in units if unit.trainable), len(units) - 1)
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Bytes of the weights of each unit."""
+        return tuple(unit.weight_bytes(self.model.dtype) for unit in self.model.units)
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradient of each unit."""
+        return tuple(unit.gradient_bytes * unit.trainable for unit in self.model.units)
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What a microbatch takes besides weights, and what its forwards could keep."""
+        return in_seconds(demand_of(self.question, self.work, 0), self.work, self.times)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """What a GPU does while all of them do: all links at once move no more than host memory gives and takes."""
+        machine = self.question.machine
+        most = machine.host.bytes_per_s.value / self.num_workers
+        return Rates(
+            times=self.times,
+            up_bytes_per_s=min(most, *(link.up_bytes_per_s.value for link in machine.links)),
+            down_bytes_per_s=min(most, *(link.down_bytes_per_s.value for link in machine.links)),
+        )
+
+    def ways(self) -> list[Way]:
+        """Return what may become of what forwards keep; keeping at the turn takes no more than other stages take."""
+        units = range(self.bottom, self.model.num_streamed - 1)
+        found = ways_of(self.question.activations, units, self.demand, self.rates)
+        return found[:-1] or found
+
+    def workspace(self, unit: int) -> int:
+        """Return what the backward of ``unit`` allocates."""
+        return self.work.backward_workspace_bytes.get(self.model.units[unit].kind, 0)
+
+    def activations(self, num_units: int) -> int:
+        """Return the activations of a stage: inputs of this and the next microbatch, gradients, and what is leaving."""
+        return (2 * (num_units + 1) + SAVE_WINDOW) * self.work.boundary_bytes[-1]
+
+
+def task_of(question: Question, model: ModelSpec, microbatches: int, home: Tier) -> Task:
+    """Return the step of ``question`` on ``model``, whose rest has been dealt out."""
+    work = question.workload_of(question.sequences_per_microbatch(microbatches))
+    options = PlanOptions(
+        home=home,
+        below="host",
+        clip=question.clip,
+        unit_clip=question.unit_clip,
+        microbatches=microbatches,
+        state=question.state_layout(whole_gradients=True),
+    )
+    times = unit_times(question.machine, model.compute_dtype, work)
+    return Task(question=question, model=model, work=work, options=options, times=times)
+
+
+def single_units(task: Task, halves: tuple[int, int]) -> Stages:
+    """Return stages of one unit each, which need the least memory."""
+    count = task.model.num_streamed
+    return Stages(
+        forward=tuple((u, u + 1) for u in range(count - 1)),
+        backward=tuple((u, u + 1) for u in reversed(range(task.bottom, count))),
+        round_size=task.options.microbatches if task.options.home == "disk" else 1,
+        slot_halves=halves[0],
+        accumulator_halves=halves[1],
+    )

@@ -1,0 +1,85 @@
+"""What a user says to `outsize.wrap` and `outsize.load`, checked before anything is moved."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from outsize.choices import Home
+from outsize.codecs.spec import RAW
+from outsize.codecs.transport import Transport
+from outsize.config.memory import MemoryConfig
+from outsize.config.optimizer import OptimizerConfig
+from outsize.errors import ConfigError
+
+
+def memory_of(
+    device: str, device_memory: str | int | None, home: Home, others: dict[str, Any], known: Sequence[str]
+) -> MemoryConfig:
+    """Return the section ``memory`` that the arguments make.
+
+    Args:
+        device: see `outsize.wrap`, as for the next two.
+        device_memory: see there.
+        home: see there.
+        others: more keys of the section.
+        known: arguments that are no keys of it.
+
+    Raises:
+        ConfigError: a key or a value that cannot be.
+    """
+    if "commits" in others:
+        raise ConfigError("outsize.wrap: commits: it is of outsize train only; leave it out")
+    if str(others.get("activations", "auto")).startswith("offload"):
+        raise ConfigError(
+            f"outsize.wrap: activations={others['activations']!r}: below the device there is room for inputs of units "
+            "only (offload=True); write auto, recompute, keep-attention, keep-products or keep"
+        )
+    unknown = next((key for key in others if key not in MemoryConfig.model_fields), None)
+    if unknown is not None:
+        raise ConfigError(f"outsize.wrap: {unknown}: {_unknown(unknown, known)}")
+    try:
+        return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("outsize.wrap: " + "; ".join(lines)) from error
+
+
+def _unknown(key: str, others: Sequence[str]) -> str:
+    """What to say about an argument that there is not."""
+    if key in OptimizerConfig.model_fields:
+        return (
+            "it is of outsize train; a wrapped model keeps masters and gradients in fp32, and moments as state=... "
+            "says; outsize.AdamW has lr, betas, eps and weight_decay"
+        )
+    known = sorted({*others, *MemoryConfig.model_fields} - {"commits"})
+    meant = get_close_matches(key, known, n=1)
+    return (
+        f"no such argument; did you mean {meant[0]}?"
+        if meant
+        else f"no such argument; there is {', '.join(known)}"
+    )
+
+
+def transport_of(named: Mapping[str, str] | None) -> Transport:
+    """Return the codecs on the link of a wrapped model.
+
+    Raises:
+        ConfigError: one that there is not, or that does not go with parameters which others may change.
+    """
+    if dict(named or {}).get("weights", RAW.name) != RAW.name:
+        raise ConfigError(
+            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which any "
+            "optimizer may change at any time; leave weights out, and for frozen ones use base_codec"
+        )
+    try:
+        transport = Transport(**dict(named or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"transport: {error}; it names codecs of activations and gradients") from error
+    if transport.feedback:
+        raise ConfigError(
+            f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop "
+            "of your own steps by every gradient is not known; use it without -ef"
+        )
+    return transport

@@ -1,0 +1,38 @@
+"""Runs of several processes, all of them made once for the tests of plain data parallel and of streaming ranks.
+
+All are forked from one script, since importing torch takes longer than they do, and in two chains: who waits for a rank
+that is lost leaves the cores to others.
+"""
+
+import pytest
+
+from train.rank_runs import SAVED, STEPS, run_all, scenario, write_run
+
+
+@pytest.fixture(scope="session")
+def rank_runs(tmp_path_factory):
+    """Run everything; returns the directory and the exit codes by name."""
+    root = tmp_path_factory.mktemp("ranks")
+    ddp, one, two = {"mode": "ddp"}, {"microbatches": 1}, {"microbatches": 2}
+    other = {"mode": "ddp", "ddp_compress": "fp16", "ddp_static_graph": True, "ddp_bucket_mib": 0.05}
+    killed = write_run(root, "killed", parallel=ddp, train=one)
+    host = write_run(root, "host", train=two)
+    lost = write_run(root, "lost", train=two)
+    disk = write_run(root, "disk", train=two, memory={"home": "disk"})
+    replicas = [
+        scenario("whole", write_run(root, "whole", parallel=ddp, train=one)),
+        scenario("killed", killed, kill=[1, SAVED + 1]),
+        scenario("again", killed, restarts=1),
+        scenario("refused", killed),
+        scenario("fp16", write_run(root, "fp16", parallel=other, train=two)),
+    ]
+    streams = [
+        # A checkpoint is written beside the steps that follow: by then that of the second is complete.
+        scenario("lost", lost, kill=[1, STEPS]),
+        scenario("lost again", lost, restarts=1),
+        scenario("disk", disk, kill=[1, 3]),
+        scenario("disk again", disk, restarts=1),
+        scenario("host", host),
+        scenario("coded", write_run(root, "coded", train=two, parallel={"gradients": "int8-ef"})),
+    ]
+    return root, run_all(root, replicas, streams)

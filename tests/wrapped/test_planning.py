@@ -1,0 +1,67 @@
+"""What a plan of a wrapped model has room for."""
+
+import pytest
+import torch
+
+import zoo
+from outsize.optim.spec import StateLayout
+from outsize.planner.choice import Choice
+from outsize.train import unit_times
+from outsize.wrapped.autocast import Autocast
+from outsize.wrapped.module import runner_of
+from outsize.wrapped.planning import Shape, held_copies, shape_of
+from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
+
+BATCH = zoo.batch("llama", num_sequences=4)
+
+
+def test_room_for_a_loss_of_one_s_own_will_do_for_that_of_the_model():
+    ids = BATCH["input_ids"]
+    own, scored = (shape_of(ids, 4, inputs, Autocast(), True) for inputs in ({"input_ids": ids}, BATCH))
+    assert not own.scored
+    assert scored.scored
+    assert own.covers(scored)
+    assert not scored.covers(own)
+    assert Shape(4, 12, scored=True).covers(Shape(2, 12, scored=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_outputs_held_between_forward_and_backward(count: int):
+    """Of one microbatch they are in the workspace of the head, as in a step of the trainer."""
+    assert held_copies(count, scored=True, in_fp32=True) == 2 * (count - 1)
+    assert held_copies(count, scored=True, in_fp32=False) == 3 * (count - 1)
+    assert held_copies(count, scored=False, in_fp32=True) == 3 * count
+
+
+def test_a_call_without_labels_is_planned_with_more_room():
+    with wrapped(zoo.build("llama"), microbatches=2) as model:
+        taken = []
+        for inputs in (BATCH, {"input_ids": BATCH["input_ids"]}, BATCH):
+            model(**inputs)
+            taken.append(runner_of(model)._plan.memory["device"]["shared"])  # type: ignore[union-attr]
+        assert taken[0] < taken[1] == taken[2]
+
+
+def test_a_budget_that_is_too_small_to_keep_all_keeps_what_is_dear(monkeypatch: pytest.MonkeyPatch):
+    """What products returned, as in a run; the rest is made again, and no bit changes."""
+    monkeypatch.setattr(unit_times, "LEAST_SELECTED_FLOPS", 1.0)
+    monkeypatch.setattr(unit_times, "FLOPS_PER_BYTE", 0.0)
+    room = {"slots": 2, "offload": False, "microbatches": 2}
+
+    def needs(activations: str) -> int:
+        with wrapped(zoo.build("llama"), activations=activations, **room) as model:
+            model(**BATCH)
+            plan = runner_of(model)._plan
+            assert plan is not None
+            return plan.total_bytes("device")
+
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), device_memory=needs("keep-products"), **room) as model:
+        for _ in range(2):  # onto the gradients that are there
+            assert torch.equal(streamed_backward(model, BATCH), resident_backward(plain, BATCH, 2))
+        assert_equal(gradients(model), gradients(plain))
+        plan = runner_of(model)._plan
+        assert plan is not None
+        kept = {choice for choices in plan.layout.kept for choice in choices}
+        assert Choice.KEEP_PRODUCTS in kept
+        assert plan.state == StateLayout(dtype="fp32")
