@@ -82,8 +82,6 @@ def _memory(config: "Config") -> Iterator[tuple[str, str]]:
     ):
         for key in ("slots", "prefetch", "offload"):
             yield f"memory.{key}", "several workers have slots for their stages, and hand inputs over"
-        if memory.activations == "keep":
-            yield "memory.activations", "several workers keep as auto does"
     if memory.home == "host":
         for key in ("disk_memory", "commits", "store_dir"):
             yield f"memory.{key}", "memory.home is host"
