@@ -5,9 +5,10 @@ import pytest
 
 from cli.command_line import status_of
 from doctor.records import gpu_machine
-from hardware.fake_machine import CGROUP_V2, SERVER, build, measured, probed
+from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, probed
 from outsize.cli.probe_text import describe
 from outsize.hardware.all_reduce import summarize
+from outsize.hardware.link_fit import Piece, fit_link
 from outsize.hardware.machine_file import DataRates, parse
 from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import FeedRates, ShapeRate
@@ -44,6 +45,17 @@ def test_words_and_columns(found, capsys):
     assert "cpu matmul bf16" in streams.out
     assert "devices.cpu.matmul_flops_per_s.bf16: not supported" in streams.out
     assert found[1][0][0] == "quick"
+
+
+def test_where_a_link_changes_its_pace_is_told(tmp_path):
+    found = probed(build(tmp_path / "root", SERVER), tmp_path)
+    starts = ((2**10, 2e-6, 8e9), (2**17, 1e-5, 2e10), (2**24, 0.0, 1.5e10))
+    pieces = tuple(Piece(num_bytes=size, latency_s=s, bytes_per_s=rate) for size, s, rate in starts)
+    fit = fit_link({1024: 2e-6, 2048: 3e-6}, {4096: 5e-6}).model_copy(update={"pieces": pieces})
+    links = (link("up").model_copy(update={"fit": fit}),)
+    (cpu,) = (device.model_copy(update={"links": links}) for device in found.devices)
+    told = describe(found.model_copy(update={"devices": (cpu,)}))
+    assert "another line from 128.00 KiB, 16.00 MiB on; off by 0% on held-out sizes" in told
 
 
 def test_json_and_file_are_the_machine(found, tmp_path, capsys):

@@ -132,6 +132,9 @@ def _link_rows(device: DeviceRates, gpus: Sequence[GpuFacts]) -> Iterable[tuple[
             if link.fit.held_out_median is None
             else f"off by {link.fit.held_out_median:.0%} on held-out sizes"
         )
+        if link.fit.pieces:
+            knees = ", ".join(format_bytes(piece.num_bytes) for piece in link.fit.pieces[1:])
+            error = f"another line from {knees} on; {error}"
         if theory is not None:
             error = f"{link.fit.bytes_per_s / theory:.0%} of {format_rate(theory)} in theory; {error}"
         fit = f"{link.fit.latency_s * 1e6:.1f} us + {format_rate(link.fit.bytes_per_s)}"
