@@ -50,6 +50,8 @@ CURVE_STEPS = 300
 SHARE = 0.5
 # Steps of a phase, of which the first one starts from rest and is left out.
 WARM_STEPS, PHASE_STEPS, ROUNDS = 2, 5, 3
+# Whose losses are held against those of one process.
+FIRST_STEPS = 3
 # Sequences of a node's step, of 1,024 tokens, in microbatches of four.
 SIMULATED = {"sequences": 32, "microbatches": 8}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
@@ -83,8 +85,9 @@ class Rank:
         torch.set_num_threads(1)
         self.job = job
         group: Any = open_group(launched(), timeout_s=120.0)
-        self.link: Any = ranks.Interface() if job["apart"] else ranks.TokenBucket(group)
-        self.group: Any = group if job["apart"] else self.link
+        own_link = job["apart"] or group.size == 1
+        self.link: Any = ranks.Interface() if own_link else ranks.TokenBucket(group)
+        self.group: Any = group if own_link else self.link
         directory = Path(job["directory"])
         self.own = directory / f"own-{group.rank}"
         self.own.mkdir(exist_ok=True)
@@ -125,7 +128,7 @@ class Rank:
         job, group, config = self.job, self.group, self.config
         rates = measure_rates(self.prepared, self.own) if job["rounds"] else None
         with open_dataset(config, self.prepared, self.own, lambda _: None) as dataset:
-            numbers = range(job["steps"])
+            numbers = range(job.get("first_steps", job["steps"]))
             batches = [
                 dataset.batch(step, job["sequences"]).share(group.rank, group.size) for step in numbers
             ]
@@ -170,7 +173,7 @@ class Rank:
             "wire": seen["slow"][0].wire,
             "logical": seen["slow"][0].logical,
             "waits": {cause: wait_s / steps for cause, wait_s in waits.items()},
-            "simulated_s": self._simulated(Timeline(events), rates, found["rate"]),
+            "simulated_s": self._simulated(Timeline(events), rates, found["measured_rate"]),
         }
 
     def _throttle(self, free: list["Phase"], rates: Any) -> dict[str, Any]:
@@ -191,7 +194,7 @@ class Rank:
         }
 
     def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:
-        """Return what the simulator makes of ``rate`` where all ops but exchanges take as long as they took."""
+        """Return what the simulator makes of a network of ``rate``, where all other ops take as long as they took."""
         from outsize.planner.recalibrate import read_trace
         from outsize.train.forecast import Forecast
 
@@ -276,6 +279,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     wires = [(gradients, "raw") for gradients in args.gradients]
     wires += [("int8-ef", "delta")] if args.dtype != "fp32" else []
     cases: list[dict[str, Any]] = []
+    alone: list[float] = []
     for gradients, weights in wires:
         job = {
             **SHAPE,
@@ -289,14 +293,25 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "weights": weights,
             "rate": cases[0]["rate_bytes_per_s"] if cases else None,
         }
-        cases.append(case_of(args.ranks, gradients, weights, run_ranks(args.ranks, job, args)))
+        found = run_ranks(args.ranks, job, args)
+        if not alone:  # one process with the same batches, in as many microbatches
+            single = {**job, "first_steps": FIRST_STEPS, "rounds": 0, "gradients": "fp32", "weights": "raw"}
+            alone = run_ranks(1, single, args)[0]["losses"]
+        cases.append({**case_of(args.ranks, gradients, weights, found), "losses_apart": apart(found, alone)})
         print(json.dumps(cases[-1]), file=sys.stderr)
     return {"ranks": args.ranks, "dtype": args.dtype, "cases": cases}
 
 
+def apart(found: list[dict[str, Any]], alone: list[float]) -> float:
+    """Return by how much the first losses differ at most from those of one process, as a part of them."""
+    pairs = zip(found[0]["losses"], alone, strict=False)
+    return max(abs(loss - expected) / expected for loss, expected in pairs)
+
+
 def run_ranks(size: int, job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    job = {**job, "apart": args.namespaces}
-    return ranks.run_ranks(__file__, size, job, apart=args.namespaces, limit_s=args.limit_s)
+    namespaces = args.namespaces and size > 1
+    job = {**job, "apart": namespaces}
+    return ranks.run_ranks(__file__, size, job, apart=namespaces, limit_s=args.limit_s)
 
 
 def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -454,15 +469,10 @@ def main() -> None:
         common.print_table(("gradients", "loss of the last 50", "apart", "most apart in a step"), rows)
     else:
         keys = ("gradients", "weights", "step_free_s", "step_s", "communication_s", "hidden_share")
-        keys += (
-            "prediction_error",
-            "simulation_error",
-            "fewer_gradient_bytes",
-            "same_weights",
-            "optimizer_share",
-        )
+        keys += ("prediction_error", "simulation_error", "fewer_gradient_bytes")
+        keys += ("same_weights", "optimizer_share", "losses_apart")
         rows = [
-            tuple(f"{case[key]:.3f}" if isinstance(case[key], float) else str(case[key]) for key in keys)
+            tuple(f"{case[key]:.3g}" if isinstance(case[key], float) else str(case[key]) for key in keys)
             for case in result["cases"]
         ]
         common.print_table(keys, rows)

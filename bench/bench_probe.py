@@ -7,9 +7,9 @@ offsets; where fio is not installed, a plain loop of ``preadv`` and ``pwritev`` 
 so. At depth 1 fio fills one buffer again and again, which stays in the cache, and the probe 64 MiB, as streaming
 does. AdamW: the optimizer lane of a training run (a Llama of some 40M parameters, few tokens, state in host memory, a
 norm that no gradient reaches, since clipping is one more pass over it) in fp32 and in bf16, with the next step held
-back until the optimizer has ended, against the probe's rate; and without holding back, beside loads and compute, next
-to its rate beside copies. Link: how far the fit lies from copies of sizes that it has not seen. Time: whole quick
-probes, each in a fresh process.
+back until the optimizer has ended, against the probe's rate over that model's units, and over blocks of its own; and
+without holding back, beside loads and compute, next to its rate beside copies. Link: how far the fit lies from copies
+of sizes that it has not seen. Time: whole quick probes, each in a fresh process.
 
 A ratio is the median over the rounds of each round's own: what the machine does meanwhile meets both.
 
@@ -200,7 +200,8 @@ def compare_disk(directory: Path, effort: Effort, rounds: int, fio: str | None) 
 
 def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[str, Any]:
     """Return parameters per second of the probe's step and of a training run's, alone and beside what else goes on."""
-    rates: dict[str, list[list[float]]] = {"probe": [], "run": [], "probe beside": [], "run beside": []}
+    names = ("probe", "probe, own blocks", "run", "probe beside", "run beside")
+    rates: dict[str, list[list[float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
         home = Path(scratch)
         build(home, layers=10, hidden=512, vocabulary=8192, num_tokens=200_000)
@@ -235,10 +236,16 @@ def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[
                     seconds = stepping_s(trainer, batches[start : start + steps], start, held_back)
                     name = "run" if held_back else "run beside"
                     rates[name].append([num_parameters / each for each in seconds])
-                rates["probe"].append(list(measure_adamw(QUICK, dtype).samples))
+                rates["probe"].append(list(measure_adamw(QUICK, dtype, prepared.split.spec.units).samples))
+                rates["probe, own blocks"].append(list(measure_adamw(QUICK, dtype).samples))
                 if dtype == "fp32":
                     rates["probe beside"].append(list(measure_adamw_beside("cpu", QUICK)[0].samples))
-    found = {f"AdamW {dtype} alone": _pair(rates["probe"], rates["run"], "params_per_s")}
+    found = {
+        f"AdamW {dtype} alone": _pair(rates["probe"], rates["run"], "params_per_s"),
+        f"AdamW {dtype} alone, without --model": _pair(
+            rates["probe, own blocks"], rates["run"], "params_per_s"
+        ),
+    }
     if dtype == "fp32":
         found["AdamW fp32 beside"] = _pair(rates["probe beside"], rates["run beside"], "params_per_s")
     return found

@@ -112,22 +112,32 @@ def test_exact_states_lose_nothing_first(asked, capsys):
 NODES = ("--nodes", 2, "--net", "25Gb")
 
 
+def test_nobody_is_told_to_try_what_is_refused(asked, capsys):
+    """A unit that is clipped by itself could not skip a step that overflows."""
+    assert run(*asked, "--host-memory", "64GB", "--home", "host", "--dtype", "fp16") == 2
+    assert "first try the home on disk" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("options", "advice"),
-    [
-        (("--dtype", "fp16"), "first try the home on disk"),  # clip=unit could not skip a step that overflows
-        (NODES, "first try the home on disk"),  # nodes share a plain state
-    ],
+    ("options", "master", "moments"),
+    [((), 4, 8), (("--masters", "split"), 2.125, 8), (("--optimizer-state", "int8"), 2, 2.03125)],
 )
-def test_nobody_is_told_to_try_what_is_refused(options, advice, asked, capsys):
-    assert run(*asked, "--host-memory", "64GB", "--home", "host", *options) == 2
-    assert advice in capsys.readouterr().err
+def test_nodes_share_any_state(options, master, moments, asked, capsys):
+    found = answer(capsys, *asked, *NODES, "--ram", "512GB", "--home", "host", *options)
+    host, count = found["memory_bytes"]["host"], found["num_parameters"]
+    assert host["weights"] == pytest.approx(2 * count, rel=1e-3)
+    assert host["master weights"] == pytest.approx(master * count / 2, rel=1e-3)
+    assert host["optimizer state"] == pytest.approx(moments * count / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("options", [("--optimizer-state", "int8"), ("--masters", "split")])
-def test_nodes_plan_no_state_that_they_cannot_train(options, asked, capsys):
-    assert run(*asked, *NODES, *options) == 2
-    assert "--optimizer-state, --masters: several nodes share" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("ram", "advice"),
+    [("100GB", "optimizer.masters=split"), ("96GB", "optimizer.state=int8 and optimizer.masters=split")],
+)
+def test_nodes_are_told_of_states_that_they_can_share(ram, advice, asked, capsys):
+    """Masters and moments; gradients wait for the norm of all."""
+    assert run(*asked, *NODES, "--ram", ram, "--home", "host") == 2
+    assert f"first try {advice}, with which it fits" in capsys.readouterr().err
 
 
 def test_nodes_are_not_asked_about_another_state(asked, capsys):

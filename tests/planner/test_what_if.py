@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from outsize.codecs.spec import LOSSLESS4
 from outsize.errors import ConfigError
+from outsize.hardware.spec import Figure
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import LINK_UP
 from outsize.planner.search import fastest
@@ -151,9 +152,10 @@ def test_one_more_gpu_may_stay_idle():
     assert outcome(question, fastest(question), "gpus=+1").gain >= 0
 
 
-def test_a_state_whose_steps_may_be_skipped_waits_for_the_norm_of_all_gradients():
+def test_gradients_that_several_nodes_or_a_skipped_step_need_wait_for_the_norm_of_all():
     question = ask()
     halves = replace(question, model=replace(question.model, dtype="fp16"))
-    for asked, clip in ((question, False), (halves, True)):
+    shared = replace(question, nodes=2, net_bytes_per_s=Figure(value=1e9, source="test"))
+    for asked, clip in ((question, False), (halves, True), (shared, True)):
         changed = parse_change("state=int8")(asked)
         assert (changed.clip, changed.unit_clip, changed.state.moments) == (clip, not clip, "int8")

@@ -8,6 +8,7 @@ import pytest
 from outsize.config import load_config
 from outsize.model.spec import ModelSpec, pack_unit
 from outsize.optim.spec import StateLayout
+from outsize.probe.run import Wishes, probe
 from outsize.probe.stepping import measure_adamw
 from outsize.runtime.stepping import OptimizerOps
 from outsize.train.state import layout_for
@@ -56,6 +57,16 @@ def test_units_of_a_model_stand_for_it_as_far_as_they_fit(stepped):
     assert [op for op, _, _ in stepped][:3] == ["STEP 0", "STEP 1", "STEP 2"]
     assert f"STEPs of 3 units, {3 * 128 * 256} parameters" in rate.source
     assert "STEPs of 2 units" in measure_adamw(replace(TINY, plane_bytes=MIB // 4), "fp32", units[2:]).source
+    large = measure_adamw(TINY, "fp32", units[:1])
+    assert "STEPs of 1 units, 196736 parameters" in large.source, "one block as large as may be"
+
+
+def test_a_probe_that_is_told_a_model_steps_its_units(stepped):
+    unit = pack_unit(0, "block", "block", [("weight", (128, 256), True, True)])
+    wishes = Wishes(model=ModelSpec(units=(unit,), dtype="fp32"))
+    found = probe(replace(TINY, limit_s=0.0), [], wishes=wishes)
+    assert {op for op, _, _ in stepped} == {"STEP 0"}
+    assert "32768 parameters" in found.host.adamw_params_per_s["bf16"].source
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from outsize.codecs.wire import Wire
 from outsize.errors import NonFiniteError
 from outsize.model.split import split
 from outsize.optim.shares import shares
+from outsize.planner import net_memory
 from outsize.testing.groups import in_ranks
 from runtime.engines import contexts, engine_over, train
 from runtime.oddities import Sparse
@@ -114,6 +115,21 @@ def test_delta_weights_arrive_to_the_bit_and_take_less(tmp_path):
         found[3]["net:gather"].wire for found in raw
     )
     assert delta[0][3]["net:gather"].logical == raw[0][3]["net:gather"].logical
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("wire", [Wire(), Wire(gradients="int8-ef", weights="delta")], ids=["raw", "coded"])
+def test_what_is_exchanged_in_many_chunks_is_what_is_exchanged_in_one(wire, home, tmp_path, monkeypatch):
+    """Shares of 2 to 6 chunks; groups of codecs end within chunks, so that they say the same."""
+    options = {"max_grad_norm": 0.5, "dtype": "bf16", "home": home}
+    if home == "disk":
+        wire, options["dtype"] = replace(wire, weights="raw"), "fp32"
+    whole = run_ranks(2, tmp_path / "one", batches(), wire, **options)
+    monkeypatch.setattr(net_memory, "CHUNK_ELEMENTS", 2048)
+    cut = run_ranks(2, tmp_path / "many", batches(), wire, **options)
+    for one, many in zip(whole, cut, strict=True):
+        assert one[:2] == many[:2]
+        assert all(torch.equal(many[2][name], weight) for name, weight in one[2].items())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ def starts(tmp_path, size=2, sections=None, variables=None):
         size,
         lambda group: check_same_start(
             configs[group.rank],
-            launched(rank_variables(group.rank, size, 29500)),
             group,
             (variables or {}).get(group.rank, {}),
         ),
@@ -66,7 +65,7 @@ def test_variables_are_judged(tmp_path):
 
 
 def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_device", lambda config, place: "node0 cuda:0 GPU-1")
+    monkeypatch.setattr(preflight, "_device", lambda config: "node0 cuda:0 GPU-1")
     assert "ranks 0 and 1 would both use node0 cuda:0" in starts(tmp_path)[0]
 
 

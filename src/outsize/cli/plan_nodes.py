@@ -14,15 +14,10 @@ def check_nodes(options: PlanOptions) -> None:
     """Refuse what several nodes cannot do together.
 
     Raises:
-        ConfigError: each unit is clipped by itself, or the state is not one that nodes share.
+        ConfigError: each unit is clipped by itself.
     """
     if options.nodes > 1 and options.clip == "unit":
         raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
-    if options.nodes > 1 and (options.optimizer_state != "fp32" or options.masters == "split"):
-        raise ConfigError(
-            "--optimizer-state, --masters: several nodes share a state of separate masters and fp32 moments; leave "
-            "them as they are by default"
-        )
 
 
 def share_of(sequences: int, nodes: int) -> int:

@@ -209,7 +209,7 @@ def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
         )
     num_moments = num_moments_of(optimizer.name, optimizer.momentum)
     moments = optimizer.state if num_moments else "fp32"
-    # Several nodes share separate masters; a machine is taken to have the kernels that come with an install.
+    # Several nodes keep separate masters unasked; a machine is taken to have the kernels that come with an install.
     masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
     return StateLayout(dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments)
 

@@ -78,17 +78,6 @@ RULES: Final[tuple[Rule, ...]] = (
         verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(
-        id="copies-pageable",
-        part="link",
-        look=link_rules.fell_to_pageable,
-        causes=(
-            "a limit of locked memory (memlock) below what the run holds in RAM",
-            "RAM was short, or the control group's limit was reached, when the run began",
-        ),
-        fix="ulimit -l unlimited (containers: --ulimit memlock=-1), or a smaller memory.host_memory; then start again",
-        verify="fallbacks in heartbeat.jsonl of the next run: no `pageable`",
-    ),
-    Rule(
         id="pinned-rounded-up",
         part="run",
         look=peer_rules.rounded_up,
@@ -147,6 +136,17 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("units of few parameters: each load is one copy, and pays its fixed cost",),
         fix="memory.prefetch: 2 or more, so that loads are on the way while compute works",
         verify=_SHARE,
+    ),
+    Rule(
+        id="copies-pageable",
+        part="link",
+        look=link_rules.fell_to_pageable,
+        causes=(
+            "a limit of locked memory (memlock) below what the run holds in RAM",
+            "RAM was short, or the control group's limit was reached, when the run began",
+        ),
+        fix="ulimit -l unlimited (containers: --ulimit memlock=-1), or a smaller memory.host_memory; then start again",
+        verify="fallbacks in heartbeat.jsonl of the next run: no `pageable`",
     ),
     Rule(
         id="numa-wrong-node",

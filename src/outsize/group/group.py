@@ -87,11 +87,6 @@ class Group(Protocol):
         """Leave, and tell the others why; idempotent. A channel is closed with the group that it is of."""
 
 
-def staged_bytes(size: int) -> int:
-    """Return the most bytes that one channel holds beside the tensors of its caller, during `Group.reduce_scatter`."""
-    return (size - 1) * CHUNK_BYTES
-
-
 def even_ranges(length: int, size: int, granule: int = 1) -> tuple[range, ...]:
     """Cut ``length`` elements into ranges for ``size`` ranks: as even as whole granules allow, in order, none lost."""
     granules = -(-length // granule)

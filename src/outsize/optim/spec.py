@@ -319,9 +319,3 @@ def commit_record_bytes(
     )
     size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
     return align_up(size, SECTOR_BYTES)
-
-
-def description_of(layout: StateLayout) -> Mapping[str, str]:
-    """Return what a home or a checkpoint says of its layout, nothing of a plain one; gradients do not last."""
-    named = {"masters": layout.masters, "moments": layout.moments}
-    return {} if layout.plain else named

@@ -11,17 +11,16 @@ from collections.abc import Iterable
 
 from outsize.planner.timeline import Event, Stall, Timeline
 
-ACTIVATIONS = ARRIVING, LEAVING = "activations to arrive", "activations to leave"
 # What compute waits for, by the name of the op.
 CAUSES = {
     "LOAD": "weights to arrive",
     "SUM": "gradient sums to arrive",
-    "FETCH": ARRIVING,
-    "ONLOAD": ARRIVING,
-    "RECV": ARRIVING,
-    "SAVE": LEAVING,
-    "OFFLOAD": LEAVING,
-    "SEND": LEAVING,
+    "FETCH": "activations to arrive",
+    "ONLOAD": "activations to arrive",
+    "RECV": "activations to arrive",
+    "SAVE": "activations to leave",
+    "OFFLOAD": "activations to leave",
+    "SEND": "activations to leave",
     "GRAD": "gradients to leave",
     "STEP": "the optimizer on the host",
     "READ": "disk reads",

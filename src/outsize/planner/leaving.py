@@ -6,14 +6,15 @@ goes below the workers, and comes up where the unit is recomputed. What attentio
 recompute takes results from wherever they are; a graph cannot, since it is made of the worker that made it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outsize.errors import ConfigError
 from outsize.planner.balance import Rates
 from outsize.planner.choice import OFFLOADED, ON_DEVICE, Choice, Extent, Kept, KeptBytes, bytes_of, merged
 from outsize.planner.costs import UnitTimes
-from outsize.planner.keeping import kept_at_the_turn, worthwhile_extents
+from outsize.planner.keeping import Raise, kept_at_the_turn, worthwhile_extents
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import Demand
 from outsize.planner.stages import Span, Stages
@@ -44,7 +45,9 @@ class Way:
 ON_THEIR_WAY = 2
 
 
-def ways_of(activations: str, units: Iterable[int], demand: Demand, rates: Rates | None) -> list[Way]:
+def ways_of(
+    activations: str, units: Sequence[int], demand: Demand, rates: Rates | None, fits: Callable[[Way], bool]
+) -> list[Way]:
     """Return the ways that ``activations`` leaves open, the one that needs the least memory last.
 
     Args:
@@ -52,6 +55,7 @@ def ways_of(activations: str, units: Iterable[int], demand: Demand, rates: Rates
         units: those that do not turn around in some cut.
         demand: of a microbatch.
         rates: of a worker; None has nothing leave unasked.
+        fits: whether the tiers have room for a way.
 
     Raises:
         ConfigError: a graph would leave its worker.
@@ -66,8 +70,9 @@ def ways_of(activations: str, units: Iterable[int], demand: Demand, rates: Rates
         away = as_asked(choice.extent, units, demand)
         return [Way(ON_DEVICE[choice.extent], away), Way(away=away)]
     ways = [] if choice is Choice.RECOMPUTE else [Way(choice)]
-    if activations == "auto" and rates is not None and (away := hidden(units, demand, rates)):
-        ways.insert(0, Way(choice, away))
+    if activations == "auto" and rates is not None:
+        away = most_hidden(hidden(units, demand, rates), lambda away: fits(Way(choice, away)))
+        ways = [*([Way(choice, away)] if away else []), *ways]
     return [*ways, Way()]
 
 
@@ -77,22 +82,29 @@ def as_asked(extent: Extent, units: Iterable[int], demand: Demand) -> Away:
     return {unit: choice for unit in units if bytes_of(choice, unit, demand.kept_bytes)}
 
 
-def hidden(units: Iterable[int], demand: Demand, rates: Rates) -> Away:
-    """Return for each of ``units`` the most that its own compute hides on its way down, and on its way up again.
+def hidden(units: Iterable[int], demand: Demand, rates: Rates) -> list[Raise]:
+    """Return what of ``units`` may leave, the most seconds gained per byte first, each unit from less to more.
 
-    Units for which that is nothing are left out.
+    Of each that is as much as its own compute hides, on its way down and on its way up again.
     """
     selected, times = replace(demand, saved_bytes=()), rates.times
-    found = {}
+    found = []
     for unit in units:
-        for _, extent in worthwhile_extents(selected, unit):
+        for gain, extent in worthwhile_extents(selected, unit):
             choice = OFFLOADED[extent]
             size = bytes_of(choice, unit, demand.kept_bytes)
             left_s = times.backward_s[unit] - times.spared(choice, unit)
             goes = size / rates.down_bytes_per_s <= times.forward_s[unit]
             if size and goes and size / rates.up_bytes_per_s <= left_s:
-                found[unit] = choice
-    return found
+                found.append((-gain, unit, choice))
+    return [(unit, choice) for _, unit, choice in sorted(found, key=lambda each: each[:2])]
+
+
+def most_hidden(raises: Sequence[Raise], fits: Callable[[Away], bool]) -> Away:
+    """Return the most of ``raises`` that ``fits``."""
+    counts = range(len(raises) + 1)
+    most = bisect_left(counts, True, lo=1, key=lambda count: not fits(dict(raises[:count]))) - 1
+    return dict(raises[:most])
 
 
 def kept_in_stages(stages: Stages, num_streamed: int, num_microbatches: int, way: Way) -> Kept:

@@ -10,6 +10,7 @@ bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4              
 fp16      the same                                                               18
 split     bf16 weights 2, master_low 2, master_ties 1/8 instead of 6             16.13
 moments   bf16 or int8 instead of 8, and no ties                                 4 or 2.03
+moment    of SGD and Lion, exp_avg alone                                         half of it
 gradient  bf16, or none at home: clipped by unit or not at all                   2 or 0
 frozen    weights only                                                           4 or 2
 ========  =====================================================================  ==============

@@ -69,10 +69,21 @@ def plan_stages(
             f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
             f"stages; use at most {most} workers"
         )
-    ways = ways_of(options.activations, range(bottom, model.num_streamed - 1), demand, options.rates)
     *roomier, least = rooms(model, options, wanted.num_workers)
+
+    def holds(layout: StepLayout, room: Room) -> bool:
+        return not budgets.short_by(_memory(model, demand, layout, options, room))
+
+    def holds_stages(make: Callable[[Stages], StepLayout], stages: Stages) -> bool:
+        return holds(make(stages), least)
+
+    def fits(way: Way) -> bool:
+        return holds(_layout(model, options, wanted, way, least, single), least)
+
+    below = range(bottom, model.num_streamed - 1)
     for halves in HALVES:
         single = _single_units(model, options, wanted, bottom, halves)
+        ways = ways_of(options.activations, below, demand, options.rates, fits)
         smallest = _layout(model, options, wanted, ways[-1], least, single)
         memory = _memory(model, demand, smallest, options, least)
         short_by = budgets.short_by(memory)
@@ -80,12 +91,6 @@ def plan_stages(
             break
     else:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
-
-    def holds(layout: StepLayout, room: Room) -> bool:
-        return not budgets.short_by(_memory(model, demand, layout, options, room))
-
-    def holds_stages(make: Callable[[Stages], StepLayout], stages: Stages) -> bool:
-        return holds(make(stages), least)
 
     found: list[tuple[float, StepLayout]] = []
     for way in ways:
@@ -296,7 +301,9 @@ def _memory(
     spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
     extents = num_handed_over(layout) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
     keeps = any(layout.keeps_anything(unit) for unit in layout.keepable)
-    leaving = most_on_its_way(stages, away_in(layout), demand.kept_bytes)
+    away = away_in(layout)
+    leaving = most_on_its_way(stages, away, demand.kept_bytes)
+    waiting = offload_rooms(layout, demand) if away else {}
     table = {
         "device": {
             "weight slots": sum(layout.slot_bytes),
@@ -311,7 +318,7 @@ def _memory(
         "host": {
             "encoded weights": host_bytes(transport, model),
             "saved activations": extents,
-            "offloaded activations": sum(n * size for n, size in offload_rooms(layout, demand).values()),
+            "offloaded activations": sum(count * size for count, size in waiting.values()),
         },
         "disk": {},
     }

@@ -4,25 +4,26 @@ Compute is taken to be as fast on small microbatches as on large ones, which fla
 goes from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent, or where less
 than a percent is left to gain: GPUs neither wait nor recompute, for which smaller microbatches may leave room.
 
-Several GPUs are searched for stages, which takes a second. What smaller microbatches shorten there is how long GPUs
-wait for each other, and the step before has told that. Where it leaves a percent to gain, the partitioner is
-asked for a moment, by its own clock, and only what it finds faster is simulated.
+Several GPUs are searched for stages, which takes a second. Smaller microbatches shorten the time in which the first of
+them reaches all GPUs, and the last leaves them. That is known before anything is searched; where it leaves a percent to
+gain, the partitioner is asked for a moment, by its own clock, and only what it finds faster is simulated.
 """
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.planner.blame import ACTIVATIONS
-from outsize.planner.blame import COMPUTE as ANOTHER
 from outsize.planner.candidate import Candidate
 from outsize.planner.memory import Tier
 from outsize.planner.microbatches import simulated_cuts
 from outsize.planner.one_worker import fits_one_worker, one_worker
 from outsize.planner.prediction import Prediction, predict
 from outsize.planner.question import Question
-from outsize.planner.several_workers import estimate_s, fits_several_workers, several_workers
+from outsize.planner.several_workers import (
+    estimate_s,
+    filling_and_draining_s,
+    fits_several_workers,
+    several_workers,
+)
 
 NEAR = 1.01
-# Of waits: those of GPUs for what other GPUs make.
-_OF_EACH_OTHER = (ANOTHER, *ACTIVATIONS)
 
 
 def fastest(question: Question) -> Prediction:
@@ -56,13 +57,14 @@ def fastest(question: Question) -> Prediction:
 
 def _may_gain(question: Question, best: Prediction, microbatches: int) -> bool:
     """Return whether stages of several GPUs could take a percent less with more microbatches than ``best``."""
-    waits = sum(best.stalls.get(cause, 0.0) for cause in _OF_EACH_OTHER)
-    # Filling and draining are as long as microbatches are.
-    if waits * (1 - best.microbatches / microbatches) <= 1 - 1 / NEAR:
+    assert best.stages is not None
+    filling_s = filling_and_draining_s(question, best.microbatches, best.stages, best.home)
+    enough_s = best.step_s * (1 - 1 / NEAR)
+    if filling_s * (1 - best.microbatches / microbatches) < enough_s:
         return False
     before_s = estimate_s(question, best.microbatches, best.stages, best.home)
     try:
-        return estimate_s(question, microbatches, None, best.home) * NEAR < before_s
+        return before_s - estimate_s(question, microbatches, None, best.home) >= enough_s
     except InfeasiblePlanError:
         return False
 

@@ -9,11 +9,13 @@ from outsize.planner.candidate import Candidate
 from outsize.planner.costs import cost_model
 from outsize.planner.expectation import SIMULATED_TILES
 from outsize.planner.layout import StepLayout
+from outsize.planner.leaving import Way
 from outsize.planner.memory import Tier
+from outsize.planner.pipeline import stage_times
 from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
-from outsize.planner.stage_fit import fit
+from outsize.planner.stage_fit import fit, pipeline_of
 from outsize.planner.stage_memory import room_of, shared_out
 from outsize.planner.stage_room import in_room
 from outsize.planner.stage_task import Task, single_units, task_of
@@ -92,6 +94,19 @@ def estimate_s(question: Question, microbatches: int, stages: Stages | None, hom
         InfeasiblePlanError: nothing fits.
     """
     return fit(_task(replace(question, stages=stages), microbatches, home), BRIEF_VISITS).step_s
+
+
+def filling_and_draining_s(question: Question, microbatches: int, stages: Stages, home: Tier) -> float:
+    """Return how long a GPU waits, on the mean, until the first microbatch reaches it and once the last has left it.
+
+    Both are as long as microbatches are; `estimate_s` has the arguments.
+    """
+    task = _task(question, microbatches, home)
+    pipeline = pipeline_of(task, Way(), (stages.slot_halves, stages.accumulator_halves))
+    times = stage_times(stages, pipeline.forward_s, pipeline.backward_s, recompute_s=pipeline.recompute_s)
+    seconds = [stage.seconds + pipeline.hop_s for stage in times]
+    others = range(1, task.num_workers)
+    return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / task.num_workers
 
 
 def fits_several_workers(question: Question, microbatches: int, home: Tier) -> bool:

@@ -16,15 +16,16 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
         options: as they are.
         state: how a trained unit lies at home with them.
     """
-    # A training loop of the user's own decides on these, and nodes share a plain state.
-    if options.cut or options.nodes > 1:
+    # A training loop of the user's own decides on these.
+    if options.cut:
         return
     keys: list[str] = []
     if state.dtype == "bf16" and state.masters != "split":
         keys.append(SPLIT)
         state = replace(state, masters="split")
         yield _joined(keys), replace(options, state=state)
-    if state.gradients != "none" and not options.may_skip and options.transport.is_raw("gradients"):
+    steps_at_once = options.nodes == 1 and not options.may_skip and options.transport.is_raw("gradients")
+    if state.gradients != "none" and steps_at_once:
         keys += [BY_UNIT] if options.clip else []
         state = replace(state, gradients="none")
         options = replace(options, clip=False, unit_clip=options.clip or options.unit_clip)

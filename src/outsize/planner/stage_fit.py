@@ -1,7 +1,6 @@
 """The stages of several GPUs that fit a machine: the fastest that are found."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,7 +9,7 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.leaving import Way, on_its_way, spared
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.spending import ENOUGH
-from outsize.planner.stage_memory import check, layout_of, memory_of, table_below
+from outsize.planner.stage_memory import check, device_memory_of, layout_of, memory_of, table_below
 from outsize.planner.stage_task import Task, single_units
 from outsize.planner.stages import HALVES, Span, Stages
 
@@ -39,19 +38,20 @@ def fit(task: Task, max_visits: int) -> Fitted:
         ConfigError: what is asked of activations cannot be.
         InfeasiblePlanError: nothing fits.
     """
-    budgets, ways, below = task.question.budgets, task.ways(), table_below(task)
-    table = partial(memory_of, task, below)
+    budgets, table = task.question.budgets, partial(memory_of, task, table_below(task))
+
+    def fits(way: Way) -> bool:
+        return not budgets.short_by(table(way, single))
+
     for halves in HALVES:
         single = single_units(task, halves)
-        memory = table(ways[-1], single)
-        if sum(memory["device"].values()) <= budgets.device:
+        ways = task.ways(fits)
+        if sum(device_memory_of(task, ways[-1], single).values()) <= budgets.device:
             break
-    check(memory, budgets)
+    check(table(ways[-1], single), budgets)
     found = []
-    for way in ways:
-        if budgets.short_by(table(way, single)):
-            continue
-        stages = _cut(task, way, single, halves, max_visits, partial(table, way))
+    for way in filter(fits, ways):
+        stages = _cut(task, way, single, halves, max_visits)
         own = (stages.slot_halves, stages.accumulator_halves)
         step_s = pipeline_of(task, way, own).step_s(stages)
         # What moves unasked has to gain what lanes lose that fill and drain.
@@ -68,12 +68,11 @@ def _cut(
     single: Stages,
     halves: tuple[int, int],
     max_visits: int,
-    memory_of: Callable[[Stages], Table],
 ) -> Stages:
     """Return the stages that were asked for, or the fastest found; ``single`` where they, or all others, do not fit."""
 
     def holds(stages: Stages) -> bool:
-        return sum(memory_of(stages)["device"].values()) <= task.question.budgets.device
+        return sum(device_memory_of(task, way, stages).values()) <= task.question.budgets.device
 
     asked = task.question.stages
     if asked is not None:

@@ -11,7 +11,7 @@ from outsize.errors import InfeasiblePlanError
 from outsize.optim.shares import largest_share
 from outsize.planner.candidate import Table
 from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, away_in, kept_in_stages, most_on_its_way
+from outsize.planner.leaving import Way, kept_in_stages, most_on_its_way
 from outsize.planner.memory import offload_rooms
 from outsize.planner.plan import Budgets
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
@@ -65,29 +65,32 @@ def table_below(task: Task) -> Table:
     return bytes_below(model, in_room(model, least, options, room), options, room)
 
 
-def memory_of(task: Task, below: Table, way: Way, stages: Stages) -> dict[str, dict[str, int]]:
-    """Return bytes by tier and class; the device's are those of each GPU."""
+def device_memory_of(task: Task, way: Way, stages: Stages) -> dict[str, int]:
+    """Return the bytes on each GPU by class."""
     question, work = task.question, task.work
     deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
-    workspace = max(sum(task.workspace(u) for u in range(*span)) for span in stages.backward)
-    saved = sum(work.boundary_bytes[1:]) + work.boundary_bytes[-1]  # inputs, and the gradient under way
-    shared = 2 * work.held_bytes + question.sequences * question.seq_len * _ID_BYTES + question.fixed_bytes
-    leaving, offloaded = 0, 0
-    if way.away:
-        layout = layout_of(task, way, stages)
-        leaving = most_on_its_way(stages, away_in(layout), task.demand.kept_bytes)
-        offloaded = sum(count * size for count, size in offload_rooms(layout, task.demand).values())
+    leaving = most_on_its_way(stages, way.away, task.demand.kept_bytes) if way.away else 0
+    return {
+        "weight slots": sum(slots_for(stages, task.weights)),
+        "gradient accumulators": sum(slots_for(stages, task.gradients, only_backward=True)),
+        "activations": task.activations(deepest) + leaving,
+        "workspace": max(sum(task.workspace(u) for u in range(*span)) for span in stages.backward),
+        "shared": 2 * work.held_bytes
+        + question.sequences * question.seq_len * _ID_BYTES
+        + question.fixed_bytes,
+    }
+
+
+def memory_of(task: Task, below: Table, way: Way, stages: Stages) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and class; the device's are those of each GPU."""
+    inputs = task.work.boundary_bytes
+    waiting = offload_rooms(layout_of(task, way, stages), task.demand) if way.away else {}
     table = {
-        "device": {
-            "weight slots": sum(slots_for(stages, task.weights)),
-            "gradient accumulators": sum(slots_for(stages, task.gradients, only_backward=True)),
-            "activations": task.activations(deepest) + leaving,
-            "workspace": workspace,
-            "shared": shared,
-        },
+        "device": device_memory_of(task, way, stages),
         "host": {
-            "saved activations": task.options.microbatches * saved,
-            "offloaded activations": offloaded,
+            # Inputs, and the gradient under way.
+            "saved activations": task.options.microbatches * (sum(inputs[1:]) + inputs[-1]),
+            "offloaded activations": sum(count * size for count, size in waiting.values()),
             **below["host"],
         },
         "disk": dict(below["disk"]),

@@ -1,5 +1,6 @@
 """A step that is to be cut for several GPUs: what it computes, moves and could keep."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,10 +72,13 @@ class Task:
             down_bytes_per_s=min(most, *(link.down_bytes_per_s.value for link in machine.links)),
         )
 
-    def ways(self) -> list[Way]:
-        """Return what may become of what forwards keep; keeping at the turn takes no more than other stages take."""
+    def ways(self, fits: Callable[[Way], bool]) -> list[Way]:
+        """Return what may become of what forwards keep, where ``fits`` says whether the tiers have room for it.
+
+        Keeping at the turn takes no more than other stages take.
+        """
         units = range(self.bottom, self.model.num_streamed - 1)
-        found = ways_of(self.question.activations, units, self.demand, self.rates)
+        found = ways_of(self.question.activations, units, self.demand, self.rates, fits)
         return found[:-1] or found
 
     def workspace(self, unit: int) -> int:

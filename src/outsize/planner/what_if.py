@@ -192,7 +192,7 @@ def _with_codec(name: str) -> Change:
 def _with_state(name: str) -> Change:
     """Moments are kept in ``name``, masters of bf16 weights are split, and gradients pass through a ring.
 
-    Those of fp16 wait: a step that overflows is skipped.
+    Those of fp16 wait, since a step that overflows is skipped, and those of nodes, which clip by the norm of all.
     """
     if name not in get_args(Moments):
         raise ValueError(name)
@@ -200,12 +200,10 @@ def _with_state(name: str) -> Change:
     def change(question: Question) -> Question:
         if len(question.machine.gpus) > 1:
             raise ConfigError("what-if state: priced for one GPU only")
-        if question.nodes > 1:
-            raise ConfigError("what-if state: nodes share a state of separate masters and fp32 moments")
         former = question.state or StateLayout(dtype=question.model.dtype)
         masters: Masters = "split" if former.dtype == "bf16" else former.masters
         state = replace(former, moments=cast(Moments, name), masters=masters)
-        if question.model.compute_dtype == "fp16":
+        if question.model.compute_dtype == "fp16" or question.nodes > 1:
             return replace(question, state=state)
         return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)
 

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from outsize.hardware.machine_file import HostRates
 from outsize.hardware.readings import Measurement
+from outsize.model.spec import UnitSpec
 from outsize.probe.compute import finisher
 from outsize.probe.effort import Effort
 from outsize.probe.stepping import measure_adamw
@@ -79,8 +81,13 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
     return beside, Measurement.of([copied / seconds], f"{how}, both directions added")
 
 
-def measure_host(effort: Effort) -> HostRates:
-    """Return the rates of processor and host memory; what is timed beside copies comes later, or not at all."""
+def measure_host(effort: Effort, units: Sequence[UnitSpec] = ()) -> HostRates:
+    """Return the rates of processor and host memory; what is timed beside copies comes later, or not at all.
+
+    Args:
+        effort: how long and how large.
+        units: of a model, for the optimizer; see `measure_adamw`.
+    """
     copy, triad = measure_dram(effort)
     later = Measurement.absent("left out: the time did not suffice")
     return HostRates(
@@ -88,5 +95,5 @@ def measure_host(effort: Effort) -> HostRates:
         copies_beside_adamw_bytes_per_s=later,
         dram_copy_bytes_per_s=copy,
         dram_triad_bytes_per_s=triad,
-        adamw_params_per_s={dtype: measure_adamw(effort, dtype) for dtype in ("fp32", "bf16")},
+        adamw_params_per_s={dtype: measure_adamw(effort, dtype, units) for dtype in ("fp32", "bf16")},
     )

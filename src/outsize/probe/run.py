@@ -50,7 +50,7 @@ class Wishes:
     """What a probe is asked for beyond what every probe does.
 
     Attributes:
-        model: whose matrix products are timed; None for none.
+        model: whose matrix products are timed, and whose units the optimizer steps; None for none.
         tokenizer: a ``tokenizer.json`` to time; None for one made on the spot.
         tensors: a safetensors file that codecs are tried on; None for none.
         num_ranks: processes that sum; None for one on each GPU, or on each of up to four processors.
@@ -122,8 +122,9 @@ class _Probe:
         """Return name, whether no plan does without it, and what measures it, in order."""
         names = _devices()
         effort = shared(self.effort, len(names))
+        units = self.wishes.model.units if self.wishes.model is not None else ()
         found: list[tuple[str, bool, Callable[[], None]]] = [
-            ("host memory and optimizer", True, lambda: self._set(host=measure_host(self.effort)))
+            ("host memory and optimizer", True, lambda: self._set(host=measure_host(self.effort, units)))
         ]
         for directory in self.directories:
             found.append(

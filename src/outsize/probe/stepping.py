@@ -2,8 +2,9 @@
 
 A rate of the bare kernel over one long plane is not what a run gets. There each STEP goes over five to seven planes of
 one unit, is cut where weight decay begins and ends, forks and joins the threads of a lane that is not the main thread,
-and finds none of its memory in a cache. So the same classes run the same ops here, and the time of an op is what the
-executor notes of it, as the heartbeat of a run has it.
+and finds none of its memory in a cache; the smaller the unit, the more of its time is not the kernel's. So the same
+classes run the same ops here, over a model's own units where it is known, and the time of an op is what the executor
+notes of it, as the heartbeat of a run has it.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from outsize.storage.home import HostHome
 
 # A block of a decoder of width h has some 12 h² parameters: 4 h² of attention, 8 h² of three matrices of its MLP.
 _BLOCK_SQUARES = 12
-_WIDTHS = (1024, 512, 256, 128, 64)
+_WIDTHS = (2048, 1024, 512, 256, 128, 64)
 # So many blocks are no longer in a cache by the time that the first of them steps again.
 _NUM_BLOCKS = 4
 _FILL = 0.01
@@ -43,10 +44,12 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
     Args:
         effort: how long, and the size of an fp32 plane over all units.
         state: how units lie at home; a compute dtype stands for what a run takes by default.
-        units: a model's own, as many of them as the effort has room for; blocks made up here without any that fit.
+        units: a model's own, as many of them as the effort has room for; where all are too large, one block that is as
+            large as may be; without any, several blocks.
     """
     layout = _layout(state)
-    spec = ModelSpec(units=_fitting(effort, units) or _blocks(effort), dtype=layout.dtype)
+    made_up = _blocks(effort, num_least=1 if units else _NUM_BLOCKS)
+    spec = ModelSpec(units=_fitting(effort, units) or made_up, dtype=layout.dtype)
     ops = [Op(kind=Kind.STEP, unit=unit.index) for unit in spec.units]
     seconds: list[float] = []
     with Arena() as arena, HostHome(spec, layout.planes, arena) as home, closing(CpuDevice()) as device:
@@ -88,11 +91,11 @@ def _fitting(effort: Effort, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
     return tuple(chosen)
 
 
-def _blocks(effort: Effort) -> tuple[UnitSpec, ...]:
-    """Return several blocks of a decoder, as wide as they may be."""
+def _blocks(effort: Effort, num_least: int) -> tuple[UnitSpec, ...]:
+    """Return blocks of a decoder, as wide as they may be, at least so many."""
     elements = effort.plane_bytes // 4
     width = next(
-        (w for w in _WIDTHS if _NUM_BLOCKS * _BLOCK_SQUARES * w * w <= elements),
+        (w for w in _WIDTHS if num_least * _BLOCK_SQUARES * w * w <= elements),
         _WIDTHS[-1],
     )
     inner = 8 * width // 3

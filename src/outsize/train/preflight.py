@@ -20,7 +20,6 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group
-from outsize.group.launched import Launched
 from outsize.hardware.nccl import misspelt_variables, overriding_variables, wrong_interfaces
 from outsize.storage.committed import layout_digest
 from outsize.train.machine import choose_device
@@ -38,14 +37,11 @@ _OWN_PATHS = {
 _SAMPLE_BYTES = 2**16
 
 
-def check_same_start(
-    config: Config, place: Launched, group: Group, variables: Mapping[str, str] = os.environ
-) -> list[str]:
+def check_same_start(config: Config, group: Group, variables: Mapping[str, str] = os.environ) -> list[str]:
     """Compare what ranks know before they read anything; returns notes for people.
 
     Args:
         config: of this rank.
-        place: of this rank.
         group: all of them.
         variables: the environment.
 
@@ -60,7 +56,7 @@ def check_same_start(
         }
     )
     _compare(told, "use the same configuration and the same packages on all machines")
-    _check_devices(group.gather_objects(_device(config, place)))
+    _check_devices(group.gather_objects(_device(config)))
     wrong = wrong_interfaces(variables, psutil.net_if_addrs())
     problems = [line for lines in group.gather_objects(wrong) for line in lines]
     if problems:
@@ -119,7 +115,7 @@ def _check_devices(devices: Sequence[str | None]) -> None:
             )
 
 
-def _device(config: Config, place: Launched) -> str | None:
+def _device(config: Config) -> str | None:
     """Return what the device of this rank is known by everywhere; None for processors, which can be shared."""
     name = choose_device(config.memory.device)
     if not name.startswith("cuda"):

@@ -101,7 +101,7 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
         say = announce if place.rank == 0 else stack.enter_context(_log(own_dir))
         say(place.describe())
         restarted = any(group.gather_objects(place.restarts))
-        for note in check_same_start(config, place, group):
+        for note in check_same_start(config, group):
             say(f"note: {note}")
         say(f"gloo over TCP: {format_rate(measure_exchange(group))} sent by each rank, all at once")
         yield Ranks(group=group, run_dir=run_dir, own_dir=own_dir, announce=say, restarted=restarted)

@@ -12,6 +12,7 @@ from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.plan import Plan
 from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.storage.record import Record
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
@@ -25,7 +26,7 @@ from outsize.train.codec_choice import choose_codec
 from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
 from outsize.train.flops import Peak, peak_of, step_flops
-from outsize.train.forecast import Forecast, forecast
+from outsize.train.forecast import Forecast, Rates, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, start, tell_costs
@@ -123,23 +124,9 @@ def _train(
     resumed = checkpoint.find(config.train.resume, run_dir)
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-    if resumed is not None:
-        checkpoint.check_same_method(resumed, config)
-    config = as_before(config, run_dir, resumed)
-    started = config if resumed is None else _from_checkpoint(config, resumed)
-    replicated = ranks.group.size > 1 and config.parallel.mode == "ddp"
-    if replicated:
-        started = one_share(started, ranks.group.size)
-    shared = None if replicated else ranks.group
-    prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
-    prepared, rates = choose_codec(prepared, own_dir, announce)
-    prepared, rates = choose_activations(prepared, own_dir, announce, rates)
-    config = config.in_microbatches(prepared.config.microbatches)
+    config, prepared, rates = _prepared(config, ranks, resumed)
     asked = asked.in_microbatches(prepared.config.microbatches)
-    if resumed is not None:
-        prepared = _with_tokenizer(prepared, config)
-        checkpoint.check_same_run(resumed, config, prepared)
-    if replicated:
+    if _is_replicated(config, ranks):
         dataset = _dataset(stack, config, prepared, ranks, resumed)
         return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
     record = newest_home(config, own_dir, prepared, resumed, announce)
@@ -149,8 +136,52 @@ def _train(
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
-    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
     expected = forecast(prepared, own_dir, announce, rates)
+    run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
+    return run.go(dataset, interrupt)
+
+
+def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Prepared, Rates | None]:
+    """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
+    own_dir, announce = ranks.own_dir, ranks.announce
+    if resumed is not None:
+        checkpoint.check_same_method(resumed, config)
+    config = as_before(config, ranks.run_dir, resumed)
+    started = config if resumed is None else _from_checkpoint(config, resumed)
+    replicated = _is_replicated(config, ranks)
+    if replicated:
+        started = one_share(started, ranks.group.size)
+    shared = None if replicated else ranks.group
+    prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
+    prepared, rates = choose_codec(prepared, own_dir, announce)
+    prepared, rates = choose_activations(prepared, own_dir, announce, rates)
+    config = config.in_microbatches(prepared.config.microbatches)
+    if resumed is not None:
+        prepared = _with_tokenizer(prepared, config)
+        checkpoint.check_same_run(resumed, config, prepared)
+    return config, prepared, rates
+
+
+def _is_replicated(config: Config, ranks: Ranks) -> bool:
+    """Whether each rank holds the whole model, and torch's DDP sums its gradients."""
+    return ranks.group.size > 1 and config.parallel.mode == "ddp"
+
+
+def _open(
+    stack: contextlib.ExitStack,
+    config: Config,
+    asked: Config,
+    ranks: Ranks,
+    prepared: Prepared,
+    dataset: PackedDataset,
+    saved: tuple[Path | None, Record | None],
+    expected: Forecast | None,
+    progress: Progress | None,
+) -> Run:
+    """Open the trainer and all that watches it, and go on from the checkpoint and home that are ``saved``."""
+    run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
+    resumed, record = saved
+    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
     begin_run(heap=prepared.heap)
     # Entered first, so that it still watches while everything else is given back.
@@ -198,7 +229,7 @@ def _train(
     aftermath.begun = True
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
-    return run.go(dataset, interrupt)
+    return run
 
 
 def _write_facts(

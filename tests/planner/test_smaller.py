@@ -1,0 +1,37 @@
+"""Which settings are named where a home does not fit, those that lose nothing first."""
+
+import pytest
+
+from outsize.optim.spec import StateLayout
+from outsize.planner.sizing import PlanOptions
+from outsize.planner.smaller import smaller_states
+
+
+@pytest.mark.parametrize(
+    ("state", "settings"),
+    [
+        (
+            {"dtype": "bf16"},
+            [
+                "optimizer.masters=split",
+                "optimizer.masters=split and optimizer.clip=unit",
+                "optimizer.state=int8, optimizer.masters=split and optimizer.clip=unit",
+            ],
+        ),
+        (
+            {"dtype": "bf16", "masters": "split"},
+            ["optimizer.clip=unit", "optimizer.state=int8 and optimizer.clip=unit"],
+        ),
+        ({"dtype": "fp32"}, ["optimizer.clip=unit", "optimizer.state=int8 and optimizer.clip=unit"]),
+        ({"dtype": "bf16", "masters": "split", "num_moments": 0}, ["optimizer.clip=unit"]),
+        ({"dtype": "bf16", "masters": "split", "gradients": "none", "moments": "int8"}, []),
+    ],
+)
+def test_settings_that_lose_nothing_come_first_and_each_takes_less(state, settings):
+    layout = StateLayout(**state)
+    options = PlanOptions(home="host", below="host", clip=layout.gradients != "none", state=layout)
+    found = list(smaller_states(options, layout))
+    assert [keys for keys, _ in found] == settings
+    sizes = [layout.bytes_per_parameter, *(other.state.bytes_per_parameter for _, other in found)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
