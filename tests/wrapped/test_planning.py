@@ -6,7 +6,9 @@ import torch
 import zoo
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice
+from outsize.runtime.allocator import ResidentLimit
 from outsize.train import unit_times
+from outsize.wrapped import tiers
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.planning import Shape, held_copies, shape_of
@@ -65,3 +67,30 @@ def test_a_budget_that_is_too_small_to_keep_all_keeps_what_is_dear(monkeypatch: 
         kept = {choice for choices in plan.layout.kept for choice in choices}
         assert Choice.KEEP_PRODUCTS in kept
         assert plan.state == StateLayout(dtype="fp32")
+
+
+def test_free_memory_goes_back_where_a_cpu_is_over_its_budget(monkeypatch: pytest.MonkeyPatch):
+    """What is there already belongs to the caller, and counts to no budget."""
+    limits: list[tuple[int, ...]] = []
+    looks = []
+
+    class Watched(ResidentLimit):
+        def __init__(self, *given: int) -> None:
+            super().__init__(*given)
+            limits.append(given)
+
+        def keep(self) -> None:
+            looks.append(1)
+            super().keep()
+
+    monkeypatch.setattr(tiers, "ResidentLimit", Watched)
+    with wrapped(zoo.build("llama"), device_memory="64MiB") as model:
+        streamed_backward(model, BATCH)
+        ((before, budget, host),) = limits
+        assert before > 0
+        assert budget == 64 * 2**20
+        assert host == runner_of(model)._plan.total_bytes("host")  # type: ignore[union-attr]
+        assert len(looks) > 20  # at every tensor that a forward saves or a backward uses
+    with wrapped(zoo.build("llama"), device="emulated:1") as model:
+        streamed_backward(model, BATCH)
+    assert len(limits) == 1

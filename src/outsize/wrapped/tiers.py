@@ -14,6 +14,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.spec import StateLayout
 from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Plan
+from outsize.runtime.allocator import ResidentLimit, resident_bytes, trim
 from outsize.runtime.binding import buffers_on
 from outsize.runtime.calibrate import Measured
 from outsize.runtime.device import open_device
@@ -87,7 +88,8 @@ class Tiers:
         if scratch is not None:
             stack.enter_context(contextlib.closing(scratch))
         rate = self._memory.link_gb_per_s
-        device = open_device(self.machine.device, self.ledger, rate * 1e9 if rate else None)
+        limit = self._limit(plan)
+        device = open_device(self.machine.device, self.ledger, rate * 1e9 if rate else None, limit)
         stack.enter_context(contextlib.closing(device))
         for name in ("activations", "workspace", "shared"):
             stack.enter_context(self.ledger.reserve("device", name, plan.memory["device"].get(name, 0)))
@@ -102,6 +104,13 @@ class Tiers:
     def close(self) -> None:
         """Give everything back; idempotent."""
         self._stack.close()
+
+    def _limit(self, plan: Plan) -> ResidentLimit | None:
+        """Where the device is the CPU, the limit of resident memory: what is there, and what the plan adds to it."""
+        if self.machine.device != "cpu":
+            return None
+        trim()  # what a trial and a former engine have left
+        return ResidentLimit(resident_bytes(), self.machine.device_bytes, plan.total_bytes("host"))
 
     def _arena(self, tier: str) -> Arena:
         return Arena(ledger=self.ledger, tier=tier, pinner=CudaPinner() if self.on_cuda else None)
