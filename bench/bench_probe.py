@@ -33,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `outsize train` does, before torch reads it
+
 import torch
 from bench_speed import build
 from common import Spread, finish, machine, print_table
