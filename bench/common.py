@@ -18,6 +18,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -241,17 +242,25 @@ def _proc_fields(path: str) -> dict[str, int]:
 
 
 def imported_by(work: Callable[[], object]) -> list[str]:
-    """Do ``work`` in a child of its own, and return the modules that it has imported there."""
+    """Do ``work`` in a child of its own, and return the modules that it has imported there.
+
+    A child that fails ends this program too; what it said is on standard error.
+    """
     reader, writer = os.pipe()
     before = set(sys.modules)
     if not (pid := os.fork()):
-        work()
-        os.write(writer, "\n".join(sorted(set(sys.modules) - before)).encode())
+        try:
+            work()
+            os.write(writer, "\n".join(sorted(set(sys.modules) - before)).encode())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # nothing of the parent's is cleaned up from here
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as told:
         modules = told.read().split()
-    os.waitpid(pid, 0)
+    if os.waitpid(pid, 0)[1]:
+        raise SystemExit("the child that was to prepare this benchmark failed")
     return modules
 
 

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import outsize
 from outsize.cli.app import app
-from outsize.config import Config
+from outsize.config import Config, MemoryConfig
 from outsize.config.messages import all_keys
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +118,10 @@ def test_python_names_what_is_there_and_passes_what_it_takes(page):
 def assert_takes(called: Any, call: ast.Call) -> None:
     """Fail where a name of the call is no parameter, or a value is none of those that its annotation lists."""
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-    inspect.signature(called).bind_partial(*call.args, **given)
+    takes = inspect.signature(called)
+    takes.bind_partial(*call.args, **given)
+    # What `wrap` and `load` take beyond their own names are keys of the section memory.
+    assert given.keys() - takes.parameters.keys() <= MemoryConfig.model_fields.keys()
     hints = get_type_hints(called) if inspect.isfunction(called) else {}
     for name, value in given.items():
         hint = hints.get(name)

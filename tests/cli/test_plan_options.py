@@ -95,6 +95,7 @@ def test_the_search_for_the_largest_ends_at_the_limit():
         (("--nodes", 3, "--net", "1Gb"), "not shared evenly"),
         (("--nodes", 2, "--net", "fast"), "gigabits"),
         (("--nodes", 2, "--net", "0Gb"), "gigabits"),
+        (("--nodes", 2, "--net", "1.2.5Gb"), "gigabits"),
         (("--net", "25Gb"), "no effect"),
         (("--tokens-per-step", 0), "tokens_per_step"),
         (("--tokens", "0"), "zero tokens"),

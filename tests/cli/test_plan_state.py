@@ -140,6 +140,14 @@ def test_nodes_are_told_of_states_that_they_can_share(ram, advice, asked, capsys
     assert f"first try {advice}, with which it fits" in capsys.readouterr().err
 
 
+def test_nodes_take_the_norm_of_all_whether_they_clip_or_not(asked, capsys):
+    """As a run does, in which ranks have to agree on what is skipped."""
+    options = (*asked, *NODES, "--ram", "512GB", "--home", "host")
+    clipped, unclipped = (answer(capsys, *options, "--max-grad-norm", norm) for norm in (1, 0))
+    assert unclipped["step_s"] == clipped["step_s"]
+    assert unclipped["memory_bytes"] == clipped["memory_bytes"]
+
+
 def test_nodes_are_not_asked_about_another_state(asked, capsys):
     """With the home on disk for want of host memory, one node would be told of state=int8."""
     model, *others = (option for option in asked if option != "--no-advice")

@@ -1,8 +1,12 @@
-"""What plain data parallel averages with."""
+"""What plain data parallel averages with, and what it clips."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from outsize.config import load_config
 from outsize.testing.groups import ThreadWorld
 from outsize.train import ddp
 
@@ -28,3 +32,20 @@ def test_gpus_average_by_nccl_and_processors_by_gloo(device, backend, monkeypatc
     with pytest.raises(AskedError), ddp.process_group(group, torch.device(device)):
         pass
     assert chosen == ([device, backend] if backend == "nccl" else [backend])
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [([], 0.2), (["optimizer.clip=none"], 1.0), (["optimizer.max_grad_norm=0"], 1.0)],
+    ids=["global", "none", "no norm"],
+)
+def test_gradients_are_clipped_by_the_norm_of_all_or_not_at_all(settings, kept):
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    trainer = object.__new__(ddp.DataParallelTrainer)
+    config = load_config(None, ["model.path=x", "data.path=y", *settings])
+    trainer._prepared = SimpleNamespace(config=config)
+    trainer._replica = SimpleNamespace(parameters={"weight": weight}, updates={"weight": 0})
+    trainer._optimizer = torch.optim.SGD([weight])
+    assert trainer._update(1.0) == (5.0, True)
+    assert weight.tolist() == pytest.approx([-3.0 * kept, -4.0 * kept], rel=1e-5)

@@ -148,3 +148,12 @@ def test_what_is_no_argument_is_refused_with_what_is(settings: dict[str, Any], s
     with pytest.raises(ConfigError, match=says):
         outsize.wrap(model, **{**ROOM, **settings})
     model(**BATCHES[0]).loss.backward()  # as it was
+
+
+def test_what_is_no_argument_of_load_is_refused_as_such():
+    with pytest.raises(
+        ConfigError, match=r"^outsize\.load: atention: no such argument; did you mean attention"
+    ):
+        outsize.load("no/such/model", atention="eager")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^outsize\.load: commits"):
+        outsize.load("no/such/model", commits="none")

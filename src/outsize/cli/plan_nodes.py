@@ -64,7 +64,7 @@ def net_of(options: PlanOptions) -> Figure | None:
         return None
     if text is None:
         raise ConfigError("--nodes needs the rate of the network: --net 25Gb")
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kMGT])(b|bit|B)(?:/s|ps)?\s*", text)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMGT])(b|bit|B)(?:/s|ps)?\s*", text)
     if match is None or not float(match[1]):
         raise ConfigError(
             f"--net: not a rate: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"

@@ -39,7 +39,7 @@ class ProbeOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="Also time the matrix products of this model's shapes."
+            "--model", metavar="MODEL", help="Time this model's matrix products, and AdamW over its units."
         ),
     ] = None
     tokenizer: Annotated[

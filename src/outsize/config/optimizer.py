@@ -77,7 +77,7 @@ class OptimizerConfig(Section):
         default="auto",
         description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
         "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; auto: split where "
-        "there are C kernels to step them or state is not fp32, of one process; as it lies in a home that a run goes "
+        "state is not fp32, and in a single process where C kernels step them; as it lies in a home that a run goes "
         "on from.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(

@@ -16,6 +16,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from math import isfinite
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from outsize.train.model_inputs import model_inputs, num_targets
 from outsize.train.prepare import Prepared, check_shares
 from outsize.train.replica import Replica
 from outsize.train.resident import seeding
+from outsize.train.state import max_norm_of
 from outsize.train.steps import StepOutcome, schedule_of
 from outsize.units import format_bytes
 
@@ -76,6 +78,16 @@ def check_fits(prepared: Prepared) -> None:
     if config.optimizer.name != "adamw":
         raise ConfigError(
             "optimizer.name: plain data parallel (parallel.mode=ddp) steps by AdamW; use adamw, or parallel.mode=stream"
+        )
+    if config.optimizer.clip == "unit" and config.optimizer.max_grad_norm:
+        raise ConfigError(
+            "optimizer.clip: plain data parallel (parallel.mode=ddp) clips by the norm of all gradients; use global, "
+            "or none"
+        )
+    if config.optimizer.gradients != "fp32":
+        raise ConfigError(
+            "optimizer.gradients: plain data parallel (parallel.mode=ddp) keeps them in fp32; leave it fp32, and see "
+            "parallel.ddp_compress for fewer bytes on the wire"
         )
     if not prepared.plan.state.plain:
         raise ConfigError(
@@ -263,8 +275,9 @@ class DataParallelTrainer:
                 "train.on_nonfinite=skip to go on"
             )
         if finite:
-            if config.optimizer.max_grad_norm:
-                nn.utils.clip_grads_with_norm_(trained.values(), config.optimizer.max_grad_norm, norm)
+            limit = max_norm_of(config)
+            if isfinite(limit):
+                nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
             for entry in self._optimizer.param_groups:
                 entry["lr"] = rate
             self._optimizer.step()

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Mapping
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -80,7 +79,7 @@ def wrap(
         parameter = parameters.pop(tensor.name)
         into.copy_(parameter.detach().reshape(-1))
 
-    settings = memory_of(device, device_memory, home, memory, known_arguments())
+    settings = memory_of(wrap, device, device_memory, home, memory)
     codecs = (base_codec, table_codec)
     return _attach(
         model, settings, microbatches, store_dir, fill, codecs, head, transport_of(transport), state
@@ -131,7 +130,7 @@ def load(
         CheckpointError: files are missing, truncated, or of another shape than the config says.
         OutsizeError: as `wrap`.
     """
-    settings = memory_of(device, device_memory, home, memory, known_arguments())
+    settings = memory_of(load, device, device_memory, home, memory)
     placed: Head = "streamed" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
@@ -185,11 +184,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     runner.close()
     detach(model)
     return model
-
-
-def known_arguments() -> list[str]:
-    """Arguments of `wrap` besides the model."""
-    return [name for name in signature(wrap).parameters if name not in ("model", "memory")]
 
 
 def _attach(

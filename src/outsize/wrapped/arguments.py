@@ -1,7 +1,8 @@
 """What a user says to `outsize.wrap` and `outsize.load`, checked before anything is moved."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,35 +16,41 @@ from outsize.errors import ConfigError
 
 
 def memory_of(
-    device: str, device_memory: str | int | None, home: Home, others: dict[str, Any], known: Sequence[str]
+    called: Callable[..., Any],
+    device: str,
+    device_memory: str | int | None,
+    home: Home,
+    others: dict[str, Any],
 ) -> MemoryConfig:
     """Return the section ``memory`` that the arguments make.
 
     Args:
+        called: `outsize.wrap` or `outsize.load`, for what errors say.
         device: see `outsize.wrap`, as for the next two.
         device_memory: see there.
         home: see there.
         others: more keys of the section.
-        known: arguments that are no keys of it.
 
     Raises:
         ConfigError: a key or a value that cannot be.
     """
+    name = f"outsize.{called.__name__}"
     if "commits" in others:
-        raise ConfigError("outsize.wrap: commits: it is of outsize train only; leave it out")
+        raise ConfigError(f"{name}: commits: it is of outsize train only; leave it out")
     if str(others.get("activations", "auto")).startswith("offload"):
         raise ConfigError(
-            f"outsize.wrap: activations={others['activations']!r}: below the device there is room for inputs of units "
+            f"{name}: activations={others['activations']!r}: below the device there is room for inputs of units "
             "only (offload=True); write auto, recompute, keep-attention, keep-products or keep"
         )
     unknown = next((key for key in others if key not in MemoryConfig.model_fields), None)
     if unknown is not None:
-        raise ConfigError(f"outsize.wrap: {unknown}: {_unknown(unknown, known)}")
+        known = [argument for argument in signature(called).parameters if argument != "memory"]
+        raise ConfigError(f"{name}: {unknown}: {_unknown(unknown, known[1:])}")
     try:
         return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("outsize.wrap: " + "; ".join(lines)) from error
+        raise ConfigError(f"{name}: " + "; ".join(lines)) from error
 
 
 def _unknown(key: str, others: Sequence[str]) -> str:

@@ -40,9 +40,10 @@ def as_kept(values: Mapping[str, Tensor], moments: Moments) -> dict[str, Tensor]
     for name, (scales, form) in _KEPT.items():
         if name not in found or found[name].dtype is _DTYPES[moments]:
             continue
-        tops = found.pop(scales, None)
-        exact = found[name].float() if tops is None else from_codes(found[name].reshape(-1), tops, form)
-        exact = exact.reshape(found[name].shape)
+        # A file may have been read onto a GPU; the home is in host memory or on disk.
+        given, tops = found[name].cpu(), found.pop(scales, None)
+        exact = given.float() if tops is None else from_codes(given.reshape(-1), tops.cpu(), form)
+        exact = exact.reshape(given.shape)
         found[name] = exact.to(_DTYPES[moments])
         if moments == "int8":
             flat = exact.reshape(-1).contiguous()

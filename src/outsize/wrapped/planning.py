@@ -18,7 +18,7 @@ from outsize.train.machine import Machine
 from outsize.train.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
 
-# The caller holds the outputs until the backward, and a loss of his own on them takes two more of their size: their
+# The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.
 OWN_LOSS_COPIES = 3
 # What models of transformers take a loss from.
