@@ -161,3 +161,4 @@ def test_nodes_of_several_gpus_step_their_share_of_a_home_on_disk(asked, capsys)
     model, _, _, *others = asked
     found = answer(capsys, model, "--gpus", "2x4090", *others, "--home", "disk", *NODES)
     assert (found["verdict"], found["nodes"]) == ("fits", 2)
+    assert found["memory_bytes"]["host"]["network buffers"] > 0
