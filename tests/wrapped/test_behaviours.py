@@ -159,6 +159,19 @@ def test_an_exception_in_a_layer_is_catchable_and_the_next_call_works(call: int,
         assert torch.allclose(norm, nn.utils.clip_grad_norm_(want.parameters(), float("inf")))
 
 
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_an_exception_leaves_nothing_of_what_was_saved_off_the_device(call: int):
+    """There is room for one forward: the next one finds all of it."""
+    with wrapped(make(Breaking), microbatches=2, offload=True, activations="recompute") as model:
+        streamed_backward(model, batch(rows=4))
+        for _ in range(2):
+            model.calls, model.break_at = 0, call
+            with pytest.raises(ModelError, match="IndexError: planted"):
+                streamed_backward(model, batch(rows=4))
+        model.break_at = 0
+        streamed_backward(model, batch(rows=4))
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_weights_loaded_after_the_optimizer_was_built_survive_the_next_step(home: str):
     other = zoo.build("llama", seed=9).state_dict()
