@@ -1,10 +1,18 @@
-"""What plain data parallel averages with."""
+"""What plain data parallel averages with, and what it makes of a gradient."""
+
+import contextlib
 
 import pytest
 import torch
+from torch import nn
 
+from outsize.data.batch import Batch
+from outsize.optim.spec import EXP_AVG
 from outsize.testing.groups import ThreadWorld
+from outsize.testing.tiny import tiny_run
 from outsize.train import ddp
+from outsize.train.prepare import prepare
+from outsize.train.replica import opened
 
 
 class AskedError(Exception):
@@ -28,3 +36,42 @@ def test_gpus_average_by_nccl_and_processors_by_gloo(device, backend, monkeypatc
     with pytest.raises(AskedError), ddp.process_group(group, torch.device(device)):
         pass
     assert chosen == ([device, backend] if backend == "nccl" else [backend])
+
+
+class Alone(nn.Module):
+    """`DistributedDataParallel` of one rank."""
+
+    def __init__(self, module, **settings):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+def moments_after_a_step(directory, **optimizer):
+    config = tiny_run(directory, optimizer=optimizer, parallel={"mode": "ddp"})
+    prepared = prepare(config, directory, lambda _: None)
+    ids = torch.randint(0, 200, (4, 16), generator=torch.Generator().manual_seed(0))
+    cpu = torch.device("cpu")
+    with opened(prepared, cpu) as replica:
+        trainer = ddp.DataParallelTrainer(prepared, replica, ThreadWorld(1).rank(0), None, cpu)
+        assert len(list(trainer.steps([Batch(ids, ids)]))) == 1
+        for _ in replica.at_rest():
+            pass
+        units = [unit.index for unit in replica.spec.units if unit.trainable]
+        return torch.cat([replica.home.view(unit, EXP_AVG).clone() for unit in units])
+
+
+def test_nothing_is_clipped_where_nothing_is_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(ddp, "DistributedDataParallel", Alone)
+    clipped = moments_after_a_step(tmp_path, max_grad_norm=1e-3)
+    off, none = (
+        moments_after_a_step(tmp_path, **settings)
+        for settings in ({"max_grad_norm": 0.0}, {"max_grad_norm": 1e-3, "clip": "none"})
+    )
+    assert torch.equal(off, none)
+    assert clipped.norm() < 0.1 * none.norm()

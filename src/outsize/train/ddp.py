@@ -13,6 +13,7 @@ With bf16, parameters are the fp32 masters and the forward computes under autoca
 import contextlib
 import inspect
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -34,6 +35,7 @@ from outsize.train.model_inputs import model_inputs, num_targets
 from outsize.train.prepare import Prepared, check_shares
 from outsize.train.replica import Replica
 from outsize.train.resident import seeding
+from outsize.train.state import max_norm_of
 from outsize.train.steps import StepOutcome, schedule_of
 from outsize.units import format_bytes
 
@@ -81,6 +83,13 @@ def check_fits(prepared: Prepared) -> None:
         raise ConfigError(
             "optimizer.state, masters: plain data parallel (parallel.mode=ddp) keeps fp32 moments beside fp32 masters; "
             "leave them as they are by default"
+        )
+    if config.optimizer.gradients != "fp32" or (
+        config.optimizer.clip == "unit" and config.optimizer.max_grad_norm
+    ):
+        raise ConfigError(
+            "optimizer.gradients, clip: plain data parallel (parallel.mode=ddp) averages fp32 gradients and clips by "
+            "the norm of all; use fp32, and global or none"
         )
     if prepared.dtype == "fp16":
         raise ConfigError("model.dtype: plain data parallel (parallel.mode=ddp) takes bf16 or fp32")
@@ -263,8 +272,9 @@ class DataParallelTrainer:
                 "train.on_nonfinite=skip to go on"
             )
         if finite:
-            if config.optimizer.max_grad_norm:
-                nn.utils.clip_grads_with_norm_(trained.values(), config.optimizer.max_grad_norm, norm)
+            limit = max_norm_of(config)
+            if math.isfinite(limit):
+                nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
             for entry in self._optimizer.param_groups:
                 entry["lr"] = rate
             self._optimizer.step()
