@@ -13,6 +13,7 @@ from outsize.testing.tiny import tiny_run
 from outsize.train import ddp
 from outsize.train.prepare import prepare
 from outsize.train.replica import opened
+from outsize.train.run import plan, train
 
 
 class AskedError(Exception):
@@ -75,3 +76,22 @@ def test_nothing_is_clipped_where_nothing_is_to_be(tmp_path, monkeypatch):
     )
     assert torch.equal(off, none)
     assert clipped.norm() < 0.1 * none.norm()
+
+
+class _CrashError(Exception):
+    """Ends a run as a crash would."""
+
+
+def test_a_replica_has_masters_apart_whatever_a_streamed_run_has_left(tmp_path):
+    """A share is prepared as a run of one process is, which takes the masters of a home that lies there."""
+
+    def crash(record):
+        if record.step == 3:
+            raise _CrashError
+
+    model, resuming = {"dtype": "bf16"}, {"resume": "auto"}
+    with pytest.raises(_CrashError):
+        train(tiny_run(tmp_path, model=model, optimizer={"masters": "split"}), progress=crash)
+    assert plan(tiny_run(tmp_path, model=model, train=resuming)).state.masters == "split"
+    replicated = tiny_run(tmp_path, model=model, train=resuming, parallel={"mode": "ddp"})
+    assert plan(ddp.one_share(replicated, 2)).state.plain

@@ -55,12 +55,20 @@ _POWERSGD_STEPS, _POWERSGD_SHARE = 1000, 10
 def one_share(config: Config, num_ranks: int) -> Config:
     """Return the run that one rank's share of each step would be, for measuring what it needs.
 
+    A replica has its masters apart, however they lie in a home that a streamed run may have left.
+
     Raises:
         ConfigError: a step has too few sequences for all ranks.
     """
     check_shares(config, num_ranks)
     tokens = -(-config.sequences_per_step // num_ranks) * config.data.seq_len
-    return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_step": tokens})})
+    masters = "separate" if config.optimizer.masters == "auto" else config.optimizer.masters
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"tokens_per_step": tokens}),
+            "optimizer": config.optimizer.model_copy(update={"masters": masters}),
+        }
+    )
 
 
 def check_fits(prepared: Prepared) -> None:
