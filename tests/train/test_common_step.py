@@ -97,6 +97,23 @@ def test_homes_of_another_number_of_ranks_are_not_begun_anew(model_dir, tmp_path
     assert any("start as many ranks as before" in str(error) for error in errors)
 
 
+def test_homes_of_the_same_ranks_that_lie_otherwise_are_named_and_not_given_up(model_dir, tmp_path):
+    """A checkpoint may be far behind them."""
+    halves = {"model": {"dtype": "bf16"}}
+    _, former = ranks_of(2, model_dir, tmp_path, **halves, optimizer={"masters": "split"})
+    for rank, prepared in enumerate(former):
+        commit(prepared, home_file(prepared.config.memory, tmp_path / str(rank)), [1, 2])
+    world, now = ranks_of(2, model_dir, tmp_path, **halves)
+    resumed = tmp_path / "checkpoints" / "step-00000001"
+
+    def work(group):
+        mine = now[group.rank]
+        return newest_home(mine.config, tmp_path / str(group.rank), mine, resumed, lambda _: None)
+
+    errors = in_ranks(2, work, world=world)
+    assert any("rank 0 holds the state of a run with optimizer.masters=split" in str(e) for e in errors)
+
+
 def held(trainer):
     """The weights of all units, and the first moments of the own share."""
     found, own = read_weights(trainer), trainer.prepared.own
