@@ -305,6 +305,7 @@ def test_a_setting_without_effect_is_noted(overrides, key):
         ["data.format=jsonl", "data.text_field=body"],
         ["memory.device=emulated:2", "memory.activations=recompute"],
         ["memory.device=emulated:2", "memory.activations=keep"],
+        ["memory.device=emulated:1", "memory.offload=false"],
         ["optimizer.clip=none", "optimizer.gradients=bf16", "train.on_nonfinite=skip"],
         ["optimizer.clip=none", "optimizer.gradients=bf16", "model.dtype=fp16"],
         ["optimizer.clip=none", "optimizer.gradients=bf16", "transport.gradients=int8"],
@@ -312,6 +313,11 @@ def test_a_setting_without_effect_is_noted(overrides, key):
 )
 def test_settings_with_effect_are_not_noted(overrides):
     assert load(*overrides).notes() == []
+
+
+def test_inputs_that_workers_hand_over_go_encoded_whatever_offload_says():
+    several = load("memory.device=emulated:2", "memory.offload=false", "transport.activations=int8").notes()
+    assert [note.partition(" ")[0] for note in several] == ["memory.offload"]
 
 
 def test_what_follows_from_other_keys():

@@ -148,15 +148,25 @@ def test_nodes_take_the_norm_of_all_whether_they_clip_or_not(asked, capsys):
     assert unclipped["memory_bytes"] == clipped["memory_bytes"]
 
 
-def test_nodes_are_not_asked_about_another_state(asked, capsys):
-    """With the home on disk for want of host memory, one node would be told of state=int8."""
+def test_nodes_are_asked_about_another_state_as_one_is(asked, capsys):
+    """With the home on disk for want of host memory."""
     model, *others = (option for option in asked if option != "--no-advice")
     found = answer(capsys, model, *others, "--host-memory", "64GB", *NODES)
     assert found["home"] == "disk"
-    assert "state=int8" not in [outcome["change"] for outcome in found["what_would_help"]]
+    assert "state=int8" in [outcome["change"] for outcome in found["what_would_help"]]
+
+
+@pytest.mark.parametrize("options", [("--clip", "none"), ("--max-grad-norm", 0)])
+def test_nodes_agree_on_a_norm_that_nothing_is_clipped_to(options, asked, tmp_path, capsys):
+    """As in a run, where no unit steps before all ranks know whether the step is skipped."""
+    timeline = tmp_path / "timeline.json"
+    answer(capsys, *asked, *NODES, *options, "--home", "disk", "--timeline", timeline)
+    names = {event["name"].partition(" ")[0] for event in json.loads(timeline.read_text())["traceEvents"]}
+    assert {"CLIP", "AGREE"} <= names
 
 
 def test_nodes_of_several_gpus_step_their_share_of_a_home_on_disk(asked, capsys):
     model, _, _, *others = asked
     found = answer(capsys, model, "--gpus", "2x4090", *others, "--home", "disk", *NODES)
     assert (found["verdict"], found["nodes"]) == ("fits", 2)
+    assert found["memory_bytes"]["host"]["network buffers"] > 0

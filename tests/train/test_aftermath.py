@@ -10,8 +10,15 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ExecutionError, StorageError
+from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.spec import StateLayout, commit_record_bytes
+from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome
+from outsize.storage.pool import IOPool
 from outsize.testing.campaign import digest
 from outsize.testing.faults import LANE, Fault, Key, Layer, layered
+from outsize.train.aftermath import Aftermath
+from outsize.train.machine import home_file
 from outsize.train.records import StepRecord
 from outsize.train.run import train
 from outsize.train.saving import Saving
@@ -135,3 +142,27 @@ def test_a_step_has_its_line_before_any_other_file_can_fail(tmp_path: Path) -> N
         train(run_of(tmp_path, "disk", DISK))
     lines = (tmp_path / "disk/heartbeat.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def of_one_unit(num_planes: int) -> ModelSpec:
+    shape = (num_planes * PLANE_ELEMENTS,)
+    return ModelSpec(units=(pack_unit(0, "unit", "block", [("weight", shape, True, True)]),), dtype="bf16")
+
+
+def test_a_resume_is_foretold_by_the_newest_record_wherever_a_layout_has_it(tmp_path: Path) -> None:
+    """Split masters are more planes than separate ones, so records are longer, and the second begins later."""
+    planes = StateLayout(dtype="bf16", masters="split").planes
+    specs = (of_one_unit(count) for count in range(1, 1000))
+    spec = next(s for s in specs if commit_record_bytes(s, planes=planes) > commit_record_bytes(s))
+    config = run_of(tmp_path, "run", DISK)
+    path = home_file(config.memory, tmp_path / "run")
+    path.parent.mkdir(parents=True)
+    with Arena() as arena, IOPool(1) as pool, CommittedHome(spec, planes, path, pool, arena=arena) as home:
+        for step in (1, 2):
+            home.commit({"step": step})
+    said: list[str] = []
+    aftermath = Aftermath(config, tmp_path / "run", spec, said.append, planes)
+    aftermath.begun = True
+    with pytest.raises(StorageError), aftermath:
+        raise StorageError("planted")
+    assert said == [f"the run failed: --resume auto goes on after step 2, from {path}"]

@@ -1,21 +1,23 @@
 """Homes of several ranks on disk: a step counts when all ranks have committed it, and nobody goes on from another."""
 
+import contextlib
+
 import pytest
 import torch
 
 import zoo
 from outsize.errors import LostRankError, StorageError
-from outsize.optim.spec import planes_for
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_records
 from outsize.storage.pool import IOPool
 from outsize.testing.groups import ThreadWorld, in_ranks
-from outsize.train.home_file import newest_home
+from outsize.train.home_file import newest_home, start
 from outsize.train.loss_scale import LossScale
 from outsize.train.machine import home_file
 from outsize.train.prepare import prepare
 from outsize.train.standing import Position, state_of
-from support import make_batches, make_config, save_model
+from outsize.train.stream import StreamedTrainer
+from support import make_batches, make_config, read_weights, save_model
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +25,16 @@ def model_dir(tmp_path_factory):
     return save_model(zoo.build("llama"), tmp_path_factory.mktemp("model"))
 
 
-def ranks_of(size, model_dir, directory):
+BATCHES = make_batches("llama", 1, 4)
+
+
+def ranks_of(size, model_dir, directory, home="disk", **sections):
     config = make_config(
         model_dir,
-        make_batches("llama", 1, 4),
-        memory={"home": "disk"},
+        BATCHES,
+        memory={"home": home},
         train={"resume": "auto", "microbatches": 4 // size},
+        **sections,
     )
     world = ThreadWorld(size)
     return world, [
@@ -41,7 +47,8 @@ def commit(prepared, path, steps, record=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     spec, own = prepared.split.spec, prepared.own
     with Arena() as arena, IOPool(1) as pool:
-        home = CommittedHome(spec, planes_for("fp32"), path, pool, arena=arena, own=own, record=record)
+        planes = prepared.plan.state.planes
+        home = CommittedHome(spec, planes, path, pool, arena=arena, own=own, record=record)
         with home:
             unit = next(u for u in spec.units if own[u.index])
             part = own[unit.index]
@@ -49,7 +56,7 @@ def commit(prepared, path, steps, record=None):
             for step in steps:
                 home.write(unit.index, "exp_avg", part.start, plane.fill_(step))
                 home.commit(
-                    state_of(Position(step, 0, 0), {}, LossScale(enabled=False), prepared.config, "fp32")
+                    state_of(Position(step, 0, 0), {}, LossScale(enabled=False), prepared.config, spec.dtype)
                 )
             home.read(unit.index, "exp_avg", part.start, plane)
             return float(plane[0])
@@ -88,3 +95,61 @@ def test_homes_of_another_number_of_ranks_are_not_begun_anew(model_dir, tmp_path
     # Whoever raises leaves, and who still listens to others then hears that.
     assert all(isinstance(error, StorageError | LostRankError) for error in errors)
     assert any("start as many ranks as before" in str(error) for error in errors)
+
+
+def test_homes_of_the_same_ranks_that_lie_otherwise_are_named_and_not_given_up(model_dir, tmp_path):
+    """A checkpoint may be far behind them."""
+    halves = {"model": {"dtype": "bf16"}}
+    _, former = ranks_of(2, model_dir, tmp_path, **halves, optimizer={"masters": "split"})
+    for rank, prepared in enumerate(former):
+        commit(prepared, home_file(prepared.config.memory, tmp_path / str(rank)), [1, 2])
+    world, now = ranks_of(2, model_dir, tmp_path, **halves)
+    resumed = tmp_path / "checkpoints" / "step-00000001"
+
+    def work(group):
+        mine = now[group.rank]
+        return newest_home(mine.config, tmp_path / str(group.rank), mine, resumed, lambda _: None)
+
+    errors = in_ranks(2, work, world=world)
+    assert any("rank 0 holds the state of a run with optimizer.masters=split" in str(e) for e in errors)
+
+
+def held(trainer):
+    """The weights of all units, and the first moments of the own share."""
+    found, own = read_weights(trainer), trainer.prepared.own
+    for unit in trainer.spec.units:
+        with Arena() as arena:
+            size = len(own[unit.index])
+            if size:
+                moments = arena.take(4 * size, "plane").view(torch.float32)
+                trainer.home.read(unit.index, "exp_avg", own[unit.index].start, moments)
+                found[unit.index] = moments.clone()
+    return found
+
+
+def test_a_share_goes_on_in_host_memory(model_dir, tmp_path):
+    world, on_disk = ranks_of(2, model_dir, tmp_path)
+
+    def train(group):
+        mine, directory = on_disk[group.rank], tmp_path / str(group.rank)
+        path = home_file(mine.config.memory, directory)
+        with StreamedTrainer(mine, path.parent, home_file=path) as trainer:
+            trainer.fill()
+            assert len(list(trainer.steps([BATCHES[0].share(group.rank, 2)]))) == 1
+            trainer.settle()
+            return held(trainer)
+
+    trained = in_ranks(2, train, world=world)
+    world, in_memory = ranks_of(2, model_dir, tmp_path, home="host")
+
+    def go_on(group):
+        mine, directory = in_memory[group.rank], tmp_path / str(group.rank)
+        record = newest_home(mine.config, directory, mine, None, lambda _: None)
+        with contextlib.ExitStack() as stack:
+            trainer = start(stack, mine.config, mine, directory, record, None, lambda _: None)
+            assert trainer.position.step == 1
+            return held(trainer)
+
+    for before, after in zip(trained, in_ranks(2, go_on, world=world), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)

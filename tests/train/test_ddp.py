@@ -1,14 +1,19 @@
-"""What plain data parallel averages with, and what it clips."""
+"""What plain data parallel averages with, and what it makes of a gradient."""
 
-from types import SimpleNamespace
+import contextlib
 
 import pytest
 import torch
 from torch import nn
 
-from outsize.config import load_config
+from outsize.data.batch import Batch
+from outsize.optim.spec import EXP_AVG
 from outsize.testing.groups import ThreadWorld
+from outsize.testing.tiny import tiny_run
 from outsize.train import ddp
+from outsize.train.prepare import prepare
+from outsize.train.replica import opened
+from outsize.train.run import plan, train
 
 
 class AskedError(Exception):
@@ -34,18 +39,59 @@ def test_gpus_average_by_nccl_and_processors_by_gloo(device, backend, monkeypatc
     assert chosen == ([device, backend] if backend == "nccl" else [backend])
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [([], 0.2), (["optimizer.clip=none"], 1.0), (["optimizer.max_grad_norm=0"], 1.0)],
-    ids=["global", "none", "no norm"],
-)
-def test_gradients_are_clipped_by_the_norm_of_all_or_not_at_all(settings, kept):
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
-    trainer = object.__new__(ddp.DataParallelTrainer)
-    config = load_config(None, ["model.path=x", "data.path=y", *settings])
-    trainer._prepared = SimpleNamespace(config=config)
-    trainer._replica = SimpleNamespace(parameters={"weight": weight}, updates={"weight": 0})
-    trainer._optimizer = torch.optim.SGD([weight])
-    assert trainer._update(1.0) == (5.0, True)
-    assert weight.tolist() == pytest.approx([-3.0 * kept, -4.0 * kept], rel=1e-5)
+class Alone(nn.Module):
+    """`DistributedDataParallel` of one rank."""
+
+    def __init__(self, module, **settings):
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+
+def moments_after_a_step(directory, **optimizer):
+    config = tiny_run(directory, optimizer=optimizer, parallel={"mode": "ddp"})
+    prepared = prepare(config, directory, lambda _: None)
+    ids = torch.randint(0, 200, (4, 16), generator=torch.Generator().manual_seed(0))
+    cpu = torch.device("cpu")
+    with opened(prepared, cpu) as replica:
+        trainer = ddp.DataParallelTrainer(prepared, replica, ThreadWorld(1).rank(0), None, cpu)
+        assert len(list(trainer.steps([Batch(ids, ids)]))) == 1
+        for _ in replica.at_rest():
+            pass
+        units = [unit.index for unit in replica.spec.units if unit.trainable]
+        return torch.cat([replica.home.view(unit, EXP_AVG).clone() for unit in units])
+
+
+def test_nothing_is_clipped_where_nothing_is_to_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(ddp, "DistributedDataParallel", Alone)
+    clipped = moments_after_a_step(tmp_path, max_grad_norm=1e-3)
+    off, none = (
+        moments_after_a_step(tmp_path, **settings)
+        for settings in ({"max_grad_norm": 0.0}, {"max_grad_norm": 1e-3, "clip": "none"})
+    )
+    assert torch.equal(off, none)
+    assert clipped.norm() < 0.1 * none.norm()
+
+
+class _CrashError(Exception):
+    """Ends a run as a crash would."""
+
+
+def test_a_replica_has_masters_apart_whatever_a_streamed_run_has_left(tmp_path):
+    """A share is prepared as a run of one process is, which takes the masters of a home that lies there."""
+
+    def crash(record):
+        if record.step == 3:
+            raise _CrashError
+
+    model, resuming = {"dtype": "bf16"}, {"resume": "auto"}
+    with pytest.raises(_CrashError):
+        train(tiny_run(tmp_path, model=model, optimizer={"masters": "split"}), progress=crash)
+    assert plan(tiny_run(tmp_path, model=model, train=resuming)).state.masters == "split"
+    replicated = tiny_run(tmp_path, model=model, train=resuming, parallel={"mode": "ddp"})
+    assert plan(ddp.one_share(replicated, 2)).state.plain

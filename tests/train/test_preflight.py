@@ -80,7 +80,7 @@ def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):
         ("train", "method", "lora", "use full"),
         ("train", "loss", "chunked", "the model's own loss"),
         ("optimizer", "name", "sgd", "steps by AdamW"),
-        ("optimizer", "clip", "unit", "clips by the norm of all gradients"),
+        ("optimizer", "clip", "unit", "clips by the norm of all"),
         ("optimizer", "gradients", "bf16", "keeps them in fp32"),
     ):
         other = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})

@@ -159,6 +159,30 @@ def test_an_exception_in_a_layer_is_catchable_and_the_next_call_works(call: int,
         assert torch.allclose(norm, nn.utils.clip_grad_norm_(want.parameters(), float("inf")))
 
 
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_an_exception_leaves_nothing_of_what_was_saved_off_the_device(call: int):
+    """There is room for one forward: the next one finds all of it."""
+    plain, calls = zoo.build("llama"), []
+    inner = plain.model.layers[2].forward
+
+    def forward(*args, **kwargs):
+        calls.append(len(calls) + 1)
+        if calls[-1] == call:
+            raise IndexError("planted")
+        return inner(*args, **kwargs)
+
+    plain.model.layers[2].forward = forward
+    calls.extend(range(call + 1))
+    with wrapped(plain, microbatches=2, offload=True, activations="recompute") as model:
+        streamed_backward(model, BATCH)
+        for _ in range(2):
+            calls.clear()
+            with pytest.raises(ModelError, match="IndexError: planted"):
+                streamed_backward(model, BATCH)
+        calls.extend(range(call + 1))
+        streamed_backward(model, BATCH)
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_weights_loaded_after_the_optimizer_was_built_survive_the_next_step(home: str):
     other = zoo.build("llama", seed=9).state_dict()

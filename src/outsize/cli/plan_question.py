@@ -105,8 +105,8 @@ def ask(options: PlanOptions) -> Asked:
         sequences=share_of(config.sequences_per_step, options.nodes),
         seq_len=seq_len,
         microbatches=options.microbatches,
-        # To skip a step together, or not to, is to know the norm of all, as `train.state.clip_of` has it.
-        clip=options.dtype == "fp16" or clip == "global" or options.nodes > 1,
+        # Nodes agree on the norm of all gradients whether they clip to it or not.
+        clip=options.dtype == "fp16" or options.nodes > 1 or clip == "global",
         unit_clip=clip == "unit",
         state=_state(config, spec, options.nodes),
         workload_of=lambda sequences: workload_of(sequences, seq_len),

@@ -70,16 +70,17 @@ def _gradients_wait(config: "Config") -> bool:
     return _has_global_norm(config) or skips or config.transport.gradients != "raw"
 
 
+def _has_several_workers(config: "Config") -> bool:
+    device = config.memory.device
+    emulated = device.startswith("emulated:") and device != "emulated:1"
+    return device == "cuda:all" or "," in device or emulated
+
+
 def _memory(config: "Config") -> Iterator[tuple[str, str]]:
     memory = config.memory
-    emulated = memory.device.startswith("emulated")
-    if not emulated:
+    if not memory.device.startswith("emulated"):
         yield "memory.link_gb_per_s", "only emulated devices have a throttled link"
-    if (
-        memory.device == "cuda:all"
-        or "," in memory.device
-        or (emulated and memory.device not in ("emulated", "emulated:1"))
-    ):
+    if _has_several_workers(config):
         for key in ("slots", "prefetch", "offload"):
             yield f"memory.{key}", "several workers have slots for their stages, and hand inputs over"
     if memory.home == "host":
@@ -90,7 +91,7 @@ def _memory(config: "Config") -> Iterator[tuple[str, str]]:
 
 
 def _transport(config: "Config") -> Iterator[tuple[str, str]]:
-    if config.memory.offload is False:
+    if config.memory.offload is False and not _has_several_workers(config):
         yield "transport.activations", "memory.offload is false"
 
 

@@ -7,6 +7,7 @@ from outsize.model.spec import ModelSpec
 from outsize.optim.spec import StateLayout, layout_of
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import disk_buffer_bytes, state_bytes
+from outsize.planner.net_memory import net_bytes
 from outsize.planner.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
 
 
@@ -67,12 +68,13 @@ def state_of(model: ModelSpec, options: PlanOptions) -> StateLayout:
 def bytes_below(
     model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Room
 ) -> dict[str, dict[str, int]]:
-    """Return what lies below the workers whatever their stages: the home, and what stands between it and them."""
+    """Return what lies below the workers whatever their stages: the home, what stands before it, and other nodes."""
     state = layout_of(options.state or model.dtype)
     table = {
         "host": {
             "host buffers": room.num_host_buffers * room.host_buffer_bytes,
             **disk_buffer_bytes(model, layout, options.home, room.tile_elements, state),
+            **net_bytes(model, layout, options.wire, options.home, state),
         },
         "disk": {},
     }

@@ -100,6 +100,7 @@ def task_of(question: Question, model: ModelSpec, microbatches: int, home: Tier)
         unit_clip=question.unit_clip,
         microbatches=microbatches,
         state=question.state_layout(whole_gradients=True),
+        wire=question.wire,
     )
     times = unit_times(question.machine, model.compute_dtype, work)
     return Task(question=question, model=model, work=work, options=options, times=times)

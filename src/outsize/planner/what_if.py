@@ -126,7 +126,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
 
     Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to the
     one GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
-    bits, whose gradients pass through a ring, where the home is on disk for want of host memory.
+    bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
@@ -135,8 +135,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     one_host = base.home == "host" and base.num_gpus == 1
     codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
-    one_gpu = base.num_gpus == 1 and question.nodes == 1
-    state = ("state=int8",) if on_disk and one_gpu and question.home != "disk" else ()
+    state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
     return (
         "vram=+8GB",
         ram,

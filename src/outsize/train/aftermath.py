@@ -1,12 +1,13 @@
 """After a run has failed: from which step the next one goes on."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from outsize.config import Config
 from outsize.errors import OutsizeError
 from outsize.model.spec import ModelSpec
+from outsize.optim.spec import Plane
 from outsize.storage.committed import find_record
 from outsize.train.checkpoint_dir import latest
 from outsize.train.checkpoint_state import position_of
@@ -21,6 +22,7 @@ class Aftermath:
         run_dir: its directory.
         spec: its model.
         announce: told.
+        planes: of a trained unit, at home.
         own: elements of each unit that this rank steps; None for all.
 
     Attributes:
@@ -33,8 +35,10 @@ class Aftermath:
         run_dir: Path,
         spec: ModelSpec,
         announce: Callable[[str], None],
+        planes: Mapping[str, Plane],
         own: Sequence[range] | None = None,
     ) -> None:
+        self._planes = planes
         self._own = own
         self.begun = False
         self._config = config
@@ -55,7 +59,7 @@ class Aftermath:
         saved = latest(self._run_dir)
         found = [(position_of(saved).step, saved.name)] if saved is not None else []
         home = home_file(self._config.memory, self._run_dir)
-        record, _ = find_record(home, self._spec, own=self._own)
+        record, _ = find_record(home, self._spec, self._planes, self._own)
         if record is not None:
             found.append((record.state["step"], str(home)))
         if not found:

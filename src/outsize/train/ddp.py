@@ -13,10 +13,10 @@ With bf16, parameters are the fp32 masters and the forward computes under autoca
 import contextlib
 import inspect
 import itertools
+import math
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from math import isfinite
 from typing import Any
 
 import torch
@@ -55,12 +55,20 @@ _POWERSGD_STEPS, _POWERSGD_SHARE = 1000, 10
 def one_share(config: Config, num_ranks: int) -> Config:
     """Return the run that one rank's share of each step would be, for measuring what it needs.
 
+    A replica has its masters apart, however they lie in a home that a streamed run may have left.
+
     Raises:
         ConfigError: a step has too few sequences for all ranks.
     """
     check_shares(config, num_ranks)
     tokens = -(-config.sequences_per_step // num_ranks) * config.data.seq_len
-    return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_step": tokens})})
+    masters = "separate" if config.optimizer.masters == "auto" else config.optimizer.masters
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"tokens_per_step": tokens}),
+            "optimizer": config.optimizer.model_copy(update={"masters": masters}),
+        }
+    )
 
 
 def check_fits(prepared: Prepared) -> None:
@@ -276,7 +284,7 @@ class DataParallelTrainer:
             )
         if finite:
             limit = max_norm_of(config)
-            if isfinite(limit):
+            if math.isfinite(limit):
                 nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
             for entry in self._optimizer.param_groups:
                 entry["lr"] = rate

@@ -27,6 +27,7 @@ from outsize.train.stream import StreamedTrainer
 from outsize.units import format_bytes
 
 Announce = Callable[[str], None]
+_ANOTHER = "a model of other parameters, or with others frozen, or the share of a rank"
 
 
 def newest_home(
@@ -66,8 +67,8 @@ def newest_home(
     standing.check_same_run(state, path, config, prepared.dtype)
     if record.layout != layout_digest(spec, planes, own):
         raise StorageError(
-            f"{path} holds {_other(record, prepared)}; resume with the former settings, or remove the file to go on "
-            "without it"
+            f"{path} holds {_otherwise(record, prepared) or _ANOTHER}; resume with the former settings, or remove the "
+            "file to go on without it"
         )
     if resumed is not None and position_of(resumed).step > state["step"]:
         announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
@@ -79,38 +80,46 @@ def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Anno
     """Return this rank's record of the last step that all ranks have committed; None where there is none.
 
     Raises:
-        StorageError: the homes are those of another number of ranks, and there is no checkpoint.
+        StorageError: the homes are laid out otherwise, or are those of another number of ranks, and there is no
+            checkpoint.
     """
-    group = prepared.group
-    records, wrong = find_records(path, prepared.split.spec, prepared.plan.state.planes, prepared.own)
+    group, spec, planes = prepared.group, prepared.split.spec, prepared.plan.state.planes
+    records, wrong = find_records(path, spec, planes, prepared.own)
     foreign = not records and has_commit(path)
-    told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign])
-    for rank, (_, wrong, _) in enumerate(told):
+    record = find_record(path, spec, planes, prepared.own)[0] if foreign else None
+    holds = "" if record is None else _otherwise(record, prepared)
+    told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign, holds])
+    for rank, (_, wrong, _, holds) in enumerate(told):
+        if holds:
+            raise StorageError(
+                f"{path.name} of rank {rank} holds {holds}; resume with the former settings, or remove the file of all "
+                "ranks to go on without it"
+            )
         if wrong:
             announce(f"rank {rank}: {wrong}")
-    common = set.intersection(*(set(steps) for steps, _, _ in told))
+    common = set.intersection(*(set(steps) for steps, *_ in told))
     if common:
         return next(record for record in records if record.state["step"] == max(common))
-    if any(foreign for *_, foreign in told) and resumed is None:
+    if any(foreign for _, _, foreign, _ in told) and resumed is None:
         raise StorageError(
             "homes on disk here are not those of this run's ranks, and there is no checkpoint to go on from; start as "
             f"many ranks as before, or remove {path.name} of all of them to begin anew"
         )
-    if any(steps or foreign for steps, _, foreign in told):
+    if any(steps or foreign for steps, _, foreign, _ in told):
         announce(
             "homes on disk have no committed step that all ranks share: going on from the newest checkpoint"
         )
     return None
 
 
-def _other(record: Record, prepared: Prepared) -> str:
-    """What a home holds that is not laid out as this run has it."""
+def _otherwise(record: Record, prepared: Prepared) -> str:
+    """What a home of this run's model and rank holds that is laid out otherwise; empty where it is of another."""
     spec, ours = prepared.split.spec, prepared.plan.state
     masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
     gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
     for own, kept in itertools.product(masters, gradients):
         other = replace(ours, masters=own, gradients=kept)
-        if record.layout == layout_digest(spec, other.planes):
+        if record.layout == layout_digest(spec, other.planes, prepared.own):
             changed = [f"optimizer.masters={own}"] * (own != ours.masters)
             waits = (
                 "does not keep gradients (optimizer.clip=unit or none)"
@@ -120,7 +129,7 @@ def _other(record: Record, prepared: Prepared) -> str:
             return " and ".join(
                 [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]
             )
-    return "a model of other parameters, or with others frozen, or the share of a rank"
+    return ""
 
 
 def start(

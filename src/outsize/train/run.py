@@ -196,7 +196,10 @@ def _open(
         )
     )
     # Entered before what it speaks of, so that it speaks when every lane has ended.
-    aftermath = stack.enter_context(Aftermath(config, own_dir, prepared.split.spec, announce, prepared.own))
+    planes = prepared.plan.state.planes
+    aftermath = stack.enter_context(
+        Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own)
+    )
     trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
     tell_costs(prepared, own_dir, announce)
     _write_facts(ranks, asked, prepared, (flops, peak), trainer.errors)

@@ -82,11 +82,10 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
         )
     num_moments = num_moments_of(optimizer.name, optimizer.momentum)
     moments = optimizer.state if num_moments else "fp32"
-    shared = num_ranks > 1 or config.parallel.mode == "ddp"
     layout = StateLayout(
         dtype=spec.dtype,
         masters=masters_for(
-            optimizer.masters, spec.dtype, moments, kernels=not shared and _has_kernel(optimizer)
+            optimizer.masters, spec.dtype, moments, kernels=num_ranks == 1 and _has_kernel(optimizer)
         ),
         moments=moments,
         gradients=optimizer.gradients,

@@ -173,10 +173,12 @@ class StreamedTrainer:
         Raises:
             StorageError: it is damaged; says where.
         """
-        planes = self.prepared.plan.state.planes
+        planes, own = self.prepared.plan.state.planes, self.prepared.own
         with (
             Arena() as arena,
-            CommittedHome(self.spec, planes, path, self.tiers.pool, arena=arena, record=record) as former,
+            CommittedHome(
+                self.spec, planes, path, self.tiers.pool, arena=arena, record=record, own=own
+            ) as former,
         ):
             piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)

@@ -216,6 +216,8 @@ class Runner(Inferring):
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
+            if context.keeps:  # what waits below the device for a backward that will not end
+                engine.forget_saved(context.number)
             raise
         finally:
             engine.let_go()
