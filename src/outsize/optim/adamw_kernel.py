@@ -9,7 +9,7 @@ there.
 import ctypes
 from functools import cache
 from math import sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,30 +64,18 @@ def step_native(settings: Settings, update: Update, planes: StatePlanes, gradien
             return 0
     if count:
         _call(settings, update, planes, gradient, count)
-        if planes.master is not None:
-            planes.weights[:count].copy_(planes.master[:count])
+        round_weights(planes, count)
     return count
 
 
 def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Tensor, count: int) -> None:
-    split = planes.master_low is not None
     beta1, beta2 = settings.betas
     arguments = _Arguments(
-        hi=address(planes.weights if split else None),
-        lo=address(planes.master_low),
-        ties=address(planes.master_ties),
-        master=address(None if split else planes.weights if planes.master is None else planes.master),
-        gradient=address(gradient),
+        **common_arguments(planes, gradient, count, update),
         exp_avg=address(planes.exp_avg),
         exp_avg_sq=address(planes.exp_avg_sq),
         exp_avg_top=address(planes.exp_avg_scales),
         exp_avg_sq_top=address(planes.exp_avg_sq_scales),
-        count=count,
-        first=update.first,
-        gradient_is_bf16=gradient.dtype is torch.bfloat16,
-        state=STATES[planes.moments],
-        key=update.key,
-        clip=update.clip,
         # Made in fp64 and rounded once, as torch does.
         decay=1.0 - update.lr * settings.weight_decay if update.decay else 1.0,
         lerp=1.0 - beta1,
@@ -98,6 +86,30 @@ def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Ten
         step=-(update.lr / (1.0 - beta1**update.count)),
     )
     native.call("adamw", ctypes.byref(arguments), ctypes.c_int(torch.get_num_threads()))
+
+
+def common_arguments(planes: StatePlanes, gradient: Tensor, count: int, update: Update) -> dict[str, Any]:
+    """Return what every kernel is told of the first ``count`` elements: how masters lie, the gradient, the chances."""
+    split = planes.master_low is not None
+    return {
+        "hi": address(planes.weights if split else None),
+        "lo": address(planes.master_low),
+        "ties": address(planes.master_ties),
+        "master": address(None if split else planes.weights if planes.master is None else planes.master),
+        "gradient": address(gradient),
+        "count": count,
+        "first": update.first,
+        "gradient_is_bf16": gradient.dtype is torch.bfloat16,
+        "state": STATES[planes.moments],
+        "key": update.key,
+        "clip": update.clip,
+    }
+
+
+def round_weights(planes: StatePlanes, count: int) -> None:
+    """Make the first ``count`` weights of separate masters; a kernel has written those of split ones."""
+    if planes.master is not None:
+        planes.weights[:count].copy_(planes.master[:count])
 
 
 def address(plane: Tensor | None) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.optim.adamw_kernel import STATES, VECTOR, address
+from outsize.optim.adamw_kernel import VECTOR, address, common_arguments, round_weights
 from outsize.optim.planes import StatePlanes
 from outsize.optim.update import Update
 
@@ -59,7 +59,7 @@ def step_sgd(settings: Sgd, update: Update, planes: StatePlanes, gradient: Tenso
         form = found
     if count:
         _call_sgd(settings, update, planes, gradient, count, form)
-        _round(planes, count)
+        round_weights(planes, count)
     return count
 
 
@@ -80,7 +80,7 @@ def step_lion(
         share=share,
         rest=1.0 - share,
     )
-    _round(planes, planes.numel)
+    round_weights(planes, planes.numel)
     return planes.numel
 
 
@@ -103,30 +103,14 @@ def _call_sgd(
 
 
 def _call(planes: StatePlanes, gradient: Tensor, count: int, update: Update, **numbers: float) -> None:
-    split = planes.master_low is not None
     arguments = _Arguments(
-        hi=address(planes.weights if split else None),
-        lo=address(planes.master_low),
-        ties=address(planes.master_ties),
-        master=address(None if split else planes.weights if planes.master is None else planes.master),
-        gradient=address(gradient),
+        **common_arguments(planes, gradient, count, update),
         moment=address(planes.exp_avg),
         moment_top=address(planes.exp_avg_scales),
-        count=count,
-        first=update.first,
-        gradient_is_bf16=gradient.dtype is torch.bfloat16,
-        state=STATES[planes.moments],
-        key=update.key,
-        clip=update.clip,
         lr=update.lr,
         **numbers,
     )
     native.call("momentum", ctypes.byref(arguments), ctypes.c_int(torch.get_num_threads()))
-
-
-def _round(planes: StatePlanes, count: int) -> None:
-    if planes.master is not None:
-        planes.weights[:count].copy_(planes.master[:count])
 
 
 @cache

@@ -124,14 +124,7 @@ def prepare(
     )
     trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
-    directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
-    if source is None:
-        source = CheckpointReader(directory, model)
-        source.load_buffers(model)
-    adapters = None
-    if config.train.method == "lora":
-        adapters = put_in(model, _lora(config, model), config.train.seed)
-        source = AdapterSource(source, adapters, adapters_from)
+    directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
     spec = parts.spec
     if group.size == 1:
@@ -172,6 +165,20 @@ def prepare(
         adapters=adapters,
         group=group,
     )
+
+
+def _sourced(
+    config: Config, model: nn.Module, source: WeightSource | None, adapters_from: Path | None
+) -> tuple[Path, WeightSource, Adapters | None]:
+    """Return the model's directory, where its weights come from, and the adapters that were put in."""
+    directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
+    if source is None:
+        source = CheckpointReader(directory, model)
+        source.load_buffers(model)
+    if config.train.method != "lora":
+        return directory, source, None
+    adapters = put_in(model, _lora(config, model), config.train.seed)
+    return directory, AdapterSource(source, adapters, adapters_from), adapters
 
 
 def _lora(config: Config, model: nn.Module) -> Any:

@@ -153,8 +153,10 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         started = one_share(started, ranks.group.size)
     shared = None if replicated else ranks.group
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
-    prepared, rates = choose_codec(prepared, own_dir, announce)
-    prepared, rates = choose_activations(prepared, own_dir, announce, rates)
+    rates = None
+    if not replicated:  # which streams nothing
+        prepared, rates = choose_codec(prepared, own_dir, announce)
+        prepared, rates = choose_activations(prepared, own_dir, announce, rates)
     config = config.in_microbatches(prepared.config.microbatches)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
