@@ -29,7 +29,7 @@ from outsize.data import PackedDataset, Prefetcher, open_data
 from outsize.model.spec import pack_unit
 from outsize.optim.adamw import AdamW, step_planes
 from outsize.probe.compute import measure_matmul
-from outsize.probe.effort import QUICK
+from outsize.probe.effort import FULL
 from outsize.storage.arena import Arena
 
 VOCABULARY = 128_256
@@ -174,7 +174,7 @@ def bench_b(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
                 times["optimizer"].append(time.perf_counter() - computed)
         median = {name: Spread.of(values).median for name, values in times.items()}
         layer_range = Spread.of(times["layer"])
-    product = measure_matmul(device, "bf16" if device != "cpu" else "fp32", QUICK)
+    product = measure_matmul(device, "bf16" if device != "cpu" else "fp32", FULL)
     assert product.median is not None, product.source
     rate = tokens / median["layer"]
     mfu = 6 * num_parameters * rate / product.median
