@@ -272,7 +272,7 @@ class _Pricing:
             size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
         else:
             planes = self.state.read_planes if read else self.state.write_planes
-            size = self.state.bytes_of(self._elements(op), planes)
+            size = self.state.bytes_of(self.model.units[unit], self._elements(op), planes)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
 
     def _link_bytes(self, unit: int) -> int:
