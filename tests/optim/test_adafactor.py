@@ -7,7 +7,7 @@ from torch import Tensor
 from optim.test_other_rules import Reference, groups
 from optim.test_step import random
 from outsize.model.spec import ModelSpec, UnitSpec, pack_unit
-from outsize.optim import adafactor
+from outsize.optim import factored_kernel
 from outsize.optim.adafactor import Adafactor, step_whole
 from outsize.optim.factors import FACTORS, factored
 from outsize.optim.spec import GRADIENT, StateLayout
@@ -94,18 +94,18 @@ RULES = [
 
 
 @pytest.mark.parametrize(("rule", "masters", "gradients", "clip", "piece"), RULES)
-def test_fifty_steps_are_bit_equal_to_torch(rule, masters, gradients, clip, piece, monkeypatch):
+def test_sixty_steps_are_bit_equal_to_torch(rule, masters, gradients, clip, piece, use_native, monkeypatch):
     """Masters, weights and factors, for any options and forms, whatever pieces an estimate is made in."""
-    monkeypatch.setattr(adafactor, "_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(factored_kernel, "_PIECE_ELEMENTS", piece)
     unit = unit_of_all_shapes()
     start = random(unit.numel, 0)
     ours, reference = Unit(unit, start, masters, gradients), resident(unit, start, rule)
     coefficient = None if clip is None else torch.tensor(clip)
-    for number in range(1, 51):
+    for number in range(1, 61 if masters == "split" else 6):
         gradient = random(unit.numel, number) * 10.0 ** (number % 7 - 4)
         gradient = gradient.to(ITEM_DTYPE[gradients]).float()
         lr = 0.5 / number
-        ours.step(rule, gradient, number, lr, clip_coefficient=coefficient)
+        ours.step(rule, gradient, number, lr, clip_coefficient=coefficient, use_native=use_native)
         reference.step(gradient if clip is None else gradient * coefficient, lr)
     master = reference.flat(None, start)
     assert torch.equal(ours.master.view(torch.int32), master.view(torch.int32))

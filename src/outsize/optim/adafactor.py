@@ -2,9 +2,9 @@
 
 An update is scaled by root mean squares of a whole parameter and of its update, so parameters step whole, one after the
 other. The operations are those of torch's ``_single_tensor_adafactor``, in its order, but for two things that change no
-bit: the estimate of the second moment is made a piece at a time, in a cache, and the update takes the place of the
-gradient. So a step needs no tensors besides those that it changes, where masters and gradients are planes of fp32; a
-split master is joined in a scratch, and a gradient in bf16 widened in another.
+bit: the estimate of the second moment is never there as a whole, and the update takes the place of the gradient. So a
+step needs no tensors besides those that it changes, where masters and gradients are planes of fp32; a split master is
+joined in a scratch, and a gradient in bf16 widened in another.
 """
 
 import math
@@ -17,12 +17,10 @@ from torch import Tensor
 
 from outsize.model.spec import TensorSpec, UnitSpec
 from outsize.optim.adamw import check_numbers
+from outsize.optim.factored_kernel import column_norms, divide_by_root
 from outsize.optim.factors import FACTORS, factored
 from outsize.optim.spec import GRADIENT, MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS
 from outsize.optim.split import join_master, split_master, ties_bytes
-
-# A thread's part of a piece of an estimate, 512 KiB in fp32, stays in its cache from the product to the root.
-_PIECE_ELEMENTS = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +63,7 @@ def step_whole(
     clip_coefficient: Tensor | None = None,
     skip: AbstractSet[str] = frozenset(),
     rounds: bool = True,
+    use_native: bool = True,
 ) -> None:
     """Step all parameters of a unit in place; frozen and skipped ones keep what they have. The gradient is spent.
 
@@ -79,6 +78,7 @@ def step_whole(
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
         rounds: whether weights beside a separate master are made of it.
+        use_native: use the kernels in C where there are some.
     """
     seen = {factor: factored(unit, factor).tensors for factor in FACTORS}
     factors: dict[str, dict[str, Tensor]] = {}
@@ -90,12 +90,21 @@ def step_whole(
             continue
         part = {name: plane for name, plane in planes.items() if name not in FACTORS}
         room = iter(scratches)
-        master = _master(part, tensor, room)
+        master = _master(part, tensor, room, use_native=use_native)
         gradient = _gradient(part, tensor, room)
         if clip_coefficient is not None:
             gradient.mul_(float(clip_coefficient))
-        _step(rule, master, gradient, factors[tensor.name], step[tensor.name], lr, decays=tensor.decay)
-        _put_back(part, tensor, master, rounds=rounds)
+        _step(
+            rule,
+            master,
+            gradient,
+            factors[tensor.name],
+            step[tensor.name],
+            lr,
+            decays=tensor.decay,
+            use_native=use_native,
+        )
+        _put_back(part, tensor, master, rounds=rounds, use_native=use_native)
 
 
 def _view(plane: Tensor, tensor: TensorSpec) -> Tensor:
@@ -111,12 +120,14 @@ def _split_parts(planes: Mapping[str, Tensor], tensor: TensorSpec) -> tuple[Tens
     return weights, low, ties
 
 
-def _master(planes: Mapping[str, Tensor], tensor: TensorSpec, room: Iterator[Tensor]) -> Tensor:
+def _master(
+    planes: Mapping[str, Tensor], tensor: TensorSpec, room: Iterator[Tensor], *, use_native: bool
+) -> Tensor:
     """The fp32 master of a parameter, in its shape: where it lies, or joined in a scratch."""
     if MASTER_LOW not in planes:
         return _view(planes[MASTER if MASTER in planes else WEIGHTS], tensor)
     master = next(room)[: tensor.numel]
-    join_master(*_split_parts(planes, tensor), master)
+    join_master(*_split_parts(planes, tensor), master, use_native=use_native)
     return master.view(tensor.shape)
 
 
@@ -128,10 +139,12 @@ def _gradient(planes: Mapping[str, Tensor], tensor: TensorSpec, room: Iterator[T
     return next(room)[: tensor.numel].view(tensor.shape).copy_(gradient)
 
 
-def _put_back(planes: Mapping[str, Tensor], tensor: TensorSpec, master: Tensor, *, rounds: bool) -> None:
+def _put_back(
+    planes: Mapping[str, Tensor], tensor: TensorSpec, master: Tensor, *, rounds: bool, use_native: bool
+) -> None:
     """Make of a master that has been stepped what lies beside it."""
     if MASTER_LOW in planes:
-        split_master(master.view(-1), *_split_parts(planes, tensor))
+        split_master(master.view(-1), *_split_parts(planes, tensor), use_native=use_native)
     elif MASTER in planes and rounds:
         _view(planes[WEIGHTS], tensor).copy_(master)
 
@@ -145,6 +158,7 @@ def _step(
     lr: float,
     *,
     decays: bool,
+    use_native: bool,
 ) -> None:
     """Step one parameter; all tensors in its shape but the factors, the gradient free to be overwritten."""
     eps1, eps2 = rule.eps
@@ -157,33 +171,13 @@ def _step(
     if decays and rule.weight_decay:
         master.mul_(1 - lr * rule.weight_decay)
     if gradient.dim() > 1:
-        for name, dim in (("row_var", -1), ("col_var", -2)):
-            square = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True).square_()
-            factors[name].lerp_(square.div_(gradient.size(dim)), weight)
-        _divide_by_root(gradient, factors["row_var"], factors["col_var"], eps1)
+        rows = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
+        factors["row_var"].lerp_(rows.square_().div_(gradient.size(-1)), weight)
+        columns = column_norms(gradient, use_native=use_native)
+        factors["col_var"].lerp_(columns.square_().div_(gradient.size(-2)), weight)
+        divide_by_root(gradient, factors["row_var"], factors["col_var"], eps1, use_native=use_native)
     else:
         factors["variance"].lerp_(gradient * gradient, weight)
         gradient.mul_(factors["variance"].clone().clamp_(min=eps1 * eps1).rsqrt_())
     denominator = max(1.0, gradient.norm(2).item() / (root * rule.d))
     master.add_(gradient, alpha=-alpha / denominator)
-
-
-def _divide_by_root(gradient: Tensor, row_var: Tensor, col_var: Tensor, eps1: float) -> None:
-    """Divide a gradient by the root of its second moment as its factors ``[..., n, 1]`` and ``[..., 1, m]`` tell it.
-
-    Each element of the estimate is one product, so pieces have the bits of a whole.
-    """
-    means = row_var.mean(dim=-2, keepdim=True).clamp_(min=eps1).view(-1, 1, 1)
-    num_rows, num_columns = gradient.shape[-2:]
-    gradient = gradient.view(-1, num_rows, num_columns)
-    rows, columns = row_var.view(-1, num_rows, 1), col_var.view(-1, 1, num_columns)
-    piece = max(num_columns, _PIECE_ELEMENTS * torch.get_num_threads())
-    at_once = min(num_rows, piece // num_columns)
-    together = max(1, piece // (num_rows * num_columns))
-    for first in range(0, len(gradient), together):
-        some = slice(first, first + together)
-        for start in range(0, num_rows, at_once):
-            few = slice(start, start + at_once)
-            estimate = rows[some, few] * columns[some]
-            estimate.div_(means[some]).clamp_(min=eps1 * eps1).rsqrt_()
-            gradient[some, few].mul_(estimate)
