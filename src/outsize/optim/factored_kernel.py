@@ -24,7 +24,7 @@ _PIECE_ELEMENTS = 2**17
 
 
 def column_norms(matrices: Tensor, *, use_native: bool = True) -> Tensor:
-    """Return the 2-norms ``[..., 1, m]`` of the columns of fp32 ``matrices [..., n, m]``, contiguous, in host memory."""
+    """Return the 2-norms ``[..., 1, m]`` of the columns of fp32 ``[..., n, m]``, contiguous, in host memory."""
     form = form_of_torch(native.level()) if use_native and native.available() else None
     if form is None:
         norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
