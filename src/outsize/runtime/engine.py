@@ -19,6 +19,7 @@ import torch
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
+from outsize.optim.adafactor import Adafactor
 from outsize.optim.spec import StateLayout
 from outsize.optim.update import Rule
 from outsize.planner.choice import Extent
@@ -81,7 +82,7 @@ class EngineSettings:
         describe: what a home that commits is told of each step.
     """
 
-    optimizer: Rule
+    optimizer: Rule | Adafactor
     max_grad_norm: float
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None
@@ -148,6 +149,8 @@ class Engine:
         self.num_submitted = 0
         layout = plan.layout
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
+        scratch_bytes = 4 * plan.state.scratch_elements(split.spec)
+        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
         store_buffer = (
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
@@ -168,6 +171,7 @@ class Engine:
             former=None if self.exchange is None else self.exchange.former,
             state=plan.state,
             seed=settings.seed,
+            scratches=[scratch.view(torch.float32) for scratch in scratches],
         )
         crew = make_crew if layout.stages is not None else make_single
         self._crew = crew(
