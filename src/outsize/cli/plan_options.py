@@ -54,6 +54,9 @@ class PlanOptions:
     microbatches: Annotated[
         int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
     ] = None
+    mlp_parts: Annotated[
+        int, typer.Option(help="Parts in which an MLP takes the tokens of a microbatch; less memory.")
+    ] = 1
     home: Annotated[Home, typer.Option(help="Where the training state rests.")] = "auto"
     ram: Annotated[
         str | None,

@@ -333,7 +333,9 @@ def _what_to_try(
     if chosen and not shortage(replace(options, activations="auto")):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
-        advice = f"more microbatches than {options.microbatches}, or shorter sequences"
+        in_parts = largest == "workspace" and not options.cut
+        shorter = "train.mlp_parts=4, or shorter sequences" if in_parts else "or shorter sequences"
+        advice = f"more microbatches than {options.microbatches}, {shorter}"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"

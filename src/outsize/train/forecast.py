@@ -20,7 +20,7 @@ import torch
 from outsize.errors import ConfigError, ModelError, OutsizeError
 from outsize.group.group import Group
 from outsize.hardware.spec import Figure, Machine
-from outsize.model.spec_from_config import forward_flops, read_shape
+from outsize.model.spec_from_config import forward_flops
 from outsize.model.walk import Boundaries
 from outsize.planner.choice import Extent
 from outsize.planner.comparison import Comparison, Steps, compare
@@ -37,7 +37,7 @@ from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
 from outsize.train.model_inputs import made_up_inputs
 from outsize.train.prepare import Prepared
-from outsize.train.unit_times import kept_bytes, recompute_shares, selections
+from outsize.train.unit_times import kept_bytes, recompute_shares, selections, shape_of
 from outsize.units import format_seconds
 
 PREDICTION_FILE = "prediction.json"
@@ -274,8 +274,7 @@ def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
     """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
     spec = prepared.split.spec
     with contextlib.suppress(ModelError, AttributeError):
-        shape = read_shape(prepared.split.model.config.to_dict())  # type: ignore[union-attr,operator]
-        flops = forward_flops(shape, rows, length)
+        flops = forward_flops(shape_of(prepared.split), rows, length)
         if len(flops) == spec.num_streamed:
             return flops
     numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
