@@ -356,6 +356,8 @@ class Engine:
             found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
             downs = (worker.gradients.down, worker.activations.down)
             found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        for source, target in sorted(self.plan.layout.peers):
+            found[f"peer:w{source}-w{target}"] = self._crew.workers[source].activations.across
         if self.exchange is not None:
             found |= {"net:reduce": self.exchange.reduced, "net:gather": self.exchange.gathered}
         return found
@@ -422,6 +424,8 @@ class Engine:
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
+            table[Kind.PASS, False] = worker.activations.pass_on
+            table[Kind.RETURN, False] = worker.activations.give_back
         return table
 
 
