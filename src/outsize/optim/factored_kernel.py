@@ -4,9 +4,9 @@ Norms of columns: torch walks down one column after the other, a number from eac
 times as long as for rows. The kernel walks over all of them at once; each is summed in the same order, row by row. The
 division by the root of an estimate is five operations of torch over pieces that stay in a cache, and one pass in C.
 
-Whether torch's compiler fuses a square with the sum is for that to decide, and torch promises no order of operations. So
-the kernels are compared with the torch at hand before they are used, once in a process, and left alone where they are
-not the same to the bit.
+Whether torch's compiler fuses a square with the sum is for that to decide, and torch promises no order of operations.
+So the kernels are compared with the torch at hand before they are used, once in a process, and left alone where they
+are not the same to the bit.
 """
 
 import ctypes
