@@ -147,12 +147,14 @@ class Traffic:
         down: away from the device.
         disk_read: from disk, wherever to.
         disk_written: to disk, wherever from.
+        across: from the memory of one device to that of another.
     """
 
     up: int = 0
     down: int = 0
     disk_read: int = 0
     disk_written: int = 0
+    across: int = 0
 
 
 __all__ = [
@@ -347,6 +349,8 @@ def count_traffic(
         elif op.kind in (Kind.FETCH, Kind.RECV):
             moved["up"] += handed_over(op)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
+        elif op.kind in (Kind.PASS, Kind.RETURN):
+            moved["across"] += boundary_bytes[unit]
         elif op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
             size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, kept_bytes)
             moved["down" if op.kind is Kind.OFFLOAD else "up"] += size

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
-from outsize.choices import Activations
+from outsize.choices import Activations, Handover
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
@@ -61,6 +61,8 @@ class PlanOptions:
         nodes: processes that share the step.
         rank: number of this one; None for the one that steps most.
         wire: codecs between them.
+        peers: of several workers, pairs (source, target) of which one can copy to the other by itself.
+        handover: how stages hand over; ``peer`` must go between all ``peers``, ``auto`` where there is room.
     """
 
     home: Tier
@@ -82,6 +84,8 @@ class PlanOptions:
     nodes: int = 1
     rank: int | None = None
     wire: Wire = EXACT
+    peers: frozenset[tuple[int, int]] = frozenset()
+    handover: Handover = "auto"
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":

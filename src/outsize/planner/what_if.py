@@ -237,13 +237,7 @@ def _ram(question: Question, num_bytes: float) -> Question:
 
 
 def _gpus(question: Question, count: float) -> Question:
-    machine = question.machine
-    more = replace(
-        machine,
-        gpus=(*machine.gpus, *[machine.gpus[-1]] * int(count)),
-        links=(*machine.links, *[machine.links[-1]] * int(count)),
-    )
-    return replace(question, machine=more)
+    return replace(question, machine=question.machine.with_more_gpus(int(count)))
 
 
 def _link(question: Question, factor: float) -> Question:
@@ -257,7 +251,11 @@ def _link(question: Question, factor: float) -> Question:
         for link in machine.links
     )
     uplinks = {name: _times(figure, factor) for name, figure in machine.uplinks.items()}
-    return replace(question, machine=replace(machine, links=links, uplinks=uplinks))
+    peers = tuple(
+        peer if peer.own_wire else replace(peer, bytes_per_s=_times(peer.bytes_per_s, factor))
+        for peer in machine.peers
+    )
+    return replace(question, machine=replace(machine, links=links, uplinks=uplinks, peers=peers))
 
 
 def _compute(question: Question, factor: float) -> Question:

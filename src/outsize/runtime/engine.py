@@ -44,6 +44,7 @@ from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
 from outsize.runtime.moved import Moved
+from outsize.runtime.net_codec import Residuals
 from outsize.runtime.ranges import OpRanges
 from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_compute import StagedComputeOps
@@ -193,13 +194,14 @@ class Engine:
         self.buffers = (*slots, *self.accumulators, *host_buffers)
         collector, beside = None, None
         if shared is not None:
-            collector, beside = _collector(spec, shared, home, plan.state, host)
+            residuals = None if self.exchange is None else self.exchange.residuals
+            collector, beside = _collector(spec, shared, home, plan.state, host, residuals)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
         self._skipped: set[int] = set()
-        hazards = Hazards(layout.num_streamed, layout.rest)
+        hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         computes = [worker.compute for worker in self._crew.workers]
         around = partial(_lane_thread, computes, settings.num_threads)
@@ -356,6 +358,8 @@ class Engine:
             found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
             downs = (worker.gradients.down, worker.activations.down)
             found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        for source, target in sorted(self.plan.layout.peers):
+            found[f"peer:w{source}-w{target}"] = self._crew.workers[source].activations.across
         if self.exchange is not None:
             found |= {"net:reduce": self.exchange.reduced, "net:gather": self.exchange.gathered}
         return found
@@ -422,18 +426,25 @@ class Engine:
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
+            table[Kind.PASS, False] = worker.activations.pass_on
+            table[Kind.RETURN, False] = worker.activations.give_back
         return table
 
 
 def _collector(
-    spec: ModelSpec, shared: Shared, home: HostHome | DiskHome, state: StateLayout, host: Arena
+    spec: ModelSpec,
+    shared: Shared,
+    home: HostHome | DiskHome,
+    state: StateLayout,
+    host: Arena,
+    residuals: Residuals | None,
 ) -> tuple[Collector, torch.Tensor]:
     """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
     numel = shared.staging.stored_elements
     beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
     piece = host.take(numel * 4, "network").view(torch.float32)
     halves = host.take(shared.staging.halves, "network") if shared.staging.halves else None
-    return Collector(spec, shared.group, home, state, piece, halves), beside
+    return Collector(spec, shared.group, home, state, piece, halves, residuals), beside
 
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:

@@ -30,6 +30,7 @@ from outsize.probe.host import measure_dram
 from outsize.probe.link import measure_links
 from outsize.probe.stepping import measure_adamw
 from outsize.runtime.workers import device_names
+from outsize.train.peers import measured_peers
 from outsize.train.prepare import Prepared
 
 MACHINE_FILE = "machine.json"
@@ -89,6 +90,7 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
             adamw_params_per_s=_adamw(effort, state, units),
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
+        peers=measured_peers(prepared.config, machine, prepared.plan.layout.peers),
     )
 
 
@@ -112,7 +114,8 @@ def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
         )
         disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
         limited = prepared.config.memory.link_gb_per_s is not None
-        if same and disk and not limited:
+        peers = all(found.peer(*pair) is not None for pair in prepared.plan.layout.peers)
+        if same and disk and peers and not limited:
             return found
     return None
 
