@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import zoo
-from outsize.errors import ConfigError
+from outsize.errors import CheckpointError, ConfigError, LostRankError
 from outsize.planner import net_memory
 from outsize.testing.groups import ThreadWorld, in_ranks
-from outsize.train import checkpoint
+from outsize.train import checkpoint, feedback
 from outsize.train.prepare import prepare
 from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
@@ -35,7 +35,7 @@ def config_of(model_dir, size, batches, dtype="fp32", **sections):
     )
 
 
-def run(size, model_dir, directory, batches, *, first=0, resume=None, **options):
+def run(size, model_dir, directory, batches, *, first=0, resume=None, announce=print, **options):
     """Train on ``size`` ranks and save; returns of each rank the losses, the weights, and the bytes of its home."""
     config = config_of(model_dir, size, batches, **options)
     world = ThreadWorld(size)
@@ -47,7 +47,8 @@ def run(size, model_dir, directory, batches, *, first=0, resume=None, **options)
         with StreamedTrainer(prepared, own_dir) as trainer:
             trainer.fill()
             if resume is not None:
-                checkpoint.restore(trainer, resume)
+                trainer.position = checkpoint.restore(trainer, resume)
+                feedback.restore(trainer, resume, announce)
             with saver_of(
                 trainer, directory, config, decide=group_decides(group), writes=group.rank == 0
             ) as saver:
@@ -142,6 +143,41 @@ def test_two_that_go_on_end_as_two_that_were_never_stopped_and_three_close_by(op
         found = run(3, saved, tmp_path / "three", batches, first=1, resume=saved, **options)
         assert same(found[0][1], through[0][1], 2e-3)
         assert found[0][0] == pytest.approx(through[0][0][1:], abs=2e-3)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_error_feedback_that_goes_on_ends_where_it_would_have_ended(home, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(net_memory, "STORE_ELEMENTS", 2048)  # so that residuals go to a checkpoint in pieces
+    batches = make_batches("llama", STEPS, NUM_SEQUENCES)
+    options = {"parallel": {"gradients": "int4-ef"}, "memory": {"home": home}}
+    through = run(2, model_dir, tmp_path / "through", batches, **options)
+    run(2, model_dir, tmp_path / "half", batches[:2], train={"steps": STEPS}, **options)
+    saved = checkpoint.find("auto", tmp_path / "half")
+    found = run(2, saved, tmp_path / "on", batches, first=2, resume=saved, **options)
+    assert all(same(weights, through[0][1]) for _, weights, _ in found)
+    assert files_of(tmp_path / "on") == files_of(tmp_path / "through")
+    assert any("residual-001" in name for name in files_of(saved.parents[1]))
+
+
+def test_what_other_ranks_have_lost_is_not_gone_on_with_and_that_is_said(model_dir, tmp_path):
+    batches = make_batches("llama", 2, NUM_SEQUENCES)
+    options = {"parallel": {"gradients": "int8-ef"}}
+    run(2, model_dir, tmp_path / "two", batches[:1], train={"steps": 2}, **options)
+    saved, said = checkpoint.find("auto", tmp_path / "two"), []
+    run(3, saved, tmp_path / "three", batches, first=1, resume=saved, announce=said.append, **options)
+    assert len(said) == 3
+    assert all("holds that of 2 ranks" in line and "not bit for bit" in line for line in said)
+
+
+def test_damaged_residuals_are_refused(model_dir, tmp_path):
+    batches = make_batches("llama", 1, NUM_SEQUENCES)
+    options = {"parallel": {"gradients": "int8-ef"}}
+    run(2, model_dir, tmp_path / "two", batches, **options)
+    saved = checkpoint.find("auto", tmp_path / "two")
+    (path, *_) = sorted((saved / "optimizer").glob("*.residual-001.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises((CheckpointError, LostRankError), match=r"residual-001\.safetensors is damaged"):
+        run(2, saved, tmp_path / "on", batches, first=1, resume=saved, **options)
 
 
 @pytest.mark.parametrize(("home", "optimizer"), [("host", SPLIT), ("disk", SPLIT), ("disk", INT8)], ids=str)

@@ -213,7 +213,14 @@ def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
     moments = optimizer.state if num_moments else "fp32"
     # Several nodes keep separate masters unasked; a machine is taken to have the kernels that come with an install.
     masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
-    return StateLayout(dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments)
+    factored = optimizer.name == "adafactor"
+    if factored and nodes > 1:
+        raise ConfigError(
+            "--optimizer: adafactor steps whole parameters, and nodes share each by its elements; use lion or adamw"
+        )
+    return StateLayout(
+        dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments, factored=factored
+    )
 
 
 def _machine(gpus: str | None, file: Path | None) -> Machine:

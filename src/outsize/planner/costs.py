@@ -29,6 +29,8 @@ ADAMW_BYTES = 28
 # How fast a step over moments of fewer bits moves its bytes beside one over fp32: what it saves in memory it spends in
 # part on rounding. Two cores, bench/results/optimizer_2core_2026-11.json: 19.3 and 18.8 of 24.1 GB/s.
 STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
+# The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes.
+FACTORED_PACE = 0.85
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
@@ -200,7 +202,8 @@ class _Pricing:
             return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            bytes_each = self.state.step_bytes / STEP_PACE[self.state.moments]
+            pace = FACTORED_PACE if self.state.factored else STEP_PACE[self.state.moments]
+            bytes_each = self.state.step_bytes / pace
             return Cost(
                 seconds=self._encode_s(op), amount=round(bytes_each * self._elements(op)), through=through
             )
@@ -299,7 +302,7 @@ class _Pricing:
             size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
         else:
             planes = self.state.read_planes if read else self.state.write_planes
-            size = self.state.bytes_of(self._elements(op), planes)
+            size = self.state.bytes_of(self.model.units[unit], self._elements(op), planes)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
 
     def _link_bytes(self, unit: int) -> int:

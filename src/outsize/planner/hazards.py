@@ -43,6 +43,8 @@ An AGREE waits for the COMMIT of the step before: behind it, all nodes have comm
 one before it. A GATHER reads gradhome(u) too, since there lies what a STEP has changed, if that is what is sent.
 
 A STORE keeps how often its unit has been stepped as well, and a STEP counts: so a STEP u#p waits for the last STORE u.
+Where encodings of gradients have what they lost added the next time, a STORE keeps that too, and a REDUCE changes it:
+then a REDUCE u waits for the last STORE u.
 """
 
 from collections import defaultdict, deque
@@ -68,10 +70,12 @@ class Hazards:
     Args:
         num_streamed: units that the forward visits.
         rest: index of the resident unit, None where there is none.
+        feedback: whether REDUCEs remember what their encodings lose.
     """
 
-    def __init__(self, num_streamed: int, rest: int | None) -> None:
+    def __init__(self, num_streamed: int, rest: int | None, *, feedback: bool = False) -> None:
         self._seq = 0
+        self._feedback = feedback
         self._rest = rest
         units = range(num_streamed + (rest is not None))
         self._homes: dict[int | None, Home] = {unit: Home() for unit in units}
@@ -289,6 +293,8 @@ class Hazards:
             self._cell("host", 0, op.buffer).write(seq, deps)
         self._gradient_homes[op.unit].write(seq, deps)
         self._norms[op.unit].write(seq, deps)
+        if self._feedback:
+            deps.add(self._stores.get(op.unit, -1))
 
     def _gather(self, op: Op, seq: int, deps: Deps) -> None:
         self._gradient_homes[op.unit].read(seq, deps)

@@ -282,7 +282,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         program=program,
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
-        tile_buffer_bytes=state.tile_bytes(knobs.tile_elements, whole=layout.tiles_on_disk),
+        tile_buffer_bytes=state.tile_bytes(sizing.model, knobs.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
         memory=memory,
         budgets=budgets,

@@ -156,7 +156,7 @@ def _make(
         program=programs[0],
         host_buffer_bytes=room.host_buffer_bytes,
         tile_elements=room.tile_elements,
-        tile_buffer_bytes=state.tile_bytes(room.tile_elements, whole=layout.tiles_on_disk),
+        tile_buffer_bytes=state.tile_bytes(model, room.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(model, options.home),
         memory=_memory(model, demand, layout, options, room),
         budgets=budgets,

@@ -201,7 +201,8 @@ def _with_state(name: str) -> Change:
             raise ConfigError("what-if state: priced for one GPU only")
         former = question.state or StateLayout(dtype=question.model.dtype)
         masters: Masters = "split" if former.dtype == "bf16" else former.masters
-        state = replace(former, moments=cast(Moments, name), masters=masters)
+        moments = cast(Moments, name) if former.num_moments else former.moments
+        state = replace(former, moments=moments, masters=masters)
         if question.model.compute_dtype == "fp16" or question.nodes > 1:
             return replace(question, state=state)
         return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)

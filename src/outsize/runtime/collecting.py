@@ -4,6 +4,9 @@ So a checkpoint is that of a single process, and any number of ranks goes on fro
 rank a plane is asked for, and all ranks send their share of it; masters that are split are joined by the rank that has
 them. The others stand by until they hear that the unit is done. What a checkpoint has asked for and then does not take,
 because it was given up, is received all the same.
+
+What error feedback remembers is no plane of the home: each rank has its own, of all that it sends away. It is asked for
+rank by rank.
 """
 
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from outsize.model.spec import ModelSpec, UnitSpec
 from outsize.optim.shares import shares
 from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split import join_master
+from outsize.runtime.net_codec import Residuals
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import ITEM_DTYPE
 
@@ -34,6 +38,7 @@ class Collector:
         state: how a trained unit lies there.
         buffer: fp32, for a piece on its way.
         halves: bytes, for the planes of split masters in such a piece; None where they lie in memory, or are not split.
+        residuals: what encodings of gradients have lost on this rank; None without error feedback.
     """
 
     def __init__(
@@ -44,8 +49,9 @@ class Collector:
         state: StateLayout,
         buffer: Tensor,
         halves: Tensor | None = None,
+        residuals: Residuals | None = None,
     ) -> None:
-        self._rank, self._size = group.rank, group.size
+        self._rank, self._size, self._residuals = group.rank, group.size, residuals
         self._made, self._halves = state.planes, halves
         self._channel = group.channel(STORE_CHANNEL)
         self._home = home
@@ -61,10 +67,14 @@ class Collector:
 
     def plane(self, unit: UnitSpec, plane: str) -> Iterator[tuple[int, Tensor]]:
         """Yield a plane of a unit, ``(first element, items)``, each valid until the next; on the first rank."""
-        if self._asked is not None:
-            self._asked.close()
-        self._asked = self._collect(unit, plane)
-        yield from self._asked
+        yield from self._asks(self._collect(unit, plane))
+
+    def residual(self, unit: UnitSpec, rank: int) -> Iterator[Tensor]:
+        """Yield what encodings of a unit's gradient have lost on ``rank``, bf16, in order; on the first rank.
+
+        Each piece is valid until the next.
+        """
+        yield from self._asks(self._collect_residual(unit, rank))
 
     def done(self) -> None:
         """Tell the others that nothing more of this unit is asked for; on the first rank."""
@@ -80,9 +90,22 @@ class Collector:
             self._channel.exchange({}, {0: wanted})
             if int(wanted) == _DONE:
                 return
+            if int(wanted) >= len(self._planes):
+                if int(wanted) == len(self._planes) + self._rank:
+                    lost = self._lost(unit)
+                    for start in range(0, len(lost), self._residual_piece):
+                        self._channel.exchange({0: lost[start : start + self._residual_piece]}, {})
+                continue
             plane = self._planes[int(wanted)]
             for start, numel in self._pieces(unit, self._rank):
                 self._channel.exchange({0: self._own(unit, plane, start, numel)}, {})
+
+    def _asks(self, pieces: Any) -> Any:
+        """Return ``pieces``, when what was asked for before has been received."""
+        if self._asked is not None:
+            self._asked.close()
+        self._asked = pieces
+        return pieces
 
     def _collect(self, unit: UnitSpec, plane: str) -> Iterator[tuple[int, Tensor]]:
         self._tell(self._planes.index(plane))
@@ -99,6 +122,35 @@ class Collector:
             for rank, _, numel in pieces[arrived:]:
                 if rank:
                     self._receive(rank, plane, numel)
+
+    def _collect_residual(self, unit: UnitSpec, rank: int) -> Iterator[Tensor]:
+        self._tell(len(self._planes) + rank)
+        if rank == 0:
+            yield self._lost(unit)
+            return
+        left = unit.numel - len(self._shares[unit.index][rank])
+        room = self._buffer.view(torch.bfloat16)
+        try:
+            while left:
+                piece = room[: min(left, self._residual_piece)]
+                self._channel.exchange({}, {rank: piece})
+                left -= len(piece)
+                yield piece
+        finally:
+            while left:
+                piece = room[: min(left, self._residual_piece)]
+                self._channel.exchange({}, {rank: piece})
+                left -= len(piece)
+
+    @property
+    def _residual_piece(self) -> int:
+        """Elements of a residual that the buffer takes."""
+        return 2 * len(self._buffer)
+
+    def _lost(self, unit: UnitSpec) -> Tensor:
+        """What encodings of a unit's gradient have lost here; nothing where nothing is sent of it."""
+        found = None if self._residuals is None else self._residuals.plane(unit.index)
+        return torch.empty(0, dtype=torch.bfloat16) if found is None else found
 
     def _tell(self, wanted: int) -> None:
         self._channel.exchange(dict.fromkeys(range(1, self._size), torch.tensor([wanted])), {})

@@ -19,6 +19,7 @@ import torch
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
+from outsize.optim.adafactor import Adafactor
 from outsize.optim.spec import StateLayout
 from outsize.optim.update import Rule
 from outsize.planner.choice import Extent
@@ -43,6 +44,7 @@ from outsize.runtime.executor import Executor, Task
 from outsize.runtime.gradients import GradientObserver, GradientOps
 from outsize.runtime.handover import HandoverOps
 from outsize.runtime.moved import Moved
+from outsize.runtime.net_codec import Residuals
 from outsize.runtime.ranges import OpRanges
 from outsize.runtime.shortcut import Needed
 from outsize.runtime.staged_compute import StagedComputeOps
@@ -81,7 +83,7 @@ class EngineSettings:
         describe: what a home that commits is told of each step.
     """
 
-    optimizer: Rule
+    optimizer: Rule | Adafactor
     max_grad_norm: float
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None
@@ -148,6 +150,8 @@ class Engine:
         self.num_submitted = 0
         layout = plan.layout
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
+        scratch_bytes = 4 * plan.state.scratch_elements(split.spec)
+        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
         store_buffer = (
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
@@ -168,6 +172,7 @@ class Engine:
             former=None if self.exchange is None else self.exchange.former,
             state=plan.state,
             seed=settings.seed,
+            scratches=[scratch.view(torch.float32) for scratch in scratches],
         )
         crew = make_crew if layout.stages is not None else make_single
         self._crew = crew(
@@ -189,13 +194,14 @@ class Engine:
         self.buffers = (*slots, *self.accumulators, *host_buffers)
         collector, beside = None, None
         if shared is not None:
-            collector, beside = _collector(spec, shared, home, plan.state, host)
+            residuals = None if self.exchange is None else self.exchange.residuals
+            collector, beside = _collector(spec, shared, home, plan.state, host, residuals)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
         self._skipped: set[int] = set()
-        hazards = Hazards(layout.num_streamed, layout.rest)
+        hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         computes = [worker.compute for worker in self._crew.workers]
         around = partial(_lane_thread, computes, settings.num_threads)
@@ -426,14 +432,19 @@ class Engine:
 
 
 def _collector(
-    spec: ModelSpec, shared: Shared, home: HostHome | DiskHome, state: StateLayout, host: Arena
+    spec: ModelSpec,
+    shared: Shared,
+    home: HostHome | DiskHome,
+    state: StateLayout,
+    host: Arena,
+    residuals: Residuals | None,
 ) -> tuple[Collector, torch.Tensor]:
     """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
     numel = shared.staging.stored_elements
     beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
     piece = host.take(numel * 4, "network").view(torch.float32)
     halves = host.take(shared.staging.halves, "network") if shared.staging.halves else None
-    return Collector(spec, shared.group, home, state, piece, halves), beside
+    return Collector(spec, shared.group, home, state, piece, halves, residuals), beside
 
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:

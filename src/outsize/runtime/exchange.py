@@ -73,6 +73,7 @@ class ExchangeOps:
 
     Attributes:
         former: room in which a STEP keeps weights that it changes, where changes are sent; None where weights are.
+        residuals: what encodings of gradients have lost here; None without error feedback.
         reduced: bytes sent of gradients so far.
         gathered: bytes sent of weights so far.
     """
@@ -107,8 +108,8 @@ class ExchangeOps:
         self._changed = one(staging.changed, TORCH_DTYPE[spec.dtype])
         self.former = one(staging.former, torch.int16)
         self._delta = open_codec("delta") if wire.weights == "delta" else None
-        residuals = Residuals(spec, self.own, arena) if wire.feedback else None
-        self._wire = GradientWire(wire, residuals, one(staging.lost, torch.float32))
+        self.residuals = Residuals(spec, self.own, arena) if wire.feedback else None
+        self._wire = GradientWire(wire, self.residuals, one(staging.lost, torch.float32))
         self.reduced = Moved()
         self.gathered = Moved()
 

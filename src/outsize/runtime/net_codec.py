@@ -36,6 +36,10 @@ class Residuals:
         start = part.start - (len(self._own[unit]) if part.start >= self._own[unit].stop else 0)
         return self._planes[unit][start : start + len(part)]
 
+    def plane(self, unit: int) -> Tensor | None:
+        """Return those of all elements of a unit, in order, to be read or filled; None where nothing is sent of it."""
+        return self._planes.get(unit)
+
 
 class GradientWire:
     """Writes pieces of gradients for other ranks, and reads theirs.

@@ -20,8 +20,9 @@ from outsize.model.walk import UnitCall, Walk
 from outsize.planner.costs import UnitTimes
 from outsize.runtime.binding import Binder, buffers_on
 from outsize.runtime.boundary import hand_out, is_differentiable
-from outsize.runtime.calibrate import Discard, signature
+from outsize.runtime.calibrate import Discard
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.trial_pass import signature
 from outsize.runtime.trial_weights import bind_trial_weights
 
 # A first call that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and up

@@ -19,7 +19,7 @@ from outsize.storage.committed import find_record, find_records, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import Record, has_commit
 from outsize.storage.zram import zram_below
-from outsize.train import checkpoint, standing
+from outsize.train import checkpoint, feedback, standing
 from outsize.train.checkpoint_state import position_of
 from outsize.train.machine import home_file
 from outsize.train.prepare import Prepared
@@ -160,6 +160,7 @@ def start(
             if not told:
                 stack.push(attempt.pop_all())
                 announce(f"resumed from step {trainer.position.step} in {path}")
+                feedback.restore(trainer, resumed, announce)
                 return trainer
             if resumed is None:
                 raise failed or StorageError(told[0])
@@ -170,6 +171,7 @@ def start(
     trainer.fill()
     if resumed is not None:
         trainer.position = checkpoint.restore(trainer, resumed, announce)
+        feedback.restore(trainer, resumed, announce)
     announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
     return trainer
 

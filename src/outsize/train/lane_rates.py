@@ -96,7 +96,7 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
 
 def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
     """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
-    kept = replace(state, num_moments=2)
+    kept = replace(state, num_moments=2, factored=False)
     found = _figure(measure_adamw(effort, kept, units), "AdamW")
     moved = kept.step_bytes / STEP_PACE[kept.moments]
     return replace(found, value=found.value * moved / ADAMW_BYTES)

@@ -19,8 +19,8 @@ from outsize.planner.stage_pipeline import StageOptions, clock_of
 from outsize.planner.stages import Stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES
-from outsize.runtime.calibrate import Measured
 from outsize.runtime.decoding import decoding_bytes
+from outsize.runtime.measured import Measured
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.crossings import transport_of, wire_of

@@ -29,7 +29,8 @@ from outsize.planner.plan import Plan
 from outsize.planner.sizing import own_elements
 from outsize.planner.stages import Stages
 from outsize.runtime.allocator import resident_bytes, trim
-from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.calibrate import calibrate
+from outsize.runtime.measured import Measured
 from outsize.train.home_masters import with_masters_of
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.train.model_inputs import made_up_inputs

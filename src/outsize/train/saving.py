@@ -36,6 +36,7 @@ from outsize.optim.spec import MASTER, WEIGHTS
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.storing import UnitAtRest
 from outsize.storage.prealloc import explain
+from outsize.train import feedback
 from outsize.train.checkpoint_dir import (
     CHECKPOINTS,
     LATEST,
@@ -169,6 +170,7 @@ class Saving:
             if plane == MASTER_LOW:
                 name = file_of(unit, MASTER_EXCEPTED)
                 self._files[name] = write_file(self._staging / name, _joined(excepted), self._check)
+        self._files |= feedback.write(self._prepared, resting, self._staging, self._check)
         self._updates.update(resting.updates)
 
     def _link(self, resting: UnitAtRest, writer: CheckpointWriter) -> bool:
@@ -214,9 +216,10 @@ class Saving:
         found = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
             of_unit = [file_of(unit, plane) for plane in state_planes(prepared.plan.state, unit)]
+            of_unit += feedback.files_of(prepared, unit).values()
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
                 found[name]["unit"] = unit.name
-        state = {**self._state, "updates": self._updates, "files": found}
+        state = {**self._state, **feedback.state_of(prepared), "updates": self._updates, "files": found}
         write_durable(staging / STATE, render_state(state))
         files.sync(staging / OPTIMIZER)
         files.sync(staging)

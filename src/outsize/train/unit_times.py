@@ -8,7 +8,7 @@ from outsize.model.parted import parts_of
 from outsize.model.spec_from_config import Shape, forward_flops, in_mlp_parts, read_shape, recompute_flops
 from outsize.model.split import Split
 from outsize.planner.choice import Extent, KeptBytes
-from outsize.runtime.calibrate import Measured
+from outsize.runtime.measured import Measured
 
 # A length at which the operations of units are compared.
 SAMPLE_TOKENS = 1024
