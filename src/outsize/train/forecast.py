@@ -31,7 +31,7 @@ from outsize.planner.recalibrate import Trace, read_trace
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import trim
 from outsize.runtime.unit_clock import time_units
-from outsize.train.codec_rates import codec_rates
+from outsize.train.codec_rates import codec_rates, crossing_rates
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE, kept_rates, lane_rates
 from outsize.train.machine import home_file
@@ -84,6 +84,7 @@ class Forecast:
             model=prepared.split.spec,
             boundary_bytes=prepared.measured.boundary_bytes,
             codec_rates=codec_rates(prepared, prepared.plan.transport),
+            crossing_rates=crossing_rates(prepared, prepared.plan.transport),
             kept_bytes=kept_bytes(prepared.measured),
             net_bytes_per_s=rates.net_bytes_per_s,
         )
