@@ -72,7 +72,7 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
 
-def config_of(root: Path, name: str, home: str, steps: int) -> Config:
+def config_of(root: Path, name: str, home: str, steps: int, optimizer: str = "adamw") -> Config:
     return parse_config(
         {
             "model": {"path": str(root / "model"), "dtype": "fp32"},
@@ -85,7 +85,7 @@ def config_of(root: Path, name: str, home: str, steps: int) -> Config:
                 "resume": "auto",
                 "save_every": SAVE_EVERY[home],
             },
-            "optimizer": {"lr": 1e-3},
+            "optimizer": {"name": optimizer, "lr": 1e-3},
             "memory": {"device": "cpu", "home": home, "device_memory": "64MiB", "host_memory": "64MiB"},
         }
     )

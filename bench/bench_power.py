@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,10 +29,11 @@ import common
 from bench_kill import config_of, write_model
 from torch import Tensor
 
+from outsize.choices import Optimizer
 from outsize.config import Config
 from outsize.errors import OutsizeError
 from outsize.model.spec import ModelSpec
-from outsize.optim.spec import GRADIENT, planes_for
+from outsize.optim.spec import GRADIENT
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.pool import IOPool
@@ -41,6 +42,7 @@ from outsize.train.checkpoint_dir import latest
 from outsize.train.checkpoint_state import position_of
 from outsize.train.machine import home_file
 from outsize.train.run import train
+from outsize.train.state import layout_for
 
 SECTOR = 4096
 # Of what is not yet durable: all gone, all there, any subset, one missing, any sectors.
@@ -330,14 +332,13 @@ def recovered(config: Config, found: Recording, pool: IOPool) -> int:
     if saved is not None:
         assert tree_digest(saved) == found.saved[saved.name], f"{saved.name} is not what was saved"
     path = home_file(config.memory, run_dir)
-    record_found, _ = find_record(path, found.spec)
+    planes = layout_for(config, found.spec).planes
+    record_found, _ = find_record(path, found.spec, planes)
     if record_found is None or record_found.state["step"] < step:
         return step
     with (
         Arena() as arena,
-        CommittedHome(
-            found.spec, planes_for(found.spec.dtype), path, pool, arena=arena, record=record_found
-        ) as home,
+        CommittedHome(found.spec, planes, path, pool, arena=arena, record=record_found) as home,
     ):
         home.check(lambda num_bytes: _borrow(arena, num_bytes))
         step = record_found.state["step"]
@@ -397,13 +398,14 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=1200)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=2)
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="outsize-power-") as made:
         root = Path(made)
         write_model(root)
-        config = config_of(root, "run", "disk", arguments.steps)
+        config = config_of(root, "run", "disk", arguments.steps, arguments.optimizer)
         saving = config.train.model_copy(
             update={"save_every": arguments.save_every, "save_total_limit": None}
         )

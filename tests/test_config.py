@@ -231,12 +231,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_path):
-    adamw, sgd, lion = (load(f"optimizer.name={name}") for name in ("adamw", "sgd", "lion"))
+    names = ("adamw", "sgd", "lion", "adafactor")
+    adamw, sgd, lion, adafactor = (load(f"optimizer.name={name}") for name in names)
     assert (adamw.optimizer.betas, adamw.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
     assert (sgd.optimizer.momentum, sgd.optimizer.weight_decay) == (0.9, 0.0)
     assert (lion.optimizer.betas, lion.optimizer.weight_decay) == ((0.9, 0.99), 0.0)
+    assert (adafactor.optimizer.lr, adafactor.optimizer.weight_decay) == (1e-2, 0.0)
     assert load("optimizer.name=lion", "optimizer.weight_decay=0.3").optimizer.weight_decay == 0.3
-    for config in (adamw, sgd, lion):
+    for config in (adamw, sgd, lion, adafactor):
         (tmp_path / "run.yaml").write_text(dump_config(config))
         assert load(path=tmp_path / "run.yaml") == config
 
@@ -258,6 +260,9 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
         (["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"], "optimizer.name=adamw or lion"),
         (["optimizer.name=lion", "optimizer.momentum=0.5"], "optimizer.momentum: lion has none"),
         (["optimizer.nesterov=true"], "optimizer.nesterov: adamw has none"),
+        (["optimizer.name=adafactor", "optimizer.state=int8"], "optimizer.state: adafactor has none"),
+        (["optimizer.name=adafactor", "optimizer.eps=1e-6"], "optimizer.eps: adafactor has none"),
+        (["optimizer.d=2.0"], "optimizer.d: adamw has none; leave it out, or set optimizer.name=adafactor"),
         (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.dampening=0.1"], "no dampening"),
         (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs a momentum"),
         (["optimizer.clip=unit", "train.on_nonfinite=skip"], "needs them; use optimizer.clip=global"),

@@ -45,9 +45,10 @@ def power(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_power
 
 
-def test_a_loss_of_power_leaves_a_committed_step(power: ModuleType, tmp_path: Path):
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_loss_of_power_leaves_a_committed_step(optimizer: str, power: ModuleType, tmp_path: Path):
     power.write_model(tmp_path)
-    config = power.config_of(tmp_path, "run", "disk", 3)
+    config = power.config_of(tmp_path, "run", "disk", 3, optimizer)
     found = power.record(config, tmp_path)
     assert set(found.planes) == {1, 2, 3}
     result = power.examine(tmp_path, config, found, 60, 0)

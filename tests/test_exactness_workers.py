@@ -81,6 +81,46 @@ def test_throttled_links_change_no_bit(tmp_path: Path):
     assert verify(make_run(tmp_path, memory=memory, train={"microbatches": 4, "steps": 2})).equal
 
 
+def moves(got: Any) -> set[str]:
+    return {op.kind.value for op in got.plan.program}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "sections"),
+    [
+        (2, {"train": {"microbatches": 4}}),
+        (3, {"train": {"microbatches": 3}, "optimizer": {"max_grad_norm": 0.05}}),
+        (4, {"train": {"microbatches": 4}, "model": {"dtype": "bf16"}}),
+        (
+            3,
+            {
+                "train": {"microbatches": 4},
+                "model": {"freeze": ("*embed_tokens*", "*layers.0.*", "*layers.1.*")},
+            },
+        ),
+    ],
+)
+def test_copies_from_device_to_device_change_no_bit(
+    num_workers: int, sections: dict[str, Any], tmp_path: Path
+):
+    got = compare("llama", tmp_path, memory=on(num_workers, peer_gb_per_s=0.05), **sections)
+    assert moves(got) >= {"PASS", "RETURN"}
+    assert not moves(got) & {"SEND", "RECV"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2"])
+def test_copies_from_device_to_device_of_other_families(name: str, tmp_path: Path):
+    sections = {"parallel": {"handover": "peer"}, "transport": {"activations": "lossless4"}}
+    got = compare(name, tmp_path, memory=on(2, peer_gb_per_s=1.0), train={"microbatches": 4}, **sections)
+    assert "PASS" in moves(got)
+
+
+def test_tied_embeddings_and_what_forwards_keep_go_with_copies_between_devices(tmp_path: Path):
+    memory = on(3, peer_gb_per_s=1.0, activations="offload-products")
+    config = make_run(tmp_path, "llama_tied", memory=memory, train={"microbatches": 4, "steps": 2})
+    assert verify(config).equal
+
+
 @pytest.mark.parametrize("halves", [(2, 1), (1, 1)])
 def test_one_set_of_slots_and_accumulators_changes_no_bit(
     halves: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,11 +10,13 @@ Home = Literal["auto", "host", "disk"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["auto", ComputeDtype]
 Clip = Literal["global", "unit", "none"]
-Optimizer = Literal["adamw", "sgd", "lion"]
+Optimizer = Literal["adamw", "sgd", "lion", "adafactor"]
 Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
+# How stages hand over what they make for the next one.
+Handover = Literal["auto", "host", "peer"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from outsize.runtime.peers import can_copy
+from outsize.runtime.workers import device_names
 from outsize.train.verify import verify
 from support import make_model_dir, make_run
 
@@ -26,7 +28,8 @@ pytestmark = [
 
 
 def assert_equal_run(directory: Path, name: str = "llama", **sections: dict[str, Any]) -> None:
-    result = verify(make_run(directory, name, memory={"device": DEVICES, "home": "host"}, **sections))
+    memory = {"device": DEVICES, "home": "host", **sections.pop("memory", {})}
+    result = verify(make_run(directory, name, memory=memory, **sections))
     assert result.loss_streamed == result.loss_resident
     assert result.differing == []
     assert result.equal
@@ -53,3 +56,24 @@ def test_tied_weights_are_summed_use_by_use(max_grad_norm: float, tmp_path: Path
 def test_a_frozen_prefix(tmp_path: Path):
     model = {"dtype": "bf16", "freeze": ["*embed_tokens*", "*layers.0.*"]}
     assert_equal_run(tmp_path, model=model, train={"microbatches": 4})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "memory"),
+    [
+        ("llama", "fp32", {}),
+        ("llama", "bf16", {"activations": "offload-products"}),
+        ("qwen3_moe", "bf16", {}),
+        ("llama_tied", "bf16", {}),
+    ],
+)
+def test_copies_from_device_to_device_change_no_bit(
+    name: str, dtype: str, memory: dict[str, Any], tmp_path: Path
+):
+    """On one GPU its own memory; between two of them their way, if they have one."""
+    names = device_names(DEVICES)
+    if ON_CUDA and not (can_copy(*names[:2]) and can_copy(*names[1::-1])):
+        pytest.skip(f"{names[0]} and {names[1]} do not copy to each other by themselves")
+    sections = {"model": {"dtype": dtype}, "train": {"microbatches": 4}, "parallel": {"handover": "peer"}}
+    peer = {} if ON_CUDA else {"peer_gb_per_s": 1.0}
+    assert_equal_run(tmp_path, name, memory={**memory, **peer}, **sections)

@@ -1,9 +1,12 @@
+import json
+from dataclasses import replace
+
 import pytest
 
 from outsize.errors import ConfigError
 from outsize.hardware.pcie import LANE_BYTES_PER_S
 from outsize.hardware.presets import GPUS, find_gpu, parse_gpus, pcie_bytes_per_s
-from outsize.hardware.spec import Figure, Link, Machine, from_json
+from outsize.hardware.spec import Figure, Link, Machine, Peer, from_json
 
 
 def test_every_figure_has_a_source_and_none_claims_to_be_measured():
@@ -84,3 +87,31 @@ def test_a_link_behind_a_switch_needs_its_uplink():
         Machine(name="x", gpus=machine.gpus, links=(link,), host=machine.host)
     with pytest.raises(ValueError, match="positive"):
         Figure(value=0, source="test")
+
+
+def test_gpus_of_a_server_copy_to_each_other_and_cards_do_not():
+    machine = parse_gpus("4xh100")
+    assert len(machine.peers) == 12
+    assert machine.peer(0, 3).own_wire
+    assert machine.peer(0, 3).bytes_per_s.value > 5 * machine.links[0].up_bytes_per_s.value
+    assert machine.peer(2, 2) is None
+    assert from_json(machine.to_json()) == machine
+    assert parse_gpus("8x4090").peers == parse_gpus("h100").peers == ()
+    older = json.loads(parse_gpus("8x4090").to_json())
+    del older["peers"]
+    assert from_json(json.dumps(older)) == parse_gpus("8x4090")
+
+
+def test_more_gpus_copy_to_each_other_where_all_do():
+    assert len(parse_gpus("4xh100").with_more_gpus(1).peers) == 20
+    some = replace(parse_gpus("4xh100"), peers=parse_gpus("4xh100").peers[:3])
+    assert some.with_more_gpus(1).peers == some.peers
+    assert len(some.with_more_gpus(1).links) == 5
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1), (0, 1)], [(0, 0)], [(0, 2)]])
+def test_peers_are_two_gpus_of_the_machine(pairs):
+    rate = Figure(value=1e9, source="test")
+    peers = tuple(Peer(source=a, target=b, bytes_per_s=rate, own_wire=False) for a, b in pairs)
+    with pytest.raises(ConfigError, match="peers are two of 2 GPUs"):
+        replace(parse_gpus("2x4090"), peers=peers)

@@ -5,7 +5,8 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from outsize.config import parse_config
 from outsize.model.build import build_skeleton
-from outsize.model.spec_from_config import read_shape
+from outsize.model.parted import take_in_parts
+from outsize.model.spec_from_config import in_mlp_parts, read_shape
 from outsize.model.walk import Boundaries
 from outsize.model.workload import count_workload
 from outsize.train import prepare
@@ -36,7 +37,7 @@ SEQUENCES, SEQ_LEN = 2, 512
 SAVED = {"qwen3_moe": 0.1}
 
 
-def measure(config, dtype):
+def measure(config, dtype, mlp_parts=1):
     run = parse_config(
         {
             "model": {"path": "unused"},
@@ -45,16 +46,20 @@ def measure(config, dtype):
         }
     )
     parts = prepare.split_model(build_skeleton(config, dtype), dtype, run)
+    take_in_parts(parts, mlp_parts)
     with Boundaries(parts.modules) as boundaries:
         return prepare._measure(run, config, parts, boundaries, lambda _: None, num_ranks=1)[0]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_counts_are_what_a_run_measures(family, dtype):
+@pytest.mark.parametrize(
+    ("family", "mlp_parts"), [*((family, 1) for family in CONFIGS), ("llama", 4), ("qwen3", 8)]
+)
+def test_counts_are_what_a_run_measures(family, mlp_parts, dtype):
     config = CONFIGS[family]
-    measured = measure(config, dtype)
-    counted = count_workload(read_shape(config.to_dict()), dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
+    measured = measure(config, dtype, mlp_parts)
+    shape = in_mlp_parts(read_shape(config.to_dict()), mlp_parts)
+    counted = count_workload(shape, dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
     assert counted.boundary_bytes[1:] == measured.boundary_bytes[1:]
     units = {"embedding": 0, "block": 1, "head": -1}
     for kind, unit in units.items():

@@ -95,3 +95,65 @@ def test_the_sources_travel_with_the_package():
     """A wheel has them, so that a stale library is found out there as well."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"native/*.c", "native/*.h"' in project
+
+
+THREADS = """
+import os, sys, threading
+import torch
+from outsize.optim.split import join_master, split_master
+
+torch.set_num_threads(4)
+
+def split(seed, into):
+    master = torch.randn(100_000, generator=torch.Generator().manual_seed(seed))
+    parts = torch.empty(100_000, dtype=torch.bfloat16), torch.empty(100_000, dtype=torch.int16)
+    ties, joined = torch.empty(100_000 // 8, dtype=torch.uint8), torch.empty_like(master)
+    for _ in range(10):
+        split_master(master, *parts, ties)
+        join_master(*parts, ties, joined)
+    into[seed] = torch.equal(joined, master)
+
+def all_equal():
+    found = {}
+    callers = [threading.Thread(target=split, args=(seed, found)) for seed in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    return found == dict.fromkeys(range(4), True)
+"""
+
+
+def run_script(text):
+    return subprocess.run(
+        [sys.executable, "-c", THREADS + text], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+
+
+@needs_kernels
+def test_ranges_of_several_callers_share_the_threads():
+    counted = "len(os.listdir('/proc/self/task'))"
+    before, equal, after, equal_again, later = run_script(
+        f"before = {counted}; print(before, all_equal(), {counted}, all_equal(), {counted})"
+    )
+    assert (equal, equal_again) == ("True", "True")
+    # Three beside each caller at most, and none of them is started twice.
+    assert int(before) < int(after) <= int(before) + 4 * 3
+    assert int(later) <= int(before) + 4 * 3
+
+
+@needs_kernels
+def test_a_forked_process_has_threads_of_its_own():
+    # The child calls nothing but kernels: torch's own threads do not outlive a fork.
+    text = """
+master, joined = torch.ones(100_000), torch.zeros(100_000)
+parts = torch.empty(100_000, dtype=torch.bfloat16), torch.empty(100_000, dtype=torch.int16)
+split_master(master, *parts, None)
+child = os.fork()
+if not child:
+    join_master(*parts, None, joined)
+    os._exit(0 if joined[-1:].view(torch.int32).numpy()[0] == 0x3F800000 else 1)
+_, status = os.waitpid(child, 0)
+print(status)
+"""
+    assert run_script(text) == ["0"]

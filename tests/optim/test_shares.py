@@ -64,7 +64,10 @@ def test_no_rank_keeps_two_percent_more_than_its_part(sizes, num_ranks, layout):
     units = [pack_unit(i, f"u{i}", "block", [(f"p{i}", (size,), True, True)]) for i, size in enumerate(sizes)]
     model = ModelSpec(units=tuple(units), dtype=layout.dtype)
     names = tuple(name for name in layout.planes if name not in (WEIGHTS, GRADIENT))
-    whole = sum(layout.bytes_of(unit.numel, names) for unit in units)
+    whole = sum(layout.bytes_of(unit, names=names) for unit in units)
     for rank in range(num_ranks):
-        kept = sum(layout.bytes_of(len(ranges[rank]), names) for ranges in shares(model, num_ranks))
+        kept = sum(
+            layout.bytes_of(unit, len(ranges[rank]), names)
+            for unit, ranges in zip(units, shares(model, num_ranks), strict=True)
+        )
         assert kept <= (1 / num_ranks + 0.02) * whole

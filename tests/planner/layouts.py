@@ -121,7 +121,7 @@ def cuts(draw: st.DrawFn, total: int) -> list[int]:
 
 @st.composite
 def staged_layouts(draw: st.DrawFn) -> StepLayout:
-    """Any layout of several workers: any cut, rounds, frozen and empty units, a rest that trains or not, or none."""
+    """Any layout of several workers: any cut, rounds, frozen and empty units, a rest that trains or not, any peers."""
     base = draw(layouts())
     num_streamed = base.num_streamed
     weights = base.weight_bytes[:num_streamed]
@@ -156,7 +156,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         draw(st.dictionaries(st.integers(bottom, num_streamed - 1), leaving)) if draw(st.booleans()) else {}
     )
     kept = kept_in_stages(stages, num_streamed, num_microbatches, Way(choice, away))
-    return replace(
+    layout = replace(
         base,
         rest=num_streamed if has_rest else None,
         ring=False,
@@ -175,3 +175,8 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),
         rest_users=frozenset(users),
     )
+    peers = sorted(layout.neighbours)
+    some = (
+        st.sampled_from([[], peers]) | st.lists(st.sampled_from(peers), unique=True) if peers else st.just([])
+    )
+    return replace(layout, peers=frozenset(draw(some)))

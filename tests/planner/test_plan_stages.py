@@ -15,9 +15,10 @@ from outsize.planner.discrete import Cost
 from outsize.planner.memory import Demand
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets, PlanOptions
-from outsize.planner.plan_stages import StageOptions, num_handed_over, plan_stages
+from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.schedule import build_step
 from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.stage_layout import num_handed_over
 from outsize.planner.stages import Stages, cursor_after, spans_down, spans_up
 from outsize.planner.validate import validate
 from planner.layouts import staged_layouts
@@ -155,8 +156,13 @@ def test_room_below_is_counted_by_what_is_handed_over():
 
 @given(staged_layouts())
 def test_what_is_handed_over_is_counted_without_making_the_program(layout):
-    leaving = (op.kind in (Kind.SAVE, Kind.SEND) for op in build_step(layout))
-    assert num_handed_over(layout) == sum(leaving)
+    leaving = sum(op.kind in (Kind.SAVE, Kind.SEND) for op in build_step(layout))
+    same = layout.peers in (
+        frozenset(),
+        layout.neighbours,
+    )  # otherwise it is another number from step to step
+    assert num_handed_over(layout) >= leaving
+    assert not same or num_handed_over(layout) == leaving
 
 
 @pytest.mark.parametrize(("frozen", "most"), [(0, 11), (3, 8), (5, 6)])

@@ -73,3 +73,30 @@ def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
     found = fastest(replace(question, machine=replace(question.machine, host=host)))
     assert found.microbatches == next(simulated_cuts(16, 1024, 2))
     assert found.bubble > 0.3
+
+
+def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():
+    question = ask("4xh100", sequences=32)
+    found = fastest(question)
+    alone = fastest(replace(question, machine=replace(question.machine, peers=())))
+    assert any("from GPU to GPU" in line for line in found.assumptions)
+    assert found.step_s <= alone.step_s
+    assert found.memory["device"]["arrivals from devices"] > 0
+    assert found.usage["link between GPUs"] > 0
+    assert "link between GPUs" not in alone.usage
+    crawling = tuple(
+        replace(peer, bytes_per_s=Figure(value=1e7, source="test")) for peer in question.machine.peers
+    )
+    slow = fastest(replace(question, machine=replace(question.machine, peers=crawling)))
+    assert slow.step_s == alone.step_s
+
+
+def test_what_arrives_has_to_have_room():
+    question = ask("2xh100", sequences=16, microbatches=8)
+    roomy = fastest(question)
+    device = roomy.total_bytes("device")
+    tight = fastest(
+        replace(question, budgets=replace(question.budgets, device=device - 1), stages=roomy.stages)
+    )
+    assert "arrivals from devices" in roomy.memory["device"]
+    assert "arrivals from devices" not in tight.memory["device"]

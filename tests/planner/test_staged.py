@@ -13,10 +13,11 @@ from outsize.planner.choice import Choice, Extent, bytes_of
 from outsize.planner.discrete import Cost
 from outsize.planner.hazards import SAVE_WINDOW, Hazards
 from outsize.planner.leaving import ON_THEIR_WAY, Way, kept_in_stages
-from outsize.planner.ops import Kind
+from outsize.planner.ops import COMPUTE_KINDS, Kind
 from outsize.planner.program import Program, parse, render
 from outsize.planner.schedule import build_step
 from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.stage_layout import arrival_bytes
 from outsize.planner.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
 from outsize.planner.validate import validate
 from planner.layouts import make_layout, staged_layouts
@@ -115,6 +116,61 @@ def test_what_forwards_keep_goes_from_worker_to_worker():
         validate(parse(text.replace("ONLOAD 0.0@w0\n", "")), layout)
 
 
+def test_between_workers_that_can_what_a_stage_makes_goes_from_device_to_device():
+    """Into a place of its own; what the backward needs goes below from where it has arrived."""
+    stages = Stages(forward=((0, 1), (1, 2)), backward=((2, 3), (1, 2), (0, 1)), round_size=2)
+    layout = staged(3, stages, 2, num_microbatches=2, peers=frozenset({(0, 1), (1, 0)}))
+    program = build_step(layout)
+    validate(program, layout)
+    kinds = (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV, Kind.PASS, Kind.RETURN)
+    assert [str(op) for op in program if op.kind in kinds and op.microbatch == 1] == [
+        "PASS 1.1@w0>w1.1",
+        "SAVE 1.1@w1",
+        "PASS 2.1@w1>w0.1",
+        "RETURN 2.1@w0>w1.1",
+        "FETCH 1.1@w1",
+        "RETURN 1.1@w1>w0.1",
+    ]
+    text = render(program)
+    for broken, message in (
+        (text.replace("PASS 1.1@w0>w1.1", "PASS 1.1@w0>w1.0"), "place 0 of worker 1 still holds unit 1's"),
+        (text.replace("PASS 1.1@w0>w1.1", "PASS 1.1@w0>w1.2"), "has places 0 to 1"),
+        (text.replace("PASS 1.1@w0>w1.1", "PASS 1.1@w0>w0.1"), "nothing goes from worker 0 to 0"),
+        (text.replace("PASS 1.1@w0>w1.1\n", ""), "the input of unit 1 is not on worker 1"),
+        (text.replace("RETURN 1.1@w1>w0.1\n", ""), "the gradient of the input of unit 1 is not on worker 0"),
+    ):
+        with pytest.raises(ProgramError, match=message):
+            validate(parse(broken), layout)
+
+
+@given(staged_layouts())
+def test_nothing_arrives_in_a_place_before_all_that_used_it_before(layout):
+    """Over three steps, whatever their order: ancestors of an arrival hold all users of what lay in its place."""
+    hazards = Hazards(layout.num_streamed, layout.rest)
+    ancestors, lying, users = [], {}, defaultdict(list)
+    for _ in range(3):
+        for op in build_step(layout):
+            before = set(hazards.dependencies(op))
+            ancestors.append(before.union(*(ancestors[i] for i in before)))
+            seq, unit, microbatch = len(ancestors) - 1, op.unit or 0, op.microbatch
+            if op.target is not None:
+                place = (op.target, op.slot)
+                assert set(users.pop(place, ())) <= ancestors[seq]
+                lying = {key: found for key, found in lying.items() if found != place}
+                lying[op.kind is Kind.PASS, unit, microbatch] = place
+                users[place] = [seq]
+            elif op.kind in COMPUTE_KINDS or op.kind is Kind.SAVE:
+                keys = [(True, unit, microbatch)]
+                keys += [(False, unit + 1, microbatch)] if op.kind is Kind.BACKWARD else []
+                for key in keys:
+                    if lying.get(key, (None,))[0] == op.worker:
+                        users[lying[key]].append(seq)
+                if op.kind in (Kind.SAVE, Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+                    lying.pop(keys[0], None)
+        cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
+        layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
+
+
 def test_the_cursor_goes_on_from_round_to_round():
     workers = [visit.worker for visit in visits_of(STAGES, 5, 2)]
     assert workers == [0, 1, 0, 1, 0, 1, 0, 1, 0]
@@ -187,7 +243,7 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     spans = (*layout.stages.forward, *layout.stages.backward)
     deepest = max(end - first for first, end in spans)
     # This microbatch's inputs and gradients, the next one's on their way up, two on their way down.
-    activations = (2 * (deepest + 2) + SAVE_WINDOW) * max(sizes)
+    activations = (2 * (deepest + 2) + SAVE_WINDOW) * max(sizes) + arrival_bytes(layout, max(sizes))
     kept = [bytes_of(layout.choice(unit, 0), unit, kept_sizes) for unit in range(layout.num_streamed)]
     activations += max(
         *(ON_THEIR_WAY * max(kept[slice(*span)]) for span in layout.stages.forward),
@@ -255,6 +311,7 @@ def test_an_input_on_another_worker_is_not_found():
             {"stages": Stages(forward=((0, 1),), backward=((1, 2),), round_size=1)},
             "backward stages cover units 0 to 1",
         ),
+        ({"peers": frozenset({(0, 2)})}, "peers may name"),
         ({"kept": ((Choice.OFFLOAD,), (Choice.RECOMPUTE,))}, "but no graph does"),
         ({"kept": ((Choice.KEEP,), (Choice.RECOMPUTE,))}, "but no graph does"),
     ],

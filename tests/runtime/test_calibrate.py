@@ -11,7 +11,8 @@ from outsize.model.build import build_skeleton
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.runtime import calibrate as module
-from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.calibrate import calibrate
+from outsize.runtime.measured import Measured
 from runtime.oddities import VOCAB, WIDTH, Odd, Sparse
 
 

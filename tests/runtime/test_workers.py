@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 
@@ -62,6 +64,39 @@ def test_an_emulated_link_takes_its_time_for_copies_of_others_too():
     waits: list[float] = []
     device._never.wait = waits.append
     with device.link(500):
+        pass
+    assert waits == [pytest.approx(0.5, abs=0.1)]
+    device.close()
+
+
+def test_a_lane_between_two_devices_is_that_of_the_first_in_order_with_the_other():
+    class Told(EmulatedDevice):
+        def lane(self, name):
+            return self._telling(f"{self.name} runs {name}")
+
+        def behind(self, lane):
+            return self._telling(f"{self.name} follows {lane}")
+
+        @contextlib.contextmanager
+        def _telling(self, what):
+            told.append(what)
+            yield
+
+    told: list[str] = []
+    workers = Workers([Told("a"), Told("b"), Told("c")])
+    assert workers.of("peer:w2-w0").name == "c"
+    with workers.lane("peer:w2-w0"):
+        assert told == ["a follows peer:w2-w0", "c runs peer:w2-w0"]
+    workers.close()
+
+
+def test_copies_between_emulated_devices_take_their_time():
+    device = open_workers("emulated:2", peer_bytes_per_s=1000.0).devices[1]
+    waits: list[float] = []
+    device._never.wait = waits.append
+    with device.crossing(500):
+        pass
+    with device.link(500):  # which has no rate
         pass
     assert waits == [pytest.approx(0.5, abs=0.1)]
     device.close()

@@ -400,11 +400,12 @@ def test_a_plain_layout_has_the_digest_of_homes_before_there_were_others():
 
 
 @pytest.mark.parametrize("granule_elements", [PLANE_ELEMENTS, GRANULE_ELEMENTS])
-def test_planes_of_groups_are_committed_and_found_again(granule_elements: int, place: Place):
-    """Codes, exponents of blocks and ties: whole sectors, whatever a unit's size, and checked like any other plane."""
+def test_planes_of_groups_and_factors_are_committed_and_found_again(granule_elements: int, place: Place):
+    """Codes, exponents, ties, rows and columns: whole sectors, whatever a unit's size, checked like any other plane."""
     for state in (
         StateLayout(dtype="bf16", masters="split", moments="int8"),
         StateLayout(dtype="bf16", masters="split"),
+        StateLayout(dtype="bf16", masters="split", num_moments=0, factored=True),
     ):
         home = CommittedHome(
             MODEL, state.planes, place.path, place.pool, arena=place.arena, granule_elements=granule_elements
@@ -412,7 +413,7 @@ def test_planes_of_groups_are_committed_and_found_again(granule_elements: int, p
         written = {}
         for unit in MODEL.units:
             for name, plane in state.planes.items() if unit.trainable else ():
-                numel, dtype = plane.items(unit.numel), ITEM_DTYPE[plane.item]
+                numel, dtype = plane.items_of(unit), ITEM_DTYPE[plane.item]
                 numbers = place.arena.take(numel * dtype.itemsize, name)
                 numbers.copy_(torch.arange(len(numbers)) * 7 + len(written))
                 written[unit.index, name] = numbers.view(dtype)

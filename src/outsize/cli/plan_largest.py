@@ -50,7 +50,9 @@ def largest_models(asked: Asked) -> tuple[Scaled, ...]:
     question = replace(asked.question, microbatches=asked.question.sequences)
 
     def fits(hf_config: Mapping[str, Any]) -> int | None:
-        spec, workload_of = model_of(hf_config, asked.config.model.dtype, asked.adapters)
+        spec, workload_of = model_of(
+            hf_config, asked.config.model.dtype, asked.adapters, asked.config.train.mlp_parts
+        )
         other = replace(
             question, model=spec, workload_of=lambda sequences: workload_of(sequences, question.seq_len)
         )

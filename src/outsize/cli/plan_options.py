@@ -54,6 +54,9 @@ class PlanOptions:
     microbatches: Annotated[
         int | None, typer.Option(help="Slices of a step; default: the fastest predicted.")
     ] = None
+    mlp_parts: Annotated[
+        int, typer.Option(help="Parts in which an MLP takes the tokens of a microbatch; less memory.")
+    ] = 1
     home: Annotated[Home, typer.Option(help="Where the training state rests.")] = "auto"
     ram: Annotated[
         str | None,
@@ -73,7 +76,7 @@ class PlanOptions:
         Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
     ] = "global"
     optimizer: Annotated[
-        Optimizer, typer.Option(help="AdamW with two moments, or SGD or Lion with a momentum.")
+        Optimizer, typer.Option(help="AdamW with two moments, SGD or Lion with one, or Adafactor.")
     ] = "adamw"
     optimizer_state: Annotated[
         Moments, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")

@@ -16,7 +16,7 @@ from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
 from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
 from outsize.model.spec import ModelSpec, Workload
-from outsize.model.spec_from_config import read_shape, spec_from_config
+from outsize.model.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.workload import count_workload
 from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.planner.plan import Budgets
@@ -93,7 +93,7 @@ def ask(options: PlanOptions) -> Asked:
     machine = _with_ram(_machine(options.gpus, options.machine), options.ram)
     path, hf_config = read_config(options.model)
     adapters = (options.lora_r, parse_modules(options.lora_modules)) if options.method == "lora" else None
-    spec, workload_of = model_of(hf_config, options.dtype, adapters)
+    spec, workload_of = model_of(hf_config, options.dtype, adapters, options.mlp_parts)
     seq_len = _seq_len(options.seq_len, hf_config.get("max_position_embeddings"))
     config = _config(options, path, seq_len)
     clip = options.clip if options.max_grad_norm > 0 else "none"
@@ -153,6 +153,7 @@ def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
         "data.seq_len": seq_len,
         "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len if tokens_per_step is None else tokens_per_step,
         "train.microbatches": options.microbatches,
+        "train.mlp_parts": options.mlp_parts,
         "optimizer.max_grad_norm": options.max_grad_norm,
         "optimizer.clip": options.clip,
         "optimizer.name": options.optimizer,
@@ -173,15 +174,15 @@ def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
 
 
 def model_of(
-    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None
+    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None, mlp_parts: int = 1
 ) -> tuple[ModelSpec, Callable[[int, int], Workload]]:
     """Return the units of a model, and what a microbatch of so many sequences of so many tokens takes.
 
     Raises:
-        ModelError: a family whose sizes its config does not tell.
+        ModelError: a family whose sizes its config does not tell, or a mixture whose MLPs are to go in parts.
         ConfigError: adapters for layers that it does not have.
     """
-    shape, spec = read_shape(hf_config), spec_from_config(hf_config, dtype)
+    shape, spec = in_mlp_parts(read_shape(hf_config), mlp_parts), spec_from_config(hf_config, dtype)
 
     def plain(sequences: int, seq_len: int) -> Workload:
         return count_workload(shape, dtype, sequences=sequences, seq_len=seq_len)
@@ -212,7 +213,14 @@ def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
     moments = optimizer.state if num_moments else "fp32"
     # Several nodes keep separate masters unasked; a machine is taken to have the kernels that come with an install.
     masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
-    return StateLayout(dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments)
+    factored = optimizer.name == "adafactor"
+    if factored and nodes > 1:
+        raise ConfigError(
+            "--optimizer: adafactor steps whole parameters, and nodes share each by its elements; use lion or adamw"
+        )
+    return StateLayout(
+        dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments, factored=factored
+    )
 
 
 def _machine(gpus: str | None, file: Path | None) -> Machine:

@@ -77,3 +77,9 @@ class MemoryConfig(Section):
         description="Speed of the link of emulated devices, GB/s per direction (1 GB = 1e9 bytes); null: no "
         "throttle.",
     )
+    peer_gb_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Speed of copies between two emulated devices, GB/s; null: they have no way between them but host "
+        "memory.",
+    )

@@ -8,10 +8,11 @@ from pydantic import Field, model_validator
 from outsize.choices import Clip, Masters, Moments, Optimizer
 from outsize.config.section import Fraction, Section
 
-# What other optimizers have by default where it is not what AdamW has: torch's SGD, and the paper's Lion.
+# What other optimizers have by default where it is not what AdamW has: torch's SGD and Adafactor, and the paper's Lion.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"weight_decay": 0.0},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+    "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
 }
 # Who has a setting that not all have.
 SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
@@ -20,6 +21,11 @@ SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
     "momentum": ("sgd",),
     "dampening": ("sgd",),
     "nesterov": ("sgd",),
+    "beta2_decay": ("adafactor",),
+    "eps1": ("adafactor",),
+    "eps2": ("adafactor",),
+    "d": ("adafactor",),
+    "state": ("adamw", "sgd", "lion"),
 }
 
 
@@ -29,9 +35,15 @@ class OptimizerConfig(Section):
     name: Optimizer = Field(
         default="adamw",
         description="adamw: two moments, as torch.optim.AdamW; sgd: a momentum or nothing, as torch.optim.SGD; lion: a "
-        "momentum, steps of one size along its sign, which want a third to a tenth of the lr of AdamW.",
+        "momentum, steps of one size along its sign, which want a third to a tenth of the lr of AdamW; adafactor: "
+        "second moments by row and column, as torch.optim.Adafactor, and no first ones.",
     )
-    lr: float = Field(default=2e-5, ge=0, description="Learning rate after warm-up.")
+    lr: float = Field(
+        default=2e-5,
+        ge=0,
+        description="Learning rate after warm-up. adafactor: relative to the root mean square of a parameter, and at "
+        "most one over the root of the step; 0.01 by default.",
+    )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999),
         strict=False,
@@ -48,11 +60,29 @@ class OptimizerConfig(Section):
     nesterov: bool = Field(
         default=False, description="sgd: step along the gradient and the new momentum; takes no dampening."
     )
+    beta2_decay: float = Field(
+        default=-0.8,
+        le=0,
+        description="adafactor: power of the number of the step by which a new square weighs in the second moment.",
+    )
+    eps1: float | None = Field(
+        default=None,
+        ge=0,
+        description="adafactor: the first of eps, the least root of a second moment; null for that of fp32, 1.2e-7.",
+    )
+    eps2: float = Field(
+        default=1e-3,
+        ge=0,
+        description="adafactor: the second of eps, what the root mean square of a parameter is taken to be at least.",
+    )
+    d: float = Field(
+        default=1.0, ge=1, description="adafactor: root mean square to which an update is clipped."
+    )
     weight_decay: float = Field(
         default=0.01,
         ge=0,
-        description="adamw, lion: decoupled weight decay, x lr. sgd: x the weights, added to the gradient. 0 by "
-        "default for sgd and lion; biases and norms take none.",
+        description="Decoupled weight decay, x lr; of sgd x the weights, added to the gradient. 0 by default for all "
+        "but adamw; biases and norms take none.",
     )
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."

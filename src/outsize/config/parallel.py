@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import WireGradients, WireWeights
+from outsize.choices import Handover, WireGradients, WireWeights
 from outsize.config.section import Section
 
 
@@ -34,6 +34,12 @@ class ParallelConfig(Section):
         default=60.0,
         gt=0,
         description="Seconds without a heartbeat after which a rank is taken to be lost, and to wait for all to come.",
+    )
+    handover: Handover = Field(
+        default="auto",
+        description="Several devices in one process: how a stage hands over what it makes for the next one. host: by "
+        "way of host memory; peer: from device to device, an error where a pair cannot; auto: peer where a pair can "
+        "and there is room for what arrives.",
     )
     ddp_bucket_mib: float = Field(
         default=25.0, gt=0, description="MiB of gradients that are averaged with one call."

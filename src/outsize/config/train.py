@@ -48,6 +48,13 @@ class TrainConfig(Section):
         "auto: chunked where the head allows it.",
     )
     head_chunk_tokens: int = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")
+    mlp_parts: int = Field(
+        default=1,
+        ge=1,
+        description="Parts in which the MLP of a block takes the tokens of a microbatch, one after the other: long "
+        "sequences need less memory, and nothing takes longer where parts have thousands of tokens. Sums over parts "
+        "round differently, as those over microbatches do.",
+    )
     save_every: int = Field(
         default=0,
         ge=0,

@@ -80,6 +80,7 @@ def _memory(config: "Config") -> Iterator[tuple[str, str]]:
     memory = config.memory
     if not memory.device.startswith("emulated"):
         yield "memory.link_gb_per_s", "only emulated devices have a throttled link"
+        yield "memory.peer_gb_per_s", "only emulated devices copy to each other as fast as one likes"
     if _has_several_workers(config):
         for key in ("slots", "prefetch", "offload"):
             yield f"memory.{key}", "several workers have slots for their stages, and hand inputs over"
@@ -97,6 +98,8 @@ def _transport(config: "Config") -> Iterator[tuple[str, str]]:
 
 def _parallel(config: "Config") -> Iterator[tuple[str, str]]:
     parallel = config.parallel
+    if not _has_several_workers(config):
+        yield "parallel.handover", "one device hands nothing over"
     if parallel.mode == "ddp":
         yield "parallel.gradients", "parallel.mode is ddp"
         yield "parallel.weights", "parallel.mode is ddp"

@@ -6,7 +6,7 @@ from pathlib import Path
 from outsize.errors import ConfigError
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
 from outsize.hardware.readings import Measurement
-from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, from_json
+from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
 
 # The planner multiplies peak by efficiency; a measured product already is what is reached.
 _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
@@ -50,6 +50,7 @@ def machine_of(found: MachineFile, name: str = "this machine") -> Machine:
             adamw_params_per_s=_figure(found.host.adamw_params_per_s["fp32"], "AdamW"),
         ),
         disk=_disk(found),
+        peers=tuple(_peers(found)),
     )
 
 
@@ -85,12 +86,30 @@ def _link(device: DeviceRates) -> Link:
     if up.fit is None or down.fit is None:
         raise ConfigError(f"the probe did not measure the link of {device.device}: {up.note}")
     source = f"{_SOURCE}: {up.path}"
+    # What streams is large: the line of the largest sizes has both its numbers, where smaller ones have another.
+    latency_s = up.fit.pieces[-1].latency_s if up.fit.pieces else up.fit.latency_s
     return Link(
         up_bytes_per_s=Figure(value=up.fit.bytes_per_s, source=source, measured=True),
         down_bytes_per_s=Figure(value=down.fit.bytes_per_s, source=source, measured=True),
         # A figure is above zero; no copy costs less than a nanosecond.
-        latency_s=Figure(value=max(up.fit.latency_s, 1e-9), source=source, measured=True),
+        latency_s=Figure(value=max(latency_s, 1e-9), source=source, measured=True),
     )
+
+
+def _peers(found: MachineFile) -> Iterable[Peer]:
+    """Yield which devices copy to which: those whose copies do not go at the rate of two links, one after the other."""
+    numbers = {device.device: number for number, device in enumerate(found.devices)}
+    for peer in found.peers:
+        rate, kind = peer.copy_bytes_per_s, peer.by_rate.value
+        if peer.by_topology.value == "host-staged" or kind not in ("NVLink", "PCIe peer"):
+            continue
+        if rate.median is not None and {peer.source, peer.target} <= set(numbers):
+            yield Peer(
+                source=numbers[peer.source],
+                target=numbers[peer.target],
+                bytes_per_s=_figure(rate, "copies between GPUs"),
+                own_wire=kind == "NVLink",
+            )
 
 
 def _best(links: Iterable[LinkRates], direction: str) -> LinkRates:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from outsize.errors import ConfigError
 from outsize.hardware.pcie import theory_bytes_per_s
-from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine
+from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, Peer
 
 GIB = 2**30
 
@@ -76,6 +76,10 @@ GPUS: dict[str, Gpu] = {
         _server("h200", 141, 989, 66.9, 4800, 5, "NVIDIA H200 SXM data sheet"),
     )
 }
+
+# NVLink of servers with a switch between all GPUs: half of what data sheets call the total of both directions.
+NVLINK_EFFICIENCY = 0.8
+NVLINK_BYTES_PER_S: dict[str, float] = {"a100": 300e9, "a800": 200e9, "h100": 450e9, "h200": 450e9}
 
 _DESKTOP = Host(
     memory_bytes=128 * GIB,
@@ -147,4 +151,17 @@ def parse_gpus(text: str) -> Machine:
         links=(link,) * count,
         host=_DESKTOP if is_desktop else _SERVER,
         disk=NVME,
+        peers=_peers(gpu, count),
     )
+
+
+def _peers(gpu: Gpu, count: int) -> tuple[Peer, ...]:
+    """Return which of ``count`` GPUs copy to each other: all in a server; drivers of GeForce cards switch it off."""
+    if gpu.name not in NVLINK_BYTES_PER_S:
+        return ()
+    rate = Figure(
+        value=NVLINK_BYTES_PER_S[gpu.name] * NVLINK_EFFICIENCY,
+        source="NVLink per direction of the SXM data sheet; assumed: large copies reach four fifths of it",
+    )
+    pairs = ((a, b) for a in range(count) for b in range(count) if a != b)
+    return tuple(Peer(source=a, target=b, bytes_per_s=rate, own_wire=True) for a, b in pairs)

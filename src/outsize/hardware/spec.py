@@ -6,7 +6,7 @@ or parameters per second; a link's rates are per direction.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from outsize.errors import ConfigError
@@ -89,6 +89,23 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Copies from one device's memory to another's that do not pass through host memory.
+
+    Attributes:
+        source: number of the device that they leave.
+        target: of the one that they go to.
+        bytes_per_s: rate of large ones.
+        own_wire: whether they go over a wire of their own (NVLink), not over the two links to the host.
+    """
+
+    source: int
+    target: int
+    bytes_per_s: Figure
+    own_wire: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """Processor and memory.
 
@@ -131,6 +148,7 @@ class Machine:
         host: processor and memory.
         disk: None where there is none to use.
         uplinks: bytes per second and direction that the devices behind a switch share, by its name.
+        peers: which devices copy to which by themselves; empty where all goes by way of host memory.
     """
 
     name: str
@@ -139,6 +157,7 @@ class Machine:
     host: Host
     disk: Disk | None = None
     uplinks: Mapping[str, Figure] = field(default_factory=dict)
+    peers: tuple[Peer, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.gpus or len(self.gpus) != len(self.links):
@@ -146,6 +165,24 @@ class Machine:
         missing = {link.switch for link in self.links if link.switch} - set(self.uplinks)
         if missing:
             raise ConfigError(f"{self.name}: links name switches without an uplink: {sorted(missing)}")
+        pairs, gpus = [(peer.source, peer.target) for peer in self.peers], range(len(self.gpus))
+        if len(set(pairs)) < len(pairs) or any(a == b or a not in gpus or b not in gpus for a, b in pairs):
+            raise ConfigError(f"{self.name}: peers are two of {len(self.gpus)} GPUs, each pair named once")
+
+    def peer(self, source: int, target: int) -> Peer | None:
+        """Return how GPU number ``source`` copies to ``target`` by itself; None where it does not."""
+        return next((each for each in self.peers if (each.source, each.target) == (source, target)), None)
+
+    def with_more_gpus(self, count: int) -> "Machine":
+        """Return the machine with ``count`` more GPUs like the last; they copy to others if all of it do so already."""
+        gpus, before = (*self.gpus, *[self.gpus[-1]] * count), len(self.gpus)
+        peers = self.peers
+        if before > 1 and len(peers) == before * (before - 1):
+            pairs = [
+                (a, b) for a in range(len(gpus)) for b in range(len(gpus)) if a != b and max(a, b) >= before
+            ]
+            peers += tuple(replace(peers[-1], source=a, target=b) for a, b in pairs)
+        return replace(self, gpus=gpus, links=(*self.links, *[self.links[-1]] * count), peers=peers)
 
     def to_json(self) -> str:
         """Return the machine as JSON that `from_json` reads back without loss."""
@@ -170,6 +207,8 @@ def from_json(text: str) -> Machine:
             host=Host(**{**host, **_figures(host)}),
             disk=None if disk is None else Disk(**{**disk, **_figures(disk)}),
             uplinks=_figures(found["uplinks"]),
+            # Descriptions from before there were any have none.
+            peers=tuple(Peer(**{**entry, **_figures(entry)}) for entry in found.get("peers", ())),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"not the description of a machine: {error!r}") from error

@@ -6,7 +6,7 @@ model itself (`model.split`); this is for asking about models that are not there
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outsize.errors import ModelError
@@ -39,6 +39,7 @@ class Shape:
         tied: whether the head's weights are the embedding's.
         attention_bias: whether query, key and value have biases.
         head_norms: whether queries and keys are normalised per head.
+        mlp_parts: in how many parts an MLP takes the tokens of a microbatch.
     """
 
     hidden: int
@@ -56,6 +57,7 @@ class Shape:
     tied: bool = False
     attention_bias: bool = False
     head_norms: bool = False
+    mlp_parts: int = 1
 
     @property
     def attention_width(self) -> int:
@@ -105,6 +107,17 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     if min(shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocabulary) < 1:
         raise ModelError(f"the config of this {family} model has a size below one")
     return shape
+
+
+def in_mlp_parts(shape: Shape, num_parts: int) -> Shape:
+    """Return ``shape`` with MLPs that take their tokens in ``num_parts`` parts, see `model.parted`.
+
+    Raises:
+        ModelError: its MLPs are mixtures of experts.
+    """
+    if num_parts > 1 and shape.experts:
+        raise ModelError("train.mlp_parts: a mixture of experts looks at all tokens together; leave it at 1")
+    return replace(shape, mlp_parts=num_parts)
 
 
 def spec_from_config(config: Mapping[str, Any], dtype: str) -> ModelSpec:
@@ -158,9 +171,10 @@ def recompute_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, 
     """Return the FLOPs of what a backward needs of each streamed unit's forward.
 
     A dense block ends in a product whose result nothing but the next block needs. That of a mixture is weighed by the
-    router, whose backward needs it.
+    router, whose backward needs it. An MLP in parts makes nothing that its backward does not make again.
     """
-    last = 2.0 * sequences * seq_len * shape.hidden * shape.intermediate
+    products = 1 if shape.mlp_parts == 1 else 3
+    last = 2.0 * products * sequences * seq_len * shape.hidden * shape.intermediate
     embedding, *blocks, head = forward_flops(shape, sequences, seq_len)
     needed = (flops - last * (not shape.is_mixture(layer)) for layer, flops in enumerate(blocks))
     return (embedding, *needed, head)

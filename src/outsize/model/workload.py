@@ -33,12 +33,15 @@ def count_workload(
     table = shape.vocabulary * shape.hidden * size
     chunk = min(chunk_tokens, tokens)
     # The norm before the head is computed in fp32, twice as wide as the hidden state in all.
+    # Two products for each of the forward's, and an MLP in parts once more.
+    again = 6.0 * tokens * shape.hidden * shape.intermediate * (shape.mlp_parts > 1)
+    gradient = (2 * forward + again * (0 < unit <= shape.layers) for unit, forward in enumerate(flops))
     head = LOGIT_BYTES * chunk * shape.vocabulary + tokens * shape.hidden * (8 + 2 * size)
     return Workload(
         tokens=tokens,
         forward_flops=flops,
         recompute_flops=recompute_flops(shape, sequences, seq_len),
-        gradient_flops=tuple(2 * forward for forward in flops),  # two products for each of the forward's
+        gradient_flops=tuple(gradient),
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
         backward_workspace_bytes={
@@ -66,16 +69,28 @@ def count_workload(
 
 
 def _block_forward(shape: Shape, size: int) -> int:
-    """Return the bytes per token alive in a forward that keeps nothing: gate, up, their product, two residuals."""
-    return size * (2 * shape.hidden + 3 * _widest_mlp(shape)) + _routing(shape, size)
+    """Return the bytes per token alive in a forward that keeps nothing.
+
+    In the MLP: gate, up, their product, two residuals. In the attention: queries, output, keys and values for each of
+    their heads and for each head, and what they were made of.
+    """
+    mlp = 2 * shape.hidden + 3 * _widest_mlp(shape) // shape.mlp_parts
+    attention = 4 * shape.attention_width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
+    return size * max(mlp, attention) + _routing(shape, size)
 
 
 def _block_backward(shape: Shape, size: int) -> int:
-    """Return the bytes per token alive when the backward of a block's MLP begins: all that the block keeps."""
+    """Return the bytes per token alive when the backward of a block's MLP begins: all that the block keeps.
+
+    An MLP in parts has the gradients of what it received and returned besides. Where there are many of them, the norm
+    before it needs more: five tensors in fp32.
+    """
     width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
-    kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + 6 * _widest_mlp(shape))
+    mlp = 6 * _widest_mlp(shape) // shape.mlp_parts + 2 * shape.hidden * (shape.mlp_parts > 1)
+    kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + mlp)
     norms = 12 * shape.hidden + (size + 4) * (width + kv_width) * shape.head_norms
-    return kept + norms + _routing(shape, size)
+    after_mlp = _block_saved(shape, size, mixture=False) + 20 * shape.hidden if shape.mlp_parts > 1 else 0
+    return max(kept + norms, after_mlp) + _routing(shape, size)
 
 
 def _block_saved(shape: Shape, size: int, mixture: bool) -> int:
@@ -93,7 +108,7 @@ def _block_saved(shape: Shape, size: int, mixture: bool) -> int:
         norms += (size + 4) * (width + kv_width) + 4 * (shape.heads + shape.kv_heads)
     attention = size * (2 * width + 2 * kv_width) + 4 * shape.heads
     if not mixture:
-        return norms + attention + size * 4 * shape.intermediate
+        return norms + attention + size * 4 * shape.intermediate * (shape.mlp_parts == 1)
     active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
     return norms + attention + size * 4 * active + _routing(shape, size)
 
@@ -111,7 +126,7 @@ def _products_returned(shape: Shape, size: int, mixture: bool) -> int:
     """
     width = shape.attention_width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
     if not mixture:
-        mlp = 2 * shape.intermediate
+        mlp = 2 * shape.intermediate * (shape.mlp_parts == 1)
     else:
         active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
         returned = shape.active_experts + (shape.shared_intermediate > 0)

@@ -18,6 +18,7 @@ int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
 ==========  =====================================================  ===============
 
 AdamW keeps both; Lion, and SGD with a momentum, ``exp_avg`` alone, which is half of it; SGD without one neither.
+Adafactor keeps second moments of rows and columns instead (`outsize.optim.factors`), a few thousandths of a byte.
 
 Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
 
@@ -30,7 +31,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from outsize.model.spec import PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
+from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
+from outsize.optim.factors import FACTORS, Factor, factored
 from outsize.units import align_up
 
 WEIGHTS = "weights"
@@ -47,10 +49,16 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "uint8": 1}
 # Elements of 8-bit moments that share the exponent which their codes count from: that of the largest of them.
 BLOCK_ELEMENTS = 64
 
+# What a step with factors moves of an element beside one reading and one writing of each plane: the master is read for
+# its norm, the gradient two more times for its squares by row and by column, the update takes the gradient's place, and
+# is read for its norm and for the sum. A scratch for a split master is written, added to and read again; one for a
+# gradient written and read.
+_FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
+
 Masters = Literal["separate", "split"]
 Moments = Literal["fp32", "bf16", "int8"]
 Gradients = Literal["fp32", "bf16", "none"]
-OptimizerName = Literal["adamw", "sgd", "lion"]
+OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,12 @@ class Plane:
     Attributes:
         item: dtype of its items, a key of `ITEM_BYTES`.
         group: elements of the unit that one item stands for.
+        factor: of second moments, where the items are those of the unit's factors; None where they are its elements'.
     """
 
     item: str
     group: int = 1
+    factor: Factor | None = None
 
     @property
     def sector_items(self) -> int:
@@ -77,6 +87,16 @@ class Plane:
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of ``numel`` elements, whole sectors."""
         return self.items(numel) * ITEM_BYTES[self.item]
+
+    def items_of(self, unit: UnitSpec, numel: int | None = None) -> int:
+        """Return the items of ``numel`` elements of ``unit``, or of all; factors are there for whole units only."""
+        if self.factor is not None:
+            return factored(unit, self.factor).numel
+        return self.items(unit.numel if numel is None else numel)
+
+    def bytes_of(self, unit: UnitSpec, numel: int | None = None) -> int:
+        """Return the bytes of ``numel`` elements of ``unit``, or of all, whole sectors."""
+        return self.items_of(unit, numel) * ITEM_BYTES[self.item]
 
     def granule_items(self, granule_elements: int) -> int:
         """Return the items that a checksum covers: those of ``granule_elements`` elements, whole sectors."""
@@ -93,9 +113,10 @@ class StateLayout:
         moments: how the two moments are kept.
         gradients: how a gradient waits at home for the optimizer; ``none``: it does not, it passes through a ring.
         num_moments: how many the optimizer keeps: 0, 1 (``exp_avg``) or 2.
+        factored: whether it keeps factors of second moments instead: then units step whole.
 
     Raises:
-        ValueError: an unknown dtype, or split masters of other weights than bf16.
+        ValueError: an unknown dtype, split masters of other weights than bf16, or moments beside factors.
     """
 
     dtype: str
@@ -103,12 +124,15 @@ class StateLayout:
     moments: Moments = "fp32"
     gradients: Gradients = "fp32"
     num_moments: int = 2
+    factored: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"no state layout for dtype {self.dtype!r}; there is fp32, bf16, fp16")
         if self.masters == "split" and self.dtype != "bf16":
             raise ValueError(f"masters are split beside bf16 weights, not {self.dtype}")
+        if self.factored and self.num_moments:
+            raise ValueError("factors stand in place of moments")
 
     @property
     def planes(self) -> dict[str, Plane]:
@@ -125,9 +149,17 @@ class StateLayout:
         if self.moments == "int8":
             scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
             found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
+        if self.factored:
+            found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
         if self.gradients != "none":
             found[GRADIENT] = Plane(self.gradients)
         return found
+
+    @property
+    def state_planes(self) -> dict[str, Plane]:
+        """Those that the optimizer keeps for itself: moments or factors."""
+        masters = (WEIGHTS, MASTER, MASTER_LOW, MASTER_TIES, GRADIENT)
+        return {name: plane for name, plane in self.planes.items() if name not in masters}
 
     @property
     def exact(self) -> bool:
@@ -137,7 +169,7 @@ class StateLayout:
     @property
     def plain(self) -> bool:
         """Whether every plane holds plain numbers that a step can take as they lie."""
-        return self.masters == "separate" and self.exact
+        return self.masters == "separate" and self.exact and not self.factored
 
     @property
     def durable(self) -> "StateLayout":
@@ -167,28 +199,79 @@ class StateLayout:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of all planes for an element."""
-        return sum(ITEM_BYTES[plane.item] / plane.group for plane in self.planes.values())
+        """Bytes of all planes for an element; factors, which are as good as nothing, are not counted."""
+        return sum(_bytes_each(plane) for plane in self.planes.values())
 
     @property
     def step_bytes(self) -> float:
-        """Bytes per parameter that a step reads and writes, each plane once; an fp32 gradient where none is kept.
+        """Bytes per parameter that a step reads and writes; an fp32 gradient where none is kept.
 
-        Bits of ties are touched at one element in 65,536, and not counted.
+        Each plane once, but where second moments are factored: there a step passes over whole tensors, and what it
+        leaves in one pass has left the caches before the next. Bits of ties are touched at one element in 65,536, and
+        not counted.
         """
         made, moved = self.tile_planes, [*self.read_planes, *self.write_planes]
         moved += [GRADIENT] * (GRADIENT not in self.planes)
-        return sum(ITEM_BYTES[made[name].item] / made[name].group for name in moved if name != MASTER_TIES)
+        once = sum(_bytes_each(made[name]) for name in moved if name != MASTER_TIES)
+        if not self.factored:
+            return once
+        joined, widened = self._scratches
+        return once + _FACTORED_BYTES + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
 
-    def bytes_of(self, numel: int, names: tuple[str, ...] | None = None) -> int:
-        """Return the bytes of ``numel`` elements in the planes of those names, or in all."""
+    @property
+    def num_scratches(self) -> int:
+        """Tensors in fp32, of the size of the largest parameter, that a step of whole parameters needs beside planes.
+
+        One for a split master that is joined, one for a gradient in bf16; of either kind an fp32 plane serves itself.
+        """
+        return sum(self._scratches)
+
+    @property
+    def _scratches(self) -> tuple[bool, bool]:
+        return self.factored and self.masters == "split", self.factored and self.gradients == "bf16"
+
+    def scratch_elements(self, model: ModelSpec) -> int:
+        """Return the elements of each of `num_scratches` for ``model``."""
+        trained = (t.numel for unit in model.units for t in unit.tensors if t.trainable)
+        return align_up(max(trained, default=0), PLANE_ELEMENTS)
+
+    def scratch_bytes(self, model: ModelSpec) -> int:
+        """Return the bytes of all scratches together."""
+        return 4 * self.num_scratches * self.scratch_elements(model)
+
+    def whole_tile(self, largest: int) -> int:
+        """Return the elements of a tile that takes any unit whole, of which the largest has ``largest``."""
+        step = GRANULE_ELEMENTS if largest > 8 * GRANULE_ELEMENTS else self.quantum
+        return align_up(largest, max(step, self.quantum))
+
+    def bytes_of(self, unit: UnitSpec, numel: int | None = None, names: tuple[str, ...] | None = None) -> int:
+        """Return the bytes of ``numel`` elements of ``unit``, or of all, in the planes of those names, or in all."""
         planes = self.planes
-        return sum(planes[name].num_bytes(numel) for name in (planes if names is None else names))
+        return sum(planes[name].bytes_of(unit, numel) for name in (planes if names is None else names))
 
-    def tile_bytes(self, tile_elements: int, *, whole: bool = True) -> int:
-        """Return the bytes of a tile buffer; where it is not ``whole`` it holds a gradient, and no state."""
+    def tile_room(self, model: ModelSpec, tile_elements: int, *, whole: bool = True) -> dict[str, int]:
+        """Return the items of each plane of a tile buffer: for so many elements of any unit that trains.
+
+        Where it is not ``whole`` it holds a gradient, and no state.
+        """
         planes = self.tile_planes if whole else {GRADIENT: self.tile_planes[GRADIENT]}
-        return sum(plane.num_bytes(tile_elements) for plane in planes.values())
+        units = [unit for unit in model.units if unit.trainable]
+        return {
+            name: plane.items(tile_elements)
+            if plane.factor is None
+            else max((plane.items_of(unit) for unit in units), default=0)
+            for name, plane in planes.items()
+        }
+
+    def tile_bytes(self, model: ModelSpec, tile_elements: int, *, whole: bool = True) -> int:
+        """Return the bytes of a tile buffer; arguments as those of `tile_room`."""
+        room = self.tile_room(model, tile_elements, whole=whole)
+        return sum(items * ITEM_BYTES[self.tile_planes[name].item] for name, items in room.items())
+
+
+def _bytes_each(plane: Plane) -> float:
+    """Bytes of a plane for an element of its unit."""
+    return 0.0 if plane.factor is not None else ITEM_BYTES[plane.item] / plane.group
 
 
 def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments, *, kernels: bool) -> Masters:
@@ -204,7 +287,7 @@ def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments,
 
 def num_moments_of(name: OptimizerName, momentum: float) -> int:
     """Return how many moments an optimizer keeps; ``momentum`` is that of SGD."""
-    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0)}[name]
+    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0), "adafactor": 0}[name]
 
 
 State = StateLayout | str
@@ -288,10 +371,10 @@ def _kept_bytes(
 ) -> int:
     """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
     if own_elements is None:
-        return layout.bytes_of(unit.numel, names)
+        return layout.bytes_of(unit, names=names)
     shared = tuple(name for name in names if name not in whole)
     rest = tuple(name for name in names if name in whole)
-    return layout.bytes_of(unit.numel, rest) + layout.bytes_of(own_elements, shared)
+    return layout.bytes_of(unit, names=rest) + layout.bytes_of(unit, own_elements, shared)
 
 
 def commit_record_bytes(
@@ -307,7 +390,7 @@ def commit_record_bytes(
     made = layout_of(model.dtype).planes if planes is None else planes
     kept = [plane for name, plane in made.items() if name != GRADIENT]
     granules = sum(
-        sum(-(-plane.items(unit.numel) // plane.granule_items(granule_elements)) for plane in kept)
+        sum(-(-plane.items_of(unit) // plane.granule_items(granule_elements)) for plane in kept)
         if unit.trainable
         else -(-unit.numel // granule_elements)
         for unit in model.units

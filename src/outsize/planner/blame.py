@@ -21,6 +21,8 @@ CAUSES = {
     "SAVE": "activations to leave",
     "OFFLOAD": "activations to leave",
     "SEND": "activations to leave",
+    "PASS": "activations to arrive",
+    "RETURN": "activations to arrive",
     "GRAD": "gradients to leave",
     "STEP": "the optimizer on the host",
     "READ": "disk reads",

@@ -29,6 +29,8 @@ ADAMW_BYTES = 28
 # How fast a step over moments of fewer bits moves its bytes beside one over fp32: what it saves in memory it spends in
 # part on rounding. Two cores, bench/results/optimizer_2core_2026-11.json: 19.3 and 18.8 of 24.1 GB/s.
 STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
+# The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes.
+FACTORED_PACE = 0.85
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
@@ -110,6 +112,7 @@ def cost_model(
         "host memory": host.bytes_per_s.value,
         "optimizer": host.adamw_params_per_s.value * ADAMW_BYTES,
         **{f"{way}:w{w}": rate for w in range(len(machine.gpus)) for way, rate in _rates(machine, w)},
+        **{_wire(peer.source, peer.target): peer.bytes_per_s.value for peer in machine.peers},
         **{f"uplink:{name}:{way}": f.value for name, f in machine.uplinks.items() for way in ("up", "down")},
     }
     if disk is not None:
@@ -148,6 +151,11 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
         return cost
 
     return cost_of
+
+
+def _wire(source: int, target: int) -> str:
+    """Return the name of what carries copies from one GPU to another."""
+    return f"peer:w{source}-w{target}"
 
 
 def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
@@ -201,12 +209,15 @@ class _Pricing:
             if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
                 size = activation_bytes(self.transport, size, self.model.dtype)
             return self._copy(op, size, way, True)
+        if op.kind in (Kind.PASS, Kind.RETURN):
+            return self._across(op)
         if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
             size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
             return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            bytes_each = self.state.step_bytes / STEP_PACE[self.state.moments]
+            pace = FACTORED_PACE if self.state.factored else STEP_PACE[self.state.moments]
+            bytes_each = self.state.step_bytes / pace
             return Cost(
                 seconds=self._encode_s(op), amount=round(bytes_each * self._elements(op)), through=through
             )
@@ -268,6 +279,25 @@ class _Pricing:
         sent = size * (nodes - 1) / nodes
         return Cost(seconds=EXCHANGE_S + coding_s, amount=sent, through=("network", "host memory"))
 
+    def _across(self, op: Op) -> Cost:
+        """Return the cost of a copy from device to device: over a wire of its own, or over the links of both."""
+        source, target = op.worker or 0, op.target or 0
+        peer = self.machine.peer(source, target)
+        if peer is None:
+            raise ConfigError(
+                f"{self.machine.name}: no copies go from GPU {source} to GPU {target} by themselves"
+            )
+        through = [_wire(source, target)]
+        if not peer.own_wire:
+            through += [f"down:w{source}", f"up:w{target}"]
+            switches = [self.machine.links[gpu].switch for gpu in (source, target)]
+            if switches[0] != switches[1]:  # copies behind one switch do not leave it
+                through += [
+                    f"uplink:{name}:{way}" for name, way in zip(switches, ("down", "up"), strict=True) if name
+                ]
+        latency_s = self.machine.links[source].latency_s.value
+        return Cost(seconds=latency_s, amount=self.boundary_bytes[op.unit or 0], through=tuple(through))
+
     def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""
         worker = op.worker or 0
@@ -286,7 +316,7 @@ class _Pricing:
             size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
         else:
             planes = self.state.read_planes if read else self.state.write_planes
-            size = self.state.bytes_of(self._elements(op), planes)
+            size = self.state.bytes_of(self.model.units[unit], self._elements(op), planes)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
 
     def _link_bytes(self, unit: int) -> int:

@@ -10,9 +10,11 @@ home(u, tile)   LOAD, STORE u, READ u>h: all; READ u#p: tile p;  STEP, GATHER u:
                 COMMIT: all tiles of all units                   STEP u#p that no READ u#p came before: tile p
 slot(w, s)      F, FB, R, B of the unit in it; the rest's: all      LOAD, FREE
 host buffer h   LOAD u<h, WRITE u<h                              READ u>h, GRAD u>h, REDUCE u<h
-act(u, m)       -                                                F, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD
-                                                                 u.m; F (u-1).m
-dact(u, m)      B (u-1).m                                        B, FB, SEND, RECV u.m
+act(u, m)       -                                                F, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD,
+                                                                 PASS u.m; F (u-1).m
+dact(u, m)      B (u-1).m                                        B, FB, SEND, RECV, RETURN u.m
+place(w, p)     of what PASS u.m has put there: F, FB, B, SAVE   PASS, RETURN
+                u.m; of what RETURN u.m has: B (u-1).m
 acc(w, a)       NORM u                                           ACC, SUM, GRAD, FB, B u; the rest's: all FB, B
 norm(u)         CLIP, AGREE                                      NORM u, REDUCE u
 coef            STEP                                             CLIP, AGREE
@@ -32,7 +34,9 @@ the next step wait for it, by when that step's forward and backward have given i
 Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
 an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
 there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
-there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH.
+there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH. So do a PASS and a RETURN count as a SAVE
+of the worker that they leave, but are counted by themselves: they have lanes of their own, and wait for a place where
+they go, which nothing else takes.
 
 Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
 An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
@@ -82,7 +86,11 @@ class Hazards:
         self._cells: dict[_Key, Cell] = {}
         self._slot_of: dict[tuple[int | None, int | None], Cell] = {}
         self._accumulator_of: dict[tuple[int | None, int | None], Cell] = {}
-        self._saves: defaultdict[int | None, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_SAVES))
+        # By worker, and whether they leave for another one's memory: a lane for each.
+        self._saves: defaultdict[tuple[int | None, bool], deque[int]] = defaultdict(
+            lambda: deque(maxlen=_NUM_SAVES)
+        )
+        self._place_of: dict[_Key, Cell] = {}
         self._stores: dict[int | None, int] = {}
         self._read_tiles: set[tuple[int | None, int]] = set()  # and not yet stepped
         self._last_compute: dict[int | None, int] = {}
@@ -103,6 +111,8 @@ class Hazards:
             Kind.ONLOAD: self._fetch,
             Kind.SEND: self._send,
             Kind.RECV: self._receive,
+            Kind.PASS: self._pass,
+            Kind.RETURN: self._return,
             Kind.SUM: self._sum,
             Kind.NORM: self._norm,
             Kind.GRAD: self._grad,
@@ -164,21 +174,23 @@ class Hazards:
             if accumulator is not None:
                 accumulator.write(seq, deps)
         self._cell("act", unit, op.microbatch).write(seq, deps)
+        self._use_place("act", unit, op.microbatch, seq, deps)
         self._last_compute[worker] = seq
 
     def _forward(self, op: Op, seq: int, deps: Deps) -> None:
         before = self._last_compute.get(op.worker, -1)
         self._compute(op, seq, deps, accumulates=False)
         self._cell("act", (op.unit or 0) + 1, op.microbatch).write(seq, deps)
-        saves = self._saves[op.worker]
-        # The lane is in order: those before the latest of them are done as well.
-        for index in range(len(saves) - SAVE_WINDOW, -1, -1):
-            if saves[index] < before:
-                deps.add(saves[index])
-                break
+        for saves in (self._saves[op.worker, False], self._saves[op.worker, True]):
+            # The lane is in order: those before the latest of them are done as well.
+            for index in range(len(saves) - SAVE_WINDOW, -1, -1):
+                if saves[index] < before:
+                    deps.add(saves[index])
+                    break
 
     def _forward_backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._compute(op, seq, deps, accumulates=True)
+        self._leave_place("act", op.unit, op.microbatch)
         self._cell("dact", op.unit, op.microbatch).write(seq, deps)
 
     def _recompute(self, op: Op, seq: int, deps: Deps) -> None:
@@ -186,27 +198,62 @@ class Hazards:
 
     def _backward(self, op: Op, seq: int, deps: Deps) -> None:
         self._forward_backward(op, seq, deps)
-        self._cell("dact", (op.unit or 0) + 1, op.microbatch).read(seq, deps)
+        after = (op.unit or 0) + 1
+        self._cell("dact", after, op.microbatch).read(seq, deps)
+        self._use_place("dact", after, op.microbatch, seq, deps)
+        self._leave_place("dact", after, op.microbatch)
 
     def _save(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("act", op.unit, op.microbatch).write(seq, deps)
-        self._saves[op.worker].append(seq)
+        self._use_place("act", op.unit, op.microbatch, seq, deps)
+        self._leave_place("act", op.unit, op.microbatch)
+        self._saves[op.worker, False].append(seq)
 
     def _fetch(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("act", op.unit, op.microbatch).write(seq, deps)
+        self._leave_place(
+            "act", op.unit, op.microbatch
+        )  # of a unit that no backward needs it stays where it was
         self._make_room(op, deps)
 
     def _make_room(self, op: Op, deps: Deps) -> None:
         deps.add(self._last_compute.get(op.worker, -1))
-        deps.update(self._saves[op.worker])  # the lane is in order: those before them are done as well
+        for leaves in (False, True):
+            deps.update(
+                self._saves[op.worker, leaves]
+            )  # the lane is in order: those before them are done as well
 
     def _send(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("dact", op.unit, op.microbatch).write(seq, deps)
-        self._saves[op.worker].append(seq)
+        self._saves[op.worker, False].append(seq)
 
     def _receive(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("dact", op.unit, op.microbatch).write(seq, deps)
         self._make_room(op, deps)
+
+    def _pass(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cross("act", op, seq, deps)
+
+    def _return(self, op: Op, seq: int, deps: Deps) -> None:
+        self._cross("dact", op, seq, deps)
+
+    def _cross(self, name: str, op: Op, seq: int, deps: Deps) -> None:
+        """Let something leave for a place of another worker, once what lay there before has been used."""
+        self._cell(name, op.unit, op.microbatch).write(seq, deps)
+        place = self._cell("place", op.target, op.slot)
+        place.write(seq, deps)
+        self._place_of[name, op.unit, op.microbatch] = place
+        self._saves[op.worker, True].append(seq)
+
+    def _use_place(self, name: str, unit: int | None, microbatch: int | None, seq: int, deps: Deps) -> None:
+        """Let op ``seq`` use what lies in a place, if it does."""
+        place = self._place_of.get((name, unit, microbatch))
+        if place is not None:
+            place.read(seq, deps)
+
+    def _leave_place(self, name: str, unit: int | None, microbatch: int | None) -> None:
+        """Know what is used no more in its place, or never was in one."""
+        self._place_of.pop((name, unit, microbatch), None)
 
     def _sum(self, op: Op, seq: int, deps: Deps) -> None:
         self._acc(op, seq, deps)

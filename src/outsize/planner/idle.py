@@ -38,6 +38,8 @@ CAUSES: Mapping[str, str] = {
     "ONLOAD": "activations",
     "SEND": "activations",
     "RECV": "activations",
+    "PASS": "activations",
+    "RETURN": "activations",
     "STEP": "optimizer",
     "CLIP": "optimizer",
     "READ": "disk",

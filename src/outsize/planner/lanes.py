@@ -6,6 +6,7 @@ lane              ops
 ``compute:w0``    F, FA, FP, FK, FB, R, B, and what is instant beside them: FREE, ACC, NORM
 ``up:w0``         LOAD, FETCH, ONLOAD, RECV, SUM: towards the device
 ``down:w0``       SAVE, OFFLOAD, SEND, GRAD: away from it
+``peer:w0-w1``    PASS, RETURN: from the memory of worker 0 to that of worker 1
 ``host``          CLIP, STEP
 ``read``          READ of optimizer tiles
 ``write``         WRITE of optimizer tiles
@@ -65,6 +66,8 @@ _OF_MACHINE = {
 
 def lane_of(op: Op) -> str:
     """Return the name of the lane that runs ``op``, e.g. ``"up:w0"``."""
+    if op.target is not None:
+        return f"peer:w{op.worker}-w{op.target}"
     return _lane(op.kind, op.worker, op.tile is None)
 
 

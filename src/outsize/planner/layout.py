@@ -42,6 +42,8 @@ class StepLayout:
         commits: whether the step ends with a COMMIT, its home being on disk.
         num_workers: devices, each with slots and accumulators of these sizes.
         stages: how the step is dealt out to them; None for the V-cycle of one worker.
+        peers: in a step of stages, pairs of workers (source, target) between which what one stage makes for the next
+            goes device to device, instead of by way of host memory; of all pairs, those whose turns follow each other.
         rest_users: in a step of stages, the units whose backward adds to the gradient of a rest that trains.
         num_nodes: processes that share the step, each with this program.
         own_elements: of several nodes, the elements of each unit that this one steps; empty of a single one.
@@ -71,6 +73,7 @@ class StepLayout:
     commits: bool = False
     num_workers: int = 1
     stages: Stages | None = None
+    peers: frozenset[tuple[int, int]] = frozenset()
     rest_users: frozenset[int] = frozenset()
     num_nodes: int = 1
     own_elements: tuple[int, ...] = ()
@@ -148,6 +151,10 @@ class StepLayout:
             raise ValueError("a step that is cut goes with no clipping and no stages of its own")
         if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):
             raise ValueError("several workers need stages")
+        if not self.peers <= {pair for pair in self.neighbours if self.stages is not None}:
+            raise ValueError(
+                f"peers may name {sorted(self.neighbours)} where there are stages, not {self.peers}"
+            )
         if self.stages is None:
             return
         top, bottom = self.stages.backward[0][1], self.stages.backward[-1][0]
@@ -176,6 +183,27 @@ class StepLayout:
     def num_rounds(self) -> int:
         """Rounds of a step; one where it is not cut into stages."""
         return 1 if self.stages is None else -(-self.num_microbatches // self.stages.round_size)
+
+    @property
+    def neighbours(self) -> frozenset[tuple[int, int]]:
+        """Pairs of workers of which one hands over to the other: stages are dealt out in turn."""
+        count = self.num_workers
+        return frozenset((worker, (worker + 1) % count) for worker in range(count) if count > 1)
+
+    @property
+    def num_places(self) -> int:
+        """Places of a worker for what arrives device to device: one for each microbatch of a visit."""
+        if self.stages is None or not self.peers:
+            return 0
+        return min(self.stages.round_size, self.num_microbatches)
+
+    def takes_from_peer(self, worker: int | None) -> bool:
+        """Whether what visits of ``worker`` start from comes to it device to device."""
+        return any(target == worker for _, target in self.peers)
+
+    def gives_to_peer(self, worker: int | None) -> bool:
+        """Whether what visits of ``worker`` make for the next one goes there device to device."""
+        return any(source == worker for source, _ in self.peers)
 
     @property
     def num_units(self) -> int:

@@ -11,6 +11,7 @@ fp16      the same                                                              
 split     bf16 weights 2, master_low 2, master_ties 1/8 instead of 6             16.13
 moments   bf16 or int8 instead of 8, and no ties                                 4 or 2.03
 moment    of SGD and Lion, exp_avg alone                                         half of it
+factors   of Adafactor: mean squares of rows and columns instead                 a few thousandths
 gradient  bf16, or none at home: clipped by unit or not at all                   2 or 0
 frozen    weights only                                                           4 or 2
 ========  =====================================================================  ==============
@@ -146,12 +147,14 @@ class Traffic:
         down: away from the device.
         disk_read: from disk, wherever to.
         disk_written: to disk, wherever from.
+        across: from the memory of one device to that of another.
     """
 
     up: int = 0
     down: int = 0
     disk_read: int = 0
     disk_written: int = 0
+    across: int = 0
 
 
 __all__ = [
@@ -186,7 +189,7 @@ def by_class(
         for name, plane in planes.items():
             twice = commits and unit.trainable and name != GRADIENT
             numel = own[unit.index] if own and name not in whole else unit.numel
-            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.num_bytes(numel)
+            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.bytes_of(unit, numel)
         parts["weights"] -= packed_bytes_of(transport, unit, WEIGHTS, model.dtype)
         for part in unit.frozen:
             parts["frozen weights"] += part.home_bytes
@@ -278,7 +281,8 @@ def disk_buffer_bytes(
     granule = home_granule(model, tile_elements, layout.num_nodes)
     record = commit_record_bytes(model, granule, kept.planes) if layout.commits else 0
     return {
-        tiles: layout.num_tile_buffers * kept.tile_bytes(tile_elements, whole=layout.tiles_on_disk),
+        tiles: layout.num_tile_buffers * kept.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
+        "optimizer scratch": kept.scratch_bytes(model),
         "checkpoint buffer": store_buffer_bytes(model, home),
         "commits": COMMIT_COPIES * record,
     }
@@ -345,6 +349,8 @@ def count_traffic(
         elif op.kind in (Kind.FETCH, Kind.RECV):
             moved["up"] += handed_over(op)
             moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
+        elif op.kind in (Kind.PASS, Kind.RETURN):
+            moved["across"] += boundary_bytes[unit]
         elif op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
             size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, kept_bytes)
             moved["down" if op.kind is Kind.OFFLOAD else "up"] += size
@@ -352,9 +358,9 @@ def count_traffic(
         elif op.kind is Kind.READ and op.tile is None:
             moved["disk_read"] += loaded
         elif op.kind is Kind.READ:
-            moved["disk_read"] += kept.bytes_of(elements(op), kept.read_planes)
+            moved["disk_read"] += kept.bytes_of(model.units[unit], elements(op), kept.read_planes)
         elif op.kind is Kind.WRITE and op.tile is None:
             moved["disk_written"] += layout.gradient_bytes[unit] // narrow
         elif op.kind is Kind.WRITE:
-            moved["disk_written"] += kept.bytes_of(elements(op), kept.write_planes)
+            moved["disk_written"] += kept.bytes_of(model.units[unit], elements(op), kept.write_planes)
     return Traffic(**moved)

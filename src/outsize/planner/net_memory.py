@@ -92,7 +92,7 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str, state: 
         former=weights if delta else 0,
         stored_elements=piece,
         stored=piece * (4 + ITEMSIZE[model.dtype]),
-        halves=layout.bytes_of(piece, split) if joins else 0,
+        halves=sum(layout.planes[name].num_bytes(piece) for name in split) if joins else 0,
     )
 
 

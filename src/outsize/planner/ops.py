@@ -20,6 +20,8 @@ text                          meaning
 ``ONLOAD 3.0@w0``             it comes back
 ``SEND 3.0@w0``               the gradient of the input of unit 3 leaves the device, for another worker
 ``RECV 3.0@w1``               it arrives there
+``PASS 3.0@w0>w1.2``          the input of unit 3 goes from worker 0 to place 2 of worker 1, device to device
+``RETURN 3.0@w1>w0.2``        the gradient of the input of unit 3 goes the same way
 ``SUM 3@w0.1``                the gradient of unit 3 as summed so far comes up into accumulator 1, which sums on
 ``NORM 3@w0``                 norms of the gradients of unit 3, where they lie
 ``GRAD 3@w0``                 the gradient of unit 3 leaves the device for its home; its accumulator is free
@@ -64,6 +66,8 @@ class Kind(StrEnum):
     ONLOAD = "ONLOAD"
     SEND = "SEND"
     RECV = "RECV"
+    PASS = "PASS"
+    RETURN = "RETURN"
     SUM = "SUM"
     NORM = "NORM"
     GRAD = "GRAD"
@@ -85,11 +89,12 @@ class Op:
     Attributes:
         kind: the verb.
         unit: unit index; None only for CLIP, AGREE and COMMIT.
-        microbatch: for F, FA, FP, FK, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD, SEND and RECV.
-        worker: the device that it concerns; None for host and disk ops.
-        slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker.
+        microbatch: for F, FA, FP, FK, FB, R, B, SAVE, FETCH, OFFLOAD, ONLOAD, SEND, RECV, PASS and RETURN.
+        worker: the device that it concerns, or where it starts; None for host and disk ops.
+        slot: slot (LOAD, FREE) or accumulator (ACC, SUM) of that worker, or place (PASS, RETURN) of the other one.
         tile: tile of the unit's optimizer state or gradient; None for whole-unit ops.
         buffer: host buffer ``h`` (whole unit) or tile buffer ``t`` that the op fills or drains.
+        target: for PASS and RETURN, the worker that something goes to.
     """
 
     kind: Kind
@@ -99,6 +104,7 @@ class Op:
     slot: int | None = None
     tile: int | None = None
     buffer: int | None = None
+    target: int | None = None
 
     def __str__(self) -> str:
         """Return the text form, e.g. ``LOAD 3@w0.1``."""

@@ -282,7 +282,7 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         program=program,
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
-        tile_buffer_bytes=state.tile_bytes(knobs.tile_elements, whole=layout.tiles_on_disk),
+        tile_buffer_bytes=state.tile_bytes(sizing.model, knobs.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
         memory=memory,
         budgets=budgets,
@@ -333,7 +333,9 @@ def _what_to_try(
     if chosen and not shortage(replace(options, activations="auto")):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
-        advice = f"more microbatches than {options.microbatches}, or shorter sequences"
+        in_parts = largest == "workspace" and not options.cut
+        shorter = "train.mlp_parts=4, or shorter sequences" if in_parts else "or shorter sequences"
+        advice = f"more microbatches than {options.microbatches}, {shorter}"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"

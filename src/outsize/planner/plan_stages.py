@@ -15,17 +15,25 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.planner.choice import Extent
 from outsize.planner.costs import UnitTimes
-from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, away_in, kept_in_stages, most_on_its_way, on_its_way, spared, ways_of
+from outsize.planner.leaving import Way, away_in, most_on_its_way, spared, ways_of
 from outsize.planner.memory import Demand, by_class, count_traffic, offload_rooms, store_buffer_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.spending import ENOUGH
+from outsize.planner.stage_layout import (
+    ARRIVALS,
+    activation_bytes,
+    arrival_bytes,
+    num_handed_over,
+    single_units,
+    spans_that_fit,
+    staged_layout,
+)
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
-from outsize.planner.stages import HALVES, Span, Stages, slots_for
+from outsize.planner.stages import HALVES, Span, Stages
 from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
 
@@ -82,7 +90,7 @@ def plan_stages(
 
     below = range(bottom, model.num_streamed - 1)
     for halves in HALVES:
-        single = _single_units(model, options, wanted, bottom, halves)
+        single = single_units(model.num_streamed, bottom, _round_size(options, wanted), halves)
         ways = ways_of(options.activations, below, demand, options.rates, fits)
         smallest = _layout(model, options, wanted, ways[-1], least, single)
         memory = _memory(model, demand, smallest, options, least)
@@ -103,21 +111,32 @@ def plan_stages(
             unasked = bool(way.away) and not ways[-1].away
             found.append((pipeline.step_s(stages) / (ENOUGH if unasked else 1.0), layout(stages)))
     chosen = min(found, key=lambda pair: pair[0])[1] if found else smallest
+    chosen = _with_peers(
+        chosen, options, lambda layout: budgets.short_by(_memory(model, demand, layout, options, least))
+    )
     room = next((room for room in roomier if holds(in_room(model, chosen, options, room), room)), least)
     return _make(model, demand, budgets, options, in_room(model, chosen, options, room), room)
 
 
-def num_handed_over(layout: StepLayout) -> int:
-    """Return how many inputs and gradients lie below the workers at once, at most: those that a step puts there.
+def _with_peers(
+    layout: StepLayout, options: PlanOptions, short_by: Callable[[StepLayout], dict[str, int]]
+) -> StepLayout:
+    """Return ``layout`` with copies between the devices that can, where there is room for what arrives.
 
-    Forward stages save the inputs of all their units that a backward needs, and what comes out at their end; backward
-    stages send the gradient of what came in.
+    Raises:
+        InfeasiblePlanError: they are asked for, and there is none.
     """
-    stages, bottom = layout.stages, layout.first_backward
-    assert stages is not None
-    inputs = sum(max(0, end - max(first + 1, bottom)) + 1 for first, end in stages.forward)
-    gradients = sum(first > bottom for first, _ in stages.backward)
-    return layout.num_microbatches * (inputs + gradients)
+    candidate = replace(layout, peers=options.peers & layout.neighbours)
+    missing = short_by(candidate)
+    if not missing:
+        return candidate
+    if options.handover == "peer":
+        raise InfeasiblePlanError(
+            f"parallel.handover=peer needs room for {candidate.num_places} microbatches that arrive on each device; "
+            "first try parallel.handover=auto, which goes by way of host memory where there is none",
+            missing,
+        )
+    return layout
 
 
 def _bottom(model: ModelSpec, wanted: StageOptions) -> int:
@@ -137,19 +156,6 @@ def _round_size(options: PlanOptions, wanted: StageOptions) -> int:
     return options.microbatches if whole else 1
 
 
-def _single_units(
-    model: ModelSpec, options: PlanOptions, wanted: StageOptions, bottom: int, halves: tuple[int, int]
-) -> Stages:
-    """Return stages of one unit each, which need the least memory."""
-    return Stages(
-        forward=tuple((u, u + 1) for u in range(model.num_streamed - 1)),
-        backward=tuple((u, u + 1) for u in reversed(range(bottom, model.num_streamed))),
-        round_size=_round_size(options, wanted),
-        slot_halves=halves[0],
-        accumulator_halves=halves[1],
-    )
-
-
 def _pipeline(
     model: ModelSpec,
     demand: Demand,
@@ -162,23 +168,25 @@ def _pipeline(
 ) -> Pipeline:
     """Return what is cut: times, and which single stages fit ``device_bytes``."""
     streamed = model.units[: model.num_streamed]
-    weights = [unit.weight_bytes(model.dtype) for unit in streamed]
-    gradients = [unit.gradient_bytes * unit.trainable for unit in streamed]
+    weights = tuple(unit.weight_bytes(model.dtype) for unit in streamed)
+    gradients = tuple(unit.gradient_bytes * unit.trainable for unit in streamed)
     fixed = demand.shared_bytes + demand.fixed_bytes + _resident(model)
     times, rates = _times(demand, options, wanted), options.rates
 
+    has_room = spans_that_fit(
+        device_bytes - fixed,
+        weights,
+        gradients,
+        halves,
+        max(demand.boundary_bytes),
+        lambda span, backward: _workspace(model, demand, span, backward, way.keeps),
+        way.away,
+        demand.kept_bytes,
+    )
+
     def fits(span: Span, backward: bool) -> bool:
-        units = range(*span)
-        if backward and len(wanted.rest_users.intersection(units)) > 1:
-            return False
-        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + fixed
-        size += halves[1] * max(*gradients, sum(gradients[u] for u in units if backward))
-        turns = span[1] == model.num_streamed
-        size += 0 if turns else on_its_way(span, backward, way.away, demand.kept_bytes)
-        return (
-            size + _activations(len(units), demand) + _workspace(model, demand, span, backward, way.keeps)
-            <= device_bytes
-        )
+        several = backward and len(wanted.rest_users.intersection(range(*span))) > 1
+        return not several and has_room(span, backward)
 
     return Pipeline(
         forward_s=times.forward_s,
@@ -233,26 +241,7 @@ def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stag
 def _layout(
     model: ModelSpec, options: PlanOptions, wanted: StageOptions, way: Way, room: Room, stages: Stages
 ) -> StepLayout:
-    count = model.num_streamed
-    weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
-    gradients = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
-    layout = StepLayout(
-        num_streamed=count,
-        rest=count if len(model.units) > count else None,
-        num_microbatches=options.microbatches,
-        trainable=tuple(unit.trainable for unit in model.units),
-        weight_bytes=weights,
-        gradient_bytes=gradients,
-        slot_bytes=slots_for(stages, weights),
-        accumulator_bytes=slots_for(stages, gradients, only_backward=True),
-        clip=options.clip,
-        unit_clip=options.unit_clip,
-        tiles=(0,) * len(model.units),
-        num_workers=wanted.num_workers,
-        stages=stages,
-        kept=kept_in_stages(stages, count, options.microbatches, way),
-        rest_users=wanted.rest_users,
-    )
+    layout = staged_layout(model, options, wanted.num_workers, way, stages, wanted.rest_users)
     return in_room(model, layout, options, room)
 
 
@@ -268,7 +257,7 @@ def _make(
         program=programs[0],
         host_buffer_bytes=room.host_buffer_bytes,
         tile_elements=room.tile_elements,
-        tile_buffer_bytes=state.tile_bytes(room.tile_elements, whole=layout.tiles_on_disk),
+        tile_buffer_bytes=state.tile_bytes(model, room.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(model, options.home),
         memory=_memory(model, demand, layout, options, room),
         budgets=budgets,
@@ -299,6 +288,7 @@ def _memory(
     stages, transport = layout.stages, options.transport
     assert stages is not None
     spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
+    deepest = max(end - first for (first, end), _ in spans)
     extents = num_handed_over(layout) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
     keeps = any(layout.keeps_anything(unit) for unit in layout.keepable)
     away = away_in(layout)
@@ -309,7 +299,8 @@ def _memory(
             "weight slots": sum(layout.slot_bytes),
             "gradient accumulators": sum(layout.accumulator_bytes),
             "resident": _resident(model),
-            "activations": _activations(max(end - first for (first, end), _ in spans), demand) + leaving,
+            "activations": activation_bytes(deepest, max(demand.boundary_bytes)) + leaving,
+            ARRIVALS: arrival_bytes(layout, max(demand.boundary_bytes)),
             "workspace": max(_workspace(model, demand, *span, keeps) for span in spans),
             "shared": demand.shared_bytes,
             "fixed": demand.fixed_bytes,
@@ -342,11 +333,6 @@ def _workspace(model: ModelSpec, demand: Demand, span: Span, backward: bool, kee
         return max(forward)
     # The stage that turns around recomputes its units one by one, where it recomputes them.
     return max(*forward, *both) if span[1] == model.num_streamed and not keeps else sum(both)
-
-
-def _activations(num_units: int, demand: Demand) -> int:
-    """Return the activations of a stage: inputs of this and the next microbatch, gradients, and what is leaving."""
-    return (2 * (num_units + 1) + SAVE_WINDOW) * max(demand.boundary_bytes)
 
 
 def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) -> str:

@@ -215,6 +215,7 @@ _RESOURCES = {
     "down": "link from the GPU",
     "optimizer": "optimizer on the host",
     "uplink": "switch",
+    "peer": "link between GPUs",
 }
 
 

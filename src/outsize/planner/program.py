@@ -15,6 +15,7 @@ from outsize.planner.ops import Kind, Op
 _UNIT_MICROBATCH = frozenset({"unit", "microbatch", "worker"})
 _UNIT_SLOT = frozenset({"unit", "worker", "slot"})
 _UNIT_TILE = frozenset({"unit", "tile", "buffer"})
+_PEER = _UNIT_MICROBATCH | {"target", "slot"}
 
 # Which fields an op of each kind has; where there are several shapes, the op exists with and without a buffer
 # or tile.
@@ -35,6 +36,8 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
     Kind.ONLOAD: (_UNIT_MICROBATCH,),
     Kind.SEND: (_UNIT_MICROBATCH,),
     Kind.RECV: (_UNIT_MICROBATCH,),
+    Kind.PASS: (_PEER,),
+    Kind.RETURN: (_PEER,),
     Kind.SUM: (_UNIT_SLOT,),
     Kind.NORM: (frozenset({"unit", "worker"}),),
     Kind.GRAD: (
@@ -59,7 +62,7 @@ _JOIN = {Kind.READ: ">", Kind.GRAD: ">", Kind.LOAD: "<", Kind.WRITE: "<", Kind.R
 _OP = re.compile(
     r"(?P<kind>[A-Z]+)"
     r"(?: (?P<unit>[0-9]+)(?:#(?P<tile>[0-9]+))?(?:\.(?P<microbatch>[0-9]+))?"
-    r"(?:@w(?P<worker>[0-9]+)(?:\.(?P<slot>[0-9]+))?)?"
+    r"(?:@w(?P<worker>[0-9]+)(?:>w(?P<target>[0-9]+))?(?:\.(?P<slot>[0-9]+))?)?"
     r"(?:[<>@][ht](?P<buffer>[0-9]+))?)?"
 )
 
@@ -97,6 +100,8 @@ def render_op(op: Op) -> str:
         text += f".{op.microbatch}"
     if op.worker is not None:
         text += f"@w{op.worker}"
+    if op.target is not None:
+        text += f">w{op.target}"
     if op.slot is not None:
         text += f".{op.slot}"
     if op.buffer is not None:

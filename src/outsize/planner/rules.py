@@ -71,6 +71,8 @@ class Rules:
             Kind.ONLOAD: self._onload,
             Kind.SEND: self._hand_over,
             Kind.RECV: self._hand_over,
+            Kind.PASS: self._hand_over,
+            Kind.RETURN: self._hand_over,
             Kind.SUM: self._sum,
             Kind.NORM: self._norm,
             Kind.GRAD: self._grad,
@@ -161,7 +163,7 @@ class Rules:
         self._acc(op, unit, microbatch)
 
     def _hand_over(self, op: Op, unit: int, microbatch: int) -> None:
-        require(self._handover is not None, "gradients of inputs stay where they are")
+        require(self._handover is not None, "inputs and their gradients stay where they are")
         if self._handover is not None:
             self._handover.check(op, unit, microbatch)
 

@@ -5,6 +5,10 @@ input of the next unit on its own worker; SAVE moves it below, FETCH brings a co
 worker keeps its input only where no copy lies below, or where its backward follows at once. B needs both on its
 worker, after an R unless the forward has just run there, and uses them up. What a forward keeps for an R goes the same
 way: OFFLOAD moves it below, ONLOAD to the worker of the R, which uses it up.
+
+Between the workers that the layout names, PASS and RETURN move inputs and gradients from one to the other. They arrive
+in a place that holds nothing: what lay there has moved on or is used up. An input that no backward needs is used up by
+its F.
 """
 
 from collections import defaultdict
@@ -30,6 +34,7 @@ class HandoverRules:
         self._gradients: _Places = defaultdict(set)
         self._kept: _Places = defaultdict(set)
         self._recomputed: set[tuple[int, int, int]] = set()
+        self._arrived: dict[tuple[int, int], tuple[_Places, tuple[int, int]]] = {}
 
     def check(self, op: Op, unit: int, microbatch: int) -> None:
         """Follow one op.
@@ -45,6 +50,10 @@ class HandoverRules:
             self._move(self._gradients, at, worker, BELOW, GRADIENT)
         elif op.kind is Kind.RECV:
             self._move(self._gradients, at, BELOW, worker, GRADIENT)
+        elif op.kind is Kind.PASS:
+            self._cross(self._inputs, at, op, INPUT)
+        elif op.kind is Kind.RETURN:
+            self._cross(self._gradients, at, op, GRADIENT)
         elif op.kind is Kind.OFFLOAD:
             self._move(self._kept, at, worker, BELOW, KEPT)
         elif op.kind is Kind.ONLOAD:
@@ -65,7 +74,8 @@ class HandoverRules:
                 self._inputs[after].add(worker)
                 if self._layout.choice(unit, microbatch).leaves:
                     self._kept[at].add(worker)
-                if BELOW in self._inputs[at] and unit < self._fused:
+                spent = unit < self._layout.first_backward
+                if spent or (BELOW in self._inputs[at] and unit < self._fused):
                     self._inputs[at].discard(worker)
             else:
                 self._backward(op, at, after, worker)
@@ -79,6 +89,21 @@ class HandoverRules:
         self._inputs.pop(at, None)
         if at[0] > self._layout.first_backward:
             self._gradients[at].add(worker)
+
+    def _cross(self, places: _Places, at: tuple[int, int], op: Op, what: str) -> None:
+        source, target, place = op.worker or 0, op.target or 0, op.slot or 0
+        require(
+            (source, target) in self._layout.peers, f"nothing goes from worker {source} to {target} by itself"
+        )
+        require(place < self._layout.num_places, f"a worker has places 0 to {self._layout.num_places - 1}")
+        before = self._arrived.get((target, place))
+        if before is not None:
+            what_lies, of = before
+            require(
+                target not in what_lies[of], f"place {place} of worker {target} still holds unit {of[0]}'s"
+            )
+        self._move(places, at, source, target, what)
+        self._arrived[target, place] = places, at
 
     def _need(self, places: _Places, at: tuple[int, int], worker: int, what: str) -> None:
         here = worker in places[at] or (what == INPUT and at[0] == 0)

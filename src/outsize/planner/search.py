@@ -21,6 +21,7 @@ from outsize.planner.several_workers import (
     filling_and_draining_s,
     fits_several_workers,
     several_workers,
+    with_peers,
 )
 
 NEAR = 1.01
@@ -41,7 +42,7 @@ def fastest(question: Question) -> Prediction:
         if best is not None and num_gpus > 1 and not _may_gain(question, best, microbatches):
             break
         try:
-            prediction = predict(question, _candidate(question, microbatches))
+            prediction = _predicted(question, _candidate(question, microbatches))
         except InfeasiblePlanError as error:
             failures.append(error)
             continue
@@ -53,6 +54,16 @@ def fastest(question: Question) -> Prediction:
     if best is None:
         raise min(failures, key=lambda error: sum(error.short_by.values()))
     return best
+
+
+def _predicted(question: Question, candidate: Candidate) -> Prediction:
+    """Return the prediction of ``candidate``, handing over from GPU to GPU where that can be and is not slower."""
+    prediction = predict(question, candidate)
+    other = with_peers(question, candidate) if candidate.layout.stages is not None else None
+    if other is None:
+        return prediction
+    direct = predict(question, other)
+    return direct if direct.step_s <= prediction.step_s else prediction
 
 
 def _may_gain(question: Question, best: Prediction, microbatches: int) -> bool:

@@ -16,9 +16,10 @@ from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
 from outsize.planner.stage_fit import fit, pipeline_of
+from outsize.planner.stage_layout import ARRIVALS, arrival_bytes
 from outsize.planner.stage_memory import room_of, shared_out
 from outsize.planner.stage_room import in_room
-from outsize.planner.stage_task import Task, single_units, task_of
+from outsize.planner.stage_task import Task, task_of
 from outsize.planner.stages import HALVES, Stages, cursor_after
 
 # Two follow one another: the second one tells the time of a step among others.
@@ -33,6 +34,7 @@ ASSUMPTIONS = (
     "several GPUs: the final norm travels with the head; ids and labels of the step, and masks and position tables of "
     "two microbatches, lie on every GPU",
 )
+PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"
 TIED = "several GPUs: the table of tied embeddings is counted twice, as embedding and as head"
 
 
@@ -78,6 +80,33 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
     )
 
 
+def with_peers(question: Question, candidate: Candidate) -> Candidate | None:
+    """Return ``candidate`` with stages that hand over from GPU to GPU, between those that can.
+
+    None where none can, or where there is no room for what arrives.
+    """
+    machine, layout = question.machine, candidate.layout
+    pairs = frozenset(pair for pair in layout.neighbours if machine.peer(*pair) is not None)
+    layout = replace(layout, peers=pairs)
+    arrivals = arrival_bytes(layout, candidate.work.boundary_bytes[-1])
+    device = {**candidate.memory["device"], ARRIVALS: arrivals}
+    if not pairs or sum(device.values()) > question.budgets.device:
+        return None
+    programs, layout = _steps(replace(layout, stages=_at_the_start(layout)))
+    return replace(
+        candidate,
+        memory={**candidate.memory, "device": device},
+        layout=layout,
+        programs=programs,
+        assumptions=(*candidate.assumptions, PEERS),
+    )
+
+
+def _at_the_start(layout: StepLayout) -> Stages:
+    assert layout.stages is not None
+    return replace(layout.stages, cursor=0)
+
+
 def estimate_s(question: Question, microbatches: int, stages: Stages | None, home: Tier = "host") -> float:
     """Return what the partitioner makes of a step: compute, hand-over and copies, each link by itself.
 
@@ -113,7 +142,7 @@ def fits_several_workers(question: Question, microbatches: int, home: Tier) -> b
     """Return whether stages of single units, which need the least memory, fit."""
     try:
         task = _task(question, microbatches, home)
-        fit(replace(task, question=replace(question, stages=single_units(task, HALVES[-1]))), 0)
+        fit(replace(task, question=replace(question, stages=task.single_units(HALVES[-1]))), 0)
     except (ConfigError, InfeasiblePlanError):
         return False
     return True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
-from outsize.choices import Activations
+from outsize.choices import Activations, Handover
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec
@@ -61,6 +61,8 @@ class PlanOptions:
         nodes: processes that share the step.
         rank: number of this one; None for the one that steps most.
         wire: codecs between them.
+        peers: of several workers, pairs (source, target) of which one can copy to the other by itself.
+        handover: how stages hand over; ``peer`` must go between all ``peers``, ``auto`` where there is room.
     """
 
     home: Tier
@@ -82,6 +84,8 @@ class PlanOptions:
     nodes: int = 1
     rank: int | None = None
     wire: Wire = EXACT
+    peers: frozenset[tuple[int, int]] = frozenset()
+    handover: Handover = "auto"
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
@@ -156,6 +160,8 @@ class Sizing:
         on_disk = self.options.home == "disk"
         least = min(LEAST_TILE_ELEMENTS if on_disk else LEAST_RING_ELEMENTS, self.largest_trainable)
         least = align_up(least, self.state.quantum if on_disk else PLANE_ELEMENTS)
+        if self.state.factored:
+            least = self.state.whole_tile(self.largest_trainable)
         tile_elements = self.options.tile_elements or least
         return Knobs(
             num_slots=self._at_most_slots(self.options.slots or 1),
@@ -163,6 +169,7 @@ class Sizing:
             num_kept=0,
             tile_elements=tile_elements if self._has_tiles else 0,
             num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
+            num_tile_buffers=1 if self.state.factored else NUM_TILE_BUFFERS,
         )
 
     def layout(self, knobs: Knobs) -> StepLayout:
@@ -223,7 +230,13 @@ class Sizing:
                 yield replace(knobs, tile_elements=size)
 
     def more_tile_buffers(self, knobs: Knobs) -> Iterator[Knobs]:
-        """Yield knobs with twice the buffers, while a ring of gradients alone takes no more than `RING_UNITS`."""
+        """Yield knobs with twice the buffers, while a ring of gradients alone takes no more than `RING_UNITS`.
+
+        Of tiles that are whole units a disk home has fewer to begin with, and one more at a time.
+        """
+        if self.options.home == "disk" and knobs.tile_elements:
+            for num_tile_buffers in range(knobs.num_tile_buffers + 1, NUM_TILE_BUFFERS + 1):
+                yield replace(knobs, num_tile_buffers=num_tile_buffers)
         if self.options.ring and self.options.home == "host" and knobs.tile_elements:
             enough = RING_UNITS * -(-self.largest_trainable // knobs.tile_elements)
             counts = (knobs.num_tile_buffers << shift for shift in count(1))

@@ -6,11 +6,12 @@ from functools import partial
 
 from outsize.planner.candidate import Table
 from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, on_its_way, spared
+from outsize.planner.leaving import Way, spared
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.spending import ENOUGH
+from outsize.planner.stage_layout import spans_that_fit
 from outsize.planner.stage_memory import check, device_memory_of, layout_of, memory_of, table_below
-from outsize.planner.stage_task import Task, single_units
+from outsize.planner.stage_task import Task
 from outsize.planner.stages import HALVES, Span, Stages
 
 
@@ -44,7 +45,7 @@ def fit(task: Task, max_visits: int) -> Fitted:
         return not budgets.short_by(table(way, single))
 
     for halves in HALVES:
-        single = single_units(task, halves)
+        single = task.single_units(halves)
         ways = task.ways(fits)
         if sum(device_memory_of(task, ways[-1], single).values()) <= budgets.device:
             break
@@ -86,18 +87,14 @@ def _cut(
 
 def pipeline_of(task: Task, way: Way, halves: tuple[int, int]) -> Pipeline:
     """Return what is cut: times, and which single stages a GPU could hold."""
-    weights, gradients, count = task.weights, task.gradients, task.model.num_streamed
-    workspace = [task.workspace(unit) for unit in range(count)]
-    times, rates, sizes = task.times, task.rates, task.demand.kept_bytes
+    weights, gradients = task.weights, task.gradients
+    workspace = [task.workspace(unit) for unit in range(task.model.num_streamed)]
+    times, rates = task.times, task.rates
 
-    def fits(span: Span, backward: bool) -> bool:
-        units = range(*span)
-        size = halves[0] * max(*weights, sum(weights[u] for u in units)) + task.activations(len(units))
-        at_once = units if backward else range(0)
-        size += halves[1] * max(*gradients, sum(gradients[u] for u in at_once))
-        size += max(*workspace, sum(workspace[u] for u in at_once))
-        size += 0 if span[1] == count else on_its_way(span, backward, way.away, sizes)
-        return size <= task.question.budgets.device
+    most = max(workspace)
+
+    def workspace_of(span: Span, backward: bool) -> int:
+        return max(most, sum(workspace[slice(*span)])) if backward else most
 
     read, written = (
         rates.up_bytes_per_s,
@@ -118,7 +115,16 @@ def pipeline_of(task: Task, way: Way, halves: tuple[int, int]) -> Pipeline:
         hop_s=task.work.boundary_bytes[-1] / rates.up_bytes_per_s,
         weights_s=tuple(size / read for size in weights),
         gradients_s=tuple(size / written for size in gradients),
-        fits=fits,
+        fits=spans_that_fit(
+            task.question.budgets.device,
+            weights,
+            gradients,
+            halves,
+            task.work.boundary_bytes[-1],
+            workspace_of,
+            way.away,
+            task.demand.kept_bytes,
+        ),
         halves=halves,
         bottom=task.bottom,
     )

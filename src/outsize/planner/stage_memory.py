@@ -11,11 +11,12 @@ from outsize.errors import InfeasiblePlanError
 from outsize.optim.shares import largest_share
 from outsize.planner.candidate import Table
 from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, kept_in_stages, most_on_its_way
+from outsize.planner.leaving import Way, most_on_its_way
 from outsize.planner.memory import offload_rooms
 from outsize.planner.plan import Budgets
+from outsize.planner.stage_layout import activation_bytes, staged_layout
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
-from outsize.planner.stage_task import Task, single_units
+from outsize.planner.stage_task import Task
 from outsize.planner.stages import HALVES, Stages, slots_for
 from outsize.units import format_bytes
 
@@ -24,23 +25,7 @@ _ID_BYTES = 16
 
 def layout_of(task: Task, way: Way, stages: Stages) -> StepLayout:
     """Return the step, its home and nodes apart."""
-    units, options = task.model.units, task.options
-    return StepLayout(
-        num_streamed=len(units),
-        rest=None,
-        num_microbatches=options.microbatches,
-        trainable=tuple(unit.trainable for unit in units),
-        weight_bytes=task.weights,
-        gradient_bytes=task.gradients,
-        slot_bytes=slots_for(stages, task.weights),
-        accumulator_bytes=slots_for(stages, task.gradients, only_backward=True),
-        clip=options.clip,
-        unit_clip=options.unit_clip,
-        tiles=(0,) * len(units),
-        num_workers=task.num_workers,
-        stages=stages,
-        kept=kept_in_stages(stages, len(units), options.microbatches, way),
-    )
+    return staged_layout(task.model, task.options, task.num_workers, way, stages)
 
 
 def shared_out(task: Task, layout: StepLayout) -> StepLayout:
@@ -61,7 +46,7 @@ def room_of(task: Task) -> Room:
 def table_below(task: Task) -> Table:
     """Return what lies below the GPUs whatever the stages."""
     model, options = task.model, task.options
-    least, room = shared_out(task, layout_of(task, Way(), single_units(task, HALVES[-1]))), room_of(task)
+    least, room = shared_out(task, layout_of(task, Way(), task.single_units(HALVES[-1]))), room_of(task)
     return bytes_below(model, in_room(model, least, options, room), options, room)
 
 
@@ -73,7 +58,7 @@ def device_memory_of(task: Task, way: Way, stages: Stages) -> dict[str, int]:
     return {
         "weight slots": sum(slots_for(stages, task.weights)),
         "gradient accumulators": sum(slots_for(stages, task.gradients, only_backward=True)),
-        "activations": task.activations(deepest) + leaving,
+        "activations": activation_bytes(deepest, task.work.boundary_bytes[-1]) + leaving,
         "workspace": max(sum(task.workspace(u) for u in range(*span)) for span in stages.backward),
         "shared": 2 * work.held_bytes
         + question.sequences * question.seq_len * _ID_BYTES

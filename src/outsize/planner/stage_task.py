@@ -7,12 +7,12 @@ from functools import cached_property
 from outsize.model.spec import ModelSpec, Workload
 from outsize.planner.balance import Rates
 from outsize.planner.costs import UnitTimes
-from outsize.planner.hazards import SAVE_WINDOW
 from outsize.planner.leaving import Way, ways_of
 from outsize.planner.memory import Demand, Tier
 from outsize.planner.one_worker import in_seconds
 from outsize.planner.question import Question, demand_of
 from outsize.planner.sizing import PlanOptions
+from outsize.planner.stage_layout import single_units
 from outsize.planner.stages import Stages
 from outsize.planner.unit_times import unit_times
 
@@ -85,9 +85,10 @@ class Task:
         """Return what the backward of ``unit`` allocates."""
         return self.work.backward_workspace_bytes.get(self.model.units[unit].kind, 0)
 
-    def activations(self, num_units: int) -> int:
-        """Return the activations of a stage: inputs of this and the next microbatch, gradients, and what is leaving."""
-        return (2 * (num_units + 1) + SAVE_WINDOW) * self.work.boundary_bytes[-1]
+    def single_units(self, halves: tuple[int, int]) -> Stages:
+        """Return stages of one unit each, which need the least memory."""
+        round_size = self.options.microbatches if self.options.home == "disk" else 1
+        return single_units(self.model.num_streamed, self.bottom, round_size, halves)
 
 
 def task_of(question: Question, model: ModelSpec, microbatches: int, home: Tier) -> Task:
@@ -104,15 +105,3 @@ def task_of(question: Question, model: ModelSpec, microbatches: int, home: Tier)
     )
     times = unit_times(question.machine, model.compute_dtype, work)
     return Task(question=question, model=model, work=work, options=options, times=times)
-
-
-def single_units(task: Task, halves: tuple[int, int]) -> Stages:
-    """Return stages of one unit each, which need the least memory."""
-    count = task.model.num_streamed
-    return Stages(
-        forward=tuple((u, u + 1) for u in range(count - 1)),
-        backward=tuple((u, u + 1) for u in reversed(range(task.bottom, count))),
-        round_size=task.options.microbatches if task.options.home == "disk" else 1,
-        slot_halves=halves[0],
-        accumulator_halves=halves[1],
-    )

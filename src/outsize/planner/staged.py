@@ -9,13 +9,18 @@ A backward visit recomputes all its units before the gradient is needed, so that
 forwards have kept for that recompute comes up one microbatch ahead, unit by unit between the backwards, whose graphs
 make room for it.
 
+What a stage makes for the next one goes by way of host memory (SAVE and FETCH, SEND and RECV), or from device to device
+(PASS, RETURN) between workers that can. It then lies in a place of the next worker, which has one for each microbatch
+of a visit: so a worker gives away what it has made although the next one is not there yet, and waits only for a place
+that the visit before has not left. An input that a backward needs goes below from where it has arrived.
+
 Gradients of a unit are summed in the order of the microbatches whatever the number of workers: each round takes
 up the sum where the one before left it. The gradient of a rest that trains goes the same way from visit to visit
 of the units that add to it.
 """
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from outsize.planner.layout import StepLayout
@@ -159,9 +164,9 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
     count = len(visit.microbatches)
     weights = [op for op in ahead if op.kind is Kind.LOAD]
     sums = [op for op in ahead if op.kind is not Kind.LOAD]
-    inputs = [_inputs(visit, microbatch) for microbatch in visit.microbatches]
+    inputs = [_inputs(visit, microbatch, layout) for microbatch in visit.microbatches]
     kept = [_returning(visit, microbatch, layout) for microbatch in visit.microbatches]
-    gradients = [_gradient(visit, microbatch) for microbatch in visit.microbatches]
+    gradients = [_gradient(visit, microbatch, layout) for microbatch in visit.microbatches]
     ops = [*inputs[0], *kept[0], *gradients[0]]
     for index, microbatch in enumerate(visit.microbatches):
         following: list[Op] = []
@@ -189,10 +194,12 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
     return ops
 
 
-def _inputs(visit: Visit, microbatch: int) -> list[Op]:
+def _inputs(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     """Return what brings the inputs that a microbatch needs in a visit: of its first unit, of all for a backward."""
     first, end = visit.units
-    units = [first] if visit.forward else reversed(range(first, end))
+    units: Iterable[int] = reversed(range(first, end))
+    if visit.forward:
+        units = () if _arrives(visit, layout) else (first,)
     return [_on(Kind.FETCH, unit, microbatch, visit) for unit in units if unit]
 
 
@@ -203,9 +210,13 @@ def _returning(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     return [_on(Kind.ONLOAD, unit, microbatch, visit) for unit in leaving]
 
 
-def _gradient(visit: Visit, microbatch: int) -> list[Op]:
+def _gradient(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     """Return what brings the gradient that a backward visit starts from."""
-    return [] if visit.forward else [_on(Kind.RECV, visit.units[1], microbatch, visit)]
+    return (
+        []
+        if visit.forward or _arrives(visit, layout)
+        else [_on(Kind.RECV, visit.units[1], microbatch, visit)]
+    )
 
 
 def _compute(visit: Visit, microbatch: int, layout: StepLayout, following: list[Op]) -> list[Op]:
@@ -224,7 +235,7 @@ def _compute(visit: Visit, microbatch: int, layout: StepLayout, following: list[
         ops += following[slice(*share)]
         ops.append(_on(Kind.BACKWARD, unit, microbatch, visit))
     if first > layout.first_backward:
-        ops.append(_on(Kind.SEND, first, microbatch, visit))
+        ops.append(_handed_on(Kind.SEND, first, microbatch, visit, layout))
     return ops
 
 
@@ -235,13 +246,33 @@ def _forwards(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     for unit in range(first, min(end, layout.last)):
         choice = layout.choice(unit, microbatch)
         ops.append(_on(choice.forward, unit, microbatch, visit))
-        if first < unit and not visit.backward and unit >= layout.first_backward:
+        arrived = first < unit or _arrives(visit, layout)
+        if arrived and not visit.backward and unit >= layout.first_backward:
             ops.append(_on(Kind.SAVE, unit, microbatch, visit))
         if not visit.backward and unit + 1 == end:
-            ops.append(_on(Kind.SAVE, end, microbatch, visit))
+            ops.append(_handed_on(Kind.SAVE, end, microbatch, visit, layout))
         if choice.leaves:
             ops.append(_on(Kind.OFFLOAD, unit, microbatch, visit))
     return ops
+
+
+def _arrives(visit: Visit, layout: StepLayout) -> bool:
+    """Whether what ``visit`` starts from comes to its worker from another one's memory; the first has the ids."""
+    return layout.takes_from_peer(visit.worker) and not (visit.forward and visit.units[0] == 0)
+
+
+def _handed_on(kind: Kind, unit: int, microbatch: int, visit: Visit, layout: StepLayout) -> Op:
+    """Return what takes the input of ``unit``, or its gradient, towards the next stage: ``kind`` goes below."""
+    if not layout.gives_to_peer(visit.worker):
+        return _on(kind, unit, microbatch, visit)
+    return Op(
+        kind=Kind.PASS if kind is Kind.SAVE else Kind.RETURN,
+        unit=unit,
+        microbatch=microbatch,
+        worker=visit.worker,
+        target=(visit.worker + 1) % layout.num_workers,
+        slot=microbatch - visit.microbatches.start,
+    )
 
 
 def _on(kind: Kind, unit: int, microbatch: int, visit: Visit) -> Op:

@@ -76,6 +76,10 @@ def _of_activations(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: 
     return [], []
 
 
+# What may run the first unit of a visit that goes forward.
+_AT_A_START = FORWARD_KINDS | {Kind.FORWARD_BACKWARD, Kind.BACKWARD}
+
+
 def _of_staged(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, below: str) -> Changes:
     """Return the changes in a step of stages: a copy of every input lies below until its backward."""
     unit = op.unit or 0
@@ -84,6 +88,8 @@ def _of_staged(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, 
     assert layout.stages is not None
     fetched = any(unit == first for first, _ in (*layout.stages.forward, layout.stages.backward[0]))
     fused = unit >= layout.stages.backward[0][0]
+    arrived = fetched and unit > 0 and op.kind in _AT_A_START and layout.takes_from_peer(op.worker)
+    fetched = fetched and not arrived  # what has arrived lies in a place, and nowhere else
     saved = -size if not fused or fetched else 0
     if op.kind in FORWARD_KINDS:
         leaves = -size if unit < layout.first_backward or (fetched and not fused) else 0
@@ -95,6 +101,8 @@ def _of_staged(op: Op, layout: StepLayout, sizes: tuple[int, ...], device: str, 
         return [(device, made)], [(device, -size - following), (below, saved)]
     if op.kind in (Kind.SAVE, Kind.SEND):
         return [(below, size)], [(device, -size)]
+    if op.kind in (Kind.PASS, Kind.RETURN):
+        return [(f"device:w{op.target}", size)], [(device, -size)]
     if op.kind is Kind.RECV:
         return [(device, size)], [(below, -size)]
     return ([(device, size)], []) if op.kind is Kind.FETCH else ([], [])

@@ -201,7 +201,8 @@ def _with_state(name: str) -> Change:
             raise ConfigError("what-if state: priced for one GPU only")
         former = question.state or StateLayout(dtype=question.model.dtype)
         masters: Masters = "split" if former.dtype == "bf16" else former.masters
-        state = replace(former, moments=cast(Moments, name), masters=masters)
+        moments = cast(Moments, name) if former.num_moments else former.moments
+        state = replace(former, moments=moments, masters=masters)
         if question.model.compute_dtype == "fp16" or question.nodes > 1:
             return replace(question, state=state)
         return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)
@@ -236,13 +237,7 @@ def _ram(question: Question, num_bytes: float) -> Question:
 
 
 def _gpus(question: Question, count: float) -> Question:
-    machine = question.machine
-    more = replace(
-        machine,
-        gpus=(*machine.gpus, *[machine.gpus[-1]] * int(count)),
-        links=(*machine.links, *[machine.links[-1]] * int(count)),
-    )
-    return replace(question, machine=more)
+    return replace(question, machine=question.machine.with_more_gpus(int(count)))
 
 
 def _link(question: Question, factor: float) -> Question:
@@ -256,7 +251,11 @@ def _link(question: Question, factor: float) -> Question:
         for link in machine.links
     )
     uplinks = {name: _times(figure, factor) for name, figure in machine.uplinks.items()}
-    return replace(question, machine=replace(machine, links=links, uplinks=uplinks))
+    peers = tuple(
+        peer if peer.own_wire else replace(peer, bytes_per_s=_times(peer.bytes_per_s, factor))
+        for peer in machine.peers
+    )
+    return replace(question, machine=replace(machine, links=links, uplinks=uplinks, peers=peers))
 
 
 def _compute(question: Question, factor: float) -> Question:

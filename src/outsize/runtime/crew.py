@@ -189,7 +189,7 @@ def make_crew(
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
-    fetches = count_fetches(plan.program)
+    fetches = [count_fetches(program) for program in plan.programs]
     away: Away = {}
     workers, binders = [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
@@ -213,7 +213,7 @@ def make_crew(
             settings.num_products,
         )
         codec = activation_codec(plan.transport)
-        handover = HandoverOps(each, scratch, fetches, codec, rooms, layout.kept, away)
+        handover = HandoverOps(each, scratch, fetches, codec, rooms, layout.kept, away, device.devices)
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )

@@ -60,6 +60,10 @@ class Device(ABC):
         """Context of a copy of ``num_bytes`` that is not made by `copy`; takes as long as the link would."""
         return nullcontext()
 
+    def crossing(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Context of a copy of ``num_bytes`` to another device; takes as long as what lies between them would."""
+        return nullcontext()
+
     def behind(self, lane: str) -> AbstractContextManager[Any]:
         """Context in which another thread runs work in order with ``lane``."""
         return nullcontext()
@@ -129,6 +133,7 @@ class EmulatedDevice(CpuDevice):
         link_bytes_per_s: rate of the link in each direction; None for an unthrottled one.
         tier: of the ledger.
         slowdown: how many times as long as on this machine a computation takes, at least 1.
+        peer_bytes_per_s: rate of copies to other devices; None for as fast as they go.
     """
 
     def __init__(
@@ -139,9 +144,10 @@ class EmulatedDevice(CpuDevice):
         *,
         tier: str = "device",
         slowdown: float = 1.0,
+        peer_bytes_per_s: float | None = None,
     ) -> None:
         super().__init__(name, ledger, tier=tier)
-        self._rate = link_bytes_per_s
+        self._rate, self._peer_rate = link_bytes_per_s, peer_bytes_per_s
         self._slowdown = slowdown
         self._never = threading.Event()
 
@@ -160,13 +166,20 @@ class EmulatedDevice(CpuDevice):
         with self.link(into.nbytes):
             into.copy_(source)
 
-    @contextmanager
-    def link(self, num_bytes: int) -> Iterator[None]:
+    def link(self, num_bytes: int) -> AbstractContextManager[None]:
         """See `Device.link`."""
+        return self._throttled(num_bytes, self._rate)
+
+    def crossing(self, num_bytes: int) -> AbstractContextManager[None]:
+        """See `Device.crossing`."""
+        return self._throttled(num_bytes, self._peer_rate)
+
+    @contextmanager
+    def _throttled(self, num_bytes: int, bytes_per_s: float | None) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        if self._rate is not None:
-            remaining = num_bytes / self._rate - (time.perf_counter() - started)
+        if bytes_per_s is not None:
+            remaining = num_bytes / bytes_per_s - (time.perf_counter() - started)
             if remaining > 0:
                 self._never.wait(remaining)
 
@@ -203,7 +216,7 @@ class CudaDevice(Device):
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         """See `Device.lane`."""
-        if not name.startswith(("compute", "up", "down")):
+        if not name.startswith(("compute", "up", "down", "peer")):
             return nullcontext()
         torch.cuda.set_device(self.torch_device)
         return torch.cuda.stream(self._stream(name))
@@ -268,6 +281,7 @@ def open_device(
     limit: ResidentLimit | None = None,
     *,
     tier: str = "device",
+    peer_bytes_per_s: float | None = None,
 ) -> Device:
     """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N`` (one of them), ``cuda`` or ``cuda:i``.
 
@@ -277,6 +291,7 @@ def open_device(
         link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
         limit: where the device is the CPU, the limit of the process's resident memory.
         tier: of the ledger.
+        peer_bytes_per_s: rate of copies from an emulated device to others; None for as fast as they go.
 
     Raises:
         ConfigError: no such device.
@@ -288,7 +303,9 @@ def open_device(
         case "cpu" if not index:
             return CpuDevice(ledger=ledger, limit=limit, tier=tier)
         case "emulated":
-            return EmulatedDevice(name, ledger, link_bytes_per_s, tier=tier)
+            return EmulatedDevice(
+                name, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s
+            )
         case "cuda":
             return CudaDevice(int(index or 0), ledger, tier=tier)
     raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")

@@ -19,6 +19,7 @@ import torch
 from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
+from outsize.optim.adafactor import Adafactor
 from outsize.optim.spec import StateLayout
 from outsize.optim.update import Rule
 from outsize.planner.choice import Extent
@@ -82,7 +83,7 @@ class EngineSettings:
         describe: what a home that commits is told of each step.
     """
 
-    optimizer: Rule
+    optimizer: Rule | Adafactor
     max_grad_norm: float
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None
@@ -149,6 +150,8 @@ class Engine:
         self.num_submitted = 0
         layout = plan.layout
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
+        scratch_bytes = 4 * plan.state.scratch_elements(split.spec)
+        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
         tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
         store_buffer = (
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
@@ -169,6 +172,7 @@ class Engine:
             former=None if self.exchange is None else self.exchange.former,
             state=plan.state,
             seed=settings.seed,
+            scratches=[scratch.view(torch.float32) for scratch in scratches],
         )
         crew = make_crew if layout.stages is not None else make_single
         self._crew = crew(
@@ -354,6 +358,8 @@ class Engine:
             found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
             downs = (worker.gradients.down, worker.activations.down)
             found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        for source, target in sorted(self.plan.layout.peers):
+            found[f"peer:w{source}-w{target}"] = self._crew.workers[source].activations.across
         if self.exchange is not None:
             found |= {"net:reduce": self.exchange.reduced, "net:gather": self.exchange.gathered}
         return found
@@ -420,6 +426,8 @@ class Engine:
             table[Kind.RECOMPUTE, False] = worker.compute.recompute
             table[Kind.SEND, False] = worker.activations.send
             table[Kind.RECV, False] = worker.activations.receive
+            table[Kind.PASS, False] = worker.activations.pass_on
+            table[Kind.RETURN, False] = worker.activations.give_back
         return table
 
 

@@ -1,12 +1,15 @@
-"""SAVE, FETCH, SEND and RECV between workers: inputs and their gradients, by way of host memory.
+"""SAVE, FETCH, SEND and RECV between workers: inputs and their gradients, by way of host memory, and PASS and RETURN.
 
 A copy of an input stays there until its last FETCH of the step, which may be the one for its backward. What arrives
 lies in fresh memory of the worker; what has left is empty, whoever still refers to it. Inputs may go encoded; a stage's
 forward and backward then see the same decoded copy. Their gradients go as they are.
+
+PASS and RETURN copy from one device's memory to another's, as it is. Whoever makes the plan has counted a place there
+for each; what has left is empty here, too.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from types import MappingProxyType
 from typing import cast
@@ -34,24 +37,27 @@ class HandoverOps(OffloadOps):
     Args:
         device: of the worker.
         scratch: host memory for what is under way; shared by all workers.
-        fetches: how often each input (unit, microbatch) is fetched in a step.
+        fetches: how often each input (unit, microbatch) is fetched in a step, for each of the programs that take turns.
         codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
         rooms: as of `OffloadOps`.
         choices: likewise.
         away: likewise.
+        devices: of all workers, for what goes there by itself.
     """
 
     def __init__(
         self,
         device: Device,
         scratch: HostScratch,
-        fetches: FetchCounts,
+        fetches: Sequence[FetchCounts],
         codec: Codec | None = None,
         rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
         choices: Kept = (),
         away: Away | None = None,
+        devices: Sequence[Device] = (),
     ) -> None:
         super().__init__(device, rooms, choices, away)
+        self._devices = devices
         self._scratch = scratch
         self._fetches = fetches
         self._codec = codec
@@ -70,7 +76,7 @@ class HandoverOps(OffloadOps):
         unit, run = _find(op, context)
         key = (op.unit, op.microbatch)
         context.fetched[key] += 1
-        last = context.fetched[key] == self._fetches[key]
+        last = context.fetched[key] == self._fetches[context.program][key]
         run.replace_input(unit, self._take(op, "input", context, keep=not last))
         if last:
             run.below.discard(unit)
@@ -84,6 +90,35 @@ class HandoverOps(OffloadOps):
         """RECV: the gradient of the input comes up."""
         unit, run = _find(op, context)
         run.put_gradient(unit, self._take(op, "gradient", context, keep=False))
+
+    def pass_on(self, op: Op, context: StepContext) -> None:
+        """PASS: the input goes to another worker; the device memory is free afterwards."""
+        unit, run = _find(op, context)
+        storages = run.input_storages(unit)
+        run.replace_input(unit, self._cross(op, storages))
+        for storage in storages:
+            storage.resize_(0)
+
+    def give_back(self, op: Op, context: StepContext) -> None:
+        """RETURN: the gradient of the input goes to another worker."""
+        unit, run = _find(op, context)
+        run.put_gradient(unit, self._cross(op, run.take_gradient(unit)))
+
+    def _cross(self, op: Op, storages: list[Storage]) -> list[Storage]:
+        """Return copies on the device of the other worker."""
+        assert op.target is not None
+        other, lane = self._devices[op.target], f"peer:w{op.worker}-w{op.target}"
+        found = []
+        for storage in storages:
+            content = bytes_of(storage)
+            arrived = torch.empty(content.nbytes, dtype=torch.uint8, device=other.torch_device)
+            with self._device.crossing(content.nbytes):
+                arrived.copy_(content, non_blocking=True)
+            self.across = self.across.and_then(content.nbytes, content.nbytes)
+            self._device.hold(content, lane)
+            other.hold(arrived, f"compute:w{op.target}")
+            found.append(arrived.untyped_storage())
+        return found
 
     def _put(
         self,

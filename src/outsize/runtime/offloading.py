@@ -36,6 +36,7 @@ class OffloadOps:
         num_let_go: how often what a forward had kept had no room, so that it is recomputed.
         up: what has come up so far.
         down: what has gone down.
+        across: what has gone to other devices.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class OffloadOps:
         self._choices = choices
         self._away: Away = {} if away is None else away
         self.num_let_go = 0
-        self.up = self.down = Moved()
+        self.up = self.down = self.across = Moved()
 
     @property
     def bytes_up(self) -> int:

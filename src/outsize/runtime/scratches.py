@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outsize.planner.choice import Extent
 from outsize.planner.plan import Plan
-from outsize.planner.plan_stages import num_handed_over
+from outsize.planner.stage_layout import num_handed_over
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool

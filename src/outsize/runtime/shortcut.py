@@ -38,6 +38,10 @@ SKIPPED = frozenset(
         _aten.bmm.default,
         _aten.add.Tensor,
         _aten.mul.Tensor,
+        _aten.cat.default,
+        _aten.gelu.default,
+        _aten.relu.default,
+        _aten.silu.default,
         _aten.clone.default,
         _aten._to_copy.default,
     }

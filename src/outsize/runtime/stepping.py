@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.spec import ModelSpec, UnitSpec
+from outsize.optim.adafactor import Adafactor, step_whole
 from outsize.optim.adamw import AdamW, step_planes
 from outsize.optim.planes import StatePlanes
 from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
@@ -39,6 +40,7 @@ class OptimizerOps:
             the memory of its gradient, the bits in which its weights have changed.
         state: how a trained unit lies at home; None for the plain layout of the model's dtype.
         seed: of the chances by which moments of fewer bits are rounded.
+        scratches: fp32, as many and as long as ``state`` says, where whole parameters step.
 
     Attributes:
         gradient_tiles: where GRADs of tiles put them, by tile buffer.
@@ -50,7 +52,7 @@ class OptimizerOps:
         self,
         spec: ModelSpec,
         home: HostHome | DiskHome,
-        settings: Rule,
+        settings: Rule | Adafactor,
         tile_buffers: list[Tensor],
         tile_elements: int,
         encoded: EncodedWeights | None = None,
@@ -59,7 +61,9 @@ class OptimizerOps:
         former: Tensor | None = None,
         state: StateLayout | None = None,
         seed: int = 0,
+        scratches: Sequence[Tensor] = (),
     ) -> None:
+        self._scratches = scratches
         self._encoded = encoded
         self._own = [range(unit.numel) for unit in spec.units] if own is None else own
         self._former = former
@@ -80,7 +84,8 @@ class OptimizerOps:
             return
         unit, start, stop, planes = self._tile(op)
         parts = {
-            name: _part(planes, self.state.planes, name, stop - start) for name in self.state.read_planes
+            name: _part(planes, self.state.planes, name, unit, stop - start)
+            for name in self.state.read_planes
         }
         self._home.read_planes(unit.index, start, parts)
 
@@ -109,7 +114,9 @@ class OptimizerOps:
         planes = {GRADIENT: gradient}
         for name, plane in self.state.planes.items():
             first = start // plane.group
-            planes[name] = self._home.view(unit.index, name)[first : first + plane.items(stop - start)]
+            planes[name] = self._home.view(unit.index, name)[
+                first : first + plane.items_of(unit, stop - start)
+            ]
         self._step_range(unit, range(start, stop), planes, context)
         if self._encoded is not None and stop == unit.numel:
             self._encoded.stepped(unit.index)
@@ -160,7 +167,8 @@ class OptimizerOps:
             return
         unit, start, stop, planes = self._tile(op)
         parts = {
-            name: _part(planes, self.state.planes, name, stop - start) for name in self.state.write_planes
+            name: _part(planes, self.state.planes, name, unit, stop - start)
+            for name in self.state.write_planes
         }
         self._home.write_planes(unit.index, start, parts)
 
@@ -176,6 +184,19 @@ class OptimizerOps:
         length = stop - start
         if start == self._own[unit.index].start:
             self._count(unit, context)
+        if isinstance(self._settings, Adafactor):
+            step_whole(
+                self._settings,
+                unit,
+                planes,
+                self._scratches,
+                step=self.updates,
+                lr=context.learning_rate,
+                clip_coefficient=context.coefficient_of(unit.index),
+                skip=_untouched(unit, context),
+                rounds=weights is not None,
+            )
+            return
         plain = self.state.plain and planes[GRADIENT].dtype is torch.float32
         if not plain or not isinstance(self._settings, AdamW):
             step_state(
@@ -236,21 +257,22 @@ class OptimizerOps:
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
-        made = self.state.tile_planes
-        if isinstance(self._home, HostHome):
-            made = {GRADIENT: made[GRADIENT]}
+        whole = not isinstance(self._home, HostHome)
         planes = {}
         offset = 0
-        for name, plane in made.items():
-            num_bytes = plane.num_bytes(self._tile_elements)
-            planes[name] = buffer[offset : offset + num_bytes].view(ITEM_DTYPE[plane.item])
-            offset += num_bytes
+        for name, items in self.state.tile_room(self._spec, self._tile_elements, whole=whole).items():
+            dtype = ITEM_DTYPE[self.state.tile_planes[name].item]
+            end = offset + items * dtype.itemsize
+            planes[name] = buffer[offset:end].view(dtype)
+            offset = end
         return planes
 
 
-def _part(planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, numel: int) -> Tensor:
-    """The first ``numel`` elements of a plane of a tile buffer."""
-    return planes[name][: made[name].items(numel)]
+def _part(
+    planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, unit: UnitSpec, numel: int
+) -> Tensor:
+    """The first ``numel`` elements of ``unit`` in a plane of a tile buffer."""
+    return planes[name][: made[name].items_of(unit, numel)]
 
 
 def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:

@@ -125,9 +125,10 @@ class StoreOps:
                 return
             yield 0, tuple(self._home.view(unit.index, plane) for plane in planes)
             return
-        parts, size = self._cut(unit, planes)
-        for start in range(0, unit.numel, size):
-            length = min(size, unit.numel - start)
+        numel = self._numel(unit, planes[0])
+        parts, size = self._cut(unit, planes, numel)
+        for start in range(0, numel, size):
+            length = min(size, numel - start)
             chunk = {plane: part[: self._items(unit, plane, length)] for plane, part in parts.items()}
             self._home.read_planes(unit.index, start, chunk)
             yield start, tuple(chunk.values())
@@ -167,7 +168,14 @@ class StoreOps:
     def _items(self, unit: UnitSpec, plane: str, numel: int) -> int:
         """Items of ``numel`` elements of a plane, whole sectors where it has items for groups of them."""
         made = self._optimizer.state.planes.get(plane)
-        return numel if made is None or not unit.trainable else made.items(numel)
+        if made is None or not unit.trainable or made.factor is not None:
+            return numel
+        return made.items(numel)
+
+    def _numel(self, unit: UnitSpec, plane: str) -> int:
+        """Elements of a plane; its items where it holds factors, which are asked for by themselves."""
+        made = self._optimizer.state.planes.get(plane)
+        return unit.numel if made is None or made.factor is None else made.items_of(unit)
 
     def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""
@@ -179,14 +187,14 @@ class StoreOps:
             self._home.read_planes(unit.index, start, dict(zip(planes, parts, strict=True)))
             yield start, tuple(parts)
 
-    def _cut(self, unit: UnitSpec, planes: Sequence[str]) -> tuple[dict[str, Tensor], int]:
-        """Cut the buffer into a part for each plane; returns them, and how many elements each takes."""
+    def _cut(self, unit: UnitSpec, planes: Sequence[str], numel: int) -> tuple[dict[str, Tensor], int]:
+        """Cut the buffer into a part for each plane of ``numel`` elements; returns them, and what each takes."""
         assert self._buffer is not None
         assert isinstance(self._home, DiskHome)
         extents = {plane: self._layout.extent(unit.index, plane) for plane in planes}
         element_bytes = sum(extent.dtype.itemsize / extent.group for extent in extents.values())
-        size = min(int(self._buffer.nbytes / element_bytes), unit.numel)
-        if size < unit.numel:
+        size = min(int(self._buffer.nbytes / element_bytes), numel)
+        if size < numel:
             size -= size % max(self._home.granule_elements, *(e.least * e.group for e in extents.values()))
         parts, end = {}, 0
         for plane, extent in extents.items():

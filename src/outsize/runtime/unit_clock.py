@@ -30,11 +30,11 @@ from outsize.planner.costs import UnitTimes
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.boundary import hand_out, is_differentiable
-from outsize.runtime.calibrate import signature
 from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.keeping import Keeping
 from outsize.runtime.microbatch import MicrobatchRun, Visit, visit_of
+from outsize.runtime.trial_pass import signature
 from outsize.runtime.trial_weights import bind_trial_weights
 
 # A first sample that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and

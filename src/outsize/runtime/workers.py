@@ -1,11 +1,11 @@
 """Several devices as one: each worker's lanes run on its own, and a mark of one makes lanes of another wait.
 
-The lanes of worker 1 are called ``compute:w1``, ``up:w1`` and ``down:w1``. Lanes of the machine (``host``, ``read``)
-belong to no device; they wait for marks on their threads.
+The lanes of worker 1 are called ``compute:w1``, ``up:w1`` and ``down:w1``; what leaves it for the memory of worker 2
+has ``peer:w1-w2``. Lanes of the machine (``host``, ``read``) belong to no device; they wait for marks on their threads.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,8 +36,8 @@ class Workers(Device):
         self.torch_device = self.devices[0].torch_device
 
     def of(self, lane: str) -> Device:
-        """The device that a lane works for; that of worker 0 for lanes of the machine."""
-        _, _, worker = lane.partition(":w")
+        """The device that a lane works for, or starts from; that of worker 0 for lanes of the machine."""
+        worker = lane.partition(":w")[2].partition("-")[0]
         return self.devices[int(worker)] if worker.isdigit() else self.devices[0]
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
@@ -46,6 +46,8 @@ class Workers(Device):
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         """See `Device.lane`; a lane that computes touches other devices in order with those that compute there."""
+        if name.startswith("peer"):
+            return self._peer_lane(name)
         if not name.startswith("compute"):
             return self.of(name).lane(name)
         with contextlib.ExitStack() as stack:
@@ -54,6 +56,18 @@ class Workers(Device):
                     stack.enter_context(device.behind(f"compute:w{worker}"))
             stack.enter_context(self.of(name).lane(name))
             return stack.pop_all()
+
+    @contextlib.contextmanager
+    def _peer_lane(self, name: str) -> Iterator[None]:
+        """A lane between two devices, with a stream on both.
+
+        1. What arrives is allocated on the target's stream, so its memory is used again in order with that.
+        2. torch has the source's stream wait for the target's, copies on it, and has the target's wait for that.
+        3. Marks are those of the source's stream, which comes last: a lane that waits for one finds the copy made.
+        """
+        target = int(name.rpartition("-w")[2])
+        with self.devices[target].behind(name), self.of(name).lane(name):
+            yield
 
     def record(self, lane: str) -> Any:
         """See `Device.record`."""
@@ -95,8 +109,15 @@ def device_names(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def open_workers(name: str, ledger: Ledger | None = None, link_bytes_per_s: float | None = None) -> Workers:
+def open_workers(
+    name: str,
+    ledger: Ledger | None = None,
+    link_bytes_per_s: float | None = None,
+    peer_bytes_per_s: float | None = None,
+) -> Workers:
     """Open a device for each worker that ``name`` means, each with a tier of its own in ``ledger``.
+
+    Rates are those of emulated devices, see `open_device`.
 
     Raises:
         ConfigError: one of them does not exist.
@@ -106,7 +127,7 @@ def open_workers(name: str, ledger: Ledger | None = None, link_bytes_per_s: floa
         devices = []
         for worker, each in enumerate(names):
             tier = tier_of(worker, len(names))
-            device = open_device(each, ledger, link_bytes_per_s, tier=tier)
+            device = open_device(each, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s)
             stack.callback(device.close)
             devices.append(device)
         stack.pop_all()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from outsize.runtime.selecting import ATTENTION, PRODUCTS, Watch
@@ -44,7 +45,9 @@ class _Returned(NamedTuple):
     is_product: bool
     num_bytes: int
     flops: int
-    memory: tuple[int, ...]
+    memory: tuple[
+        StorageWeakRef, ...
+    ]  # which keep no bytes, but their identity from being given to other memory
 
 
 class YieldTrial:
@@ -82,14 +85,14 @@ class YieldTrial:
             tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
             is_product = func in PRODUCTS
             flops = _product_flops(args) if is_product else _attention_flops(args, kwargs)
-            memory = tuple(tensor.untyped_storage()._cdata for tensor in tensors)
+            memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)  # type: ignore[no-untyped-call]
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             self._returned.append(_Returned(len(self._ops), is_product, size, flops, memory))
         return out
 
 
 def _sum(returned: list[_Returned], others: set[int]) -> Yield:
-    own = sum(one.num_bytes for one in returned if others.isdisjoint(one.memory))
+    own = sum(one.num_bytes for one in returned if others.isdisjoint(ref.cdata for ref in one.memory))
     return Yield(own, sum(one.flops for one in returned))
 
 

@@ -85,7 +85,7 @@ class Layout:
                     num_sides = 2 if unit.trainable and name in twice else 1
                     extent = Extent(
                         offset=self.num_bytes,
-                        numel=plane.items(len(held)),
+                        numel=plane.items_of(unit, len(held)),
                         dtype=ITEM_DTYPE[plane.item],
                         num_sides=num_sides,
                         group=plane.group,

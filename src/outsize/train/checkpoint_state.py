@@ -18,7 +18,8 @@ from outsize.config import Config
 from outsize.errors import CheckpointError
 from outsize.model.checkpoint_format import FileSum
 from outsize.model.spec import TensorSpec, UnitSpec
-from outsize.optim.spec import EXP_AVG, MASTER, Plane, State, layout_of
+from outsize.optim.factors import factored
+from outsize.optim.spec import MASTER, Plane, State, layout_of
 from outsize.storage.layout import ITEM_DTYPE
 from outsize.train import standing
 from outsize.train.checkpoint_dir import STATE, latest
@@ -108,7 +109,9 @@ def state_planes(state: State, unit: UnitSpec) -> dict[str, torch.dtype]:
         return {}
     layout = layout_of(state)
     moments = {
-        name: ITEM_DTYPE[plane.item] for name, plane in layout.planes.items() if name.startswith(EXP_AVG)
+        name: ITEM_DTYPE[plane.item]
+        for name, plane in layout.state_planes.items()
+        if plane.factor is None or factored(unit, plane.factor).tensors
     }
     if layout.dtype == "bf16":
         return {**moments, MASTER_LOW: torch.int16}
@@ -118,6 +121,8 @@ def state_planes(state: State, unit: UnitSpec) -> dict[str, torch.dtype]:
 def plane_of(state: State, unit: UnitSpec, name: str) -> UnitSpec:
     """The unit as a plane sees it: each tensor as its items, where an item stands for a group of elements."""
     plane = layout_of(state).planes.get(name, Plane("fp32"))
+    if plane.factor is not None:
+        return factored(unit, plane.factor)
     if plane.group == 1:
         return unit
     tensors = tuple(

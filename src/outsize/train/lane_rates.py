@@ -31,6 +31,7 @@ from outsize.probe.host import measure_dram
 from outsize.probe.link import measure_links
 from outsize.probe.stepping import measure_adamw
 from outsize.runtime.workers import device_names
+from outsize.train.peers import measured_peers
 from outsize.train.prepare import Prepared
 
 MACHINE_FILE = "machine.json"
@@ -98,12 +99,13 @@ def lane_rates(
             adamw_params_per_s=adamw,
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
+        peers=measured_peers(prepared.config, machine, prepared.plan.layout.peers),
     )
 
 
 def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
     """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
-    kept = replace(state, num_moments=2)
+    kept = replace(state, num_moments=2, factored=False)
     found = _figure(measure_adamw(effort, kept, units), "AdamW")
     moved = kept.step_bytes / STEP_PACE[kept.moments]
     return replace(found, value=found.value * moved / ADAMW_BYTES)
@@ -121,7 +123,8 @@ def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
         )
         disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
         limited = prepared.config.memory.link_gb_per_s is not None
-        if same and disk and not limited:
+        peers = all(found.peer(*pair) is not None for pair in prepared.plan.layout.peers)
+        if same and disk and peers and not limited:
             return found
     return None
 

@@ -16,12 +16,13 @@ from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.planner.plan_stages import StageOptions, plan_stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES
-from outsize.runtime.calibrate import Measured
 from outsize.runtime.decoding import decoding_bytes
+from outsize.runtime.measured import Measured
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.crossings import transport_of, wire_of
 from outsize.train.machine import Machine
+from outsize.train.peers import peers_of
 from outsize.train.state import clip_of, layout_for, may_skip
 from outsize.train.unit_times import forward_times, recompute_times, selections
 
@@ -79,6 +80,8 @@ def options_of(
         nodes=num_ranks,
         rank=group.rank if group is not None else None,
         wire=wire_of(config, parts.spec, machine) if num_ranks > 1 else EXACT,
+        peers=peers_of(config, machine),
+        handover=config.parallel.handover,
     )
 
 

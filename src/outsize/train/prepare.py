@@ -16,6 +16,7 @@ from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.checkpoint import CheckpointReader, WeightSource
 from outsize.model.checkpoint_files import locate_checkpoint
+from outsize.model.parted import take_in_parts
 from outsize.model.spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
@@ -26,7 +27,8 @@ from outsize.planner.microbatches import step_cuts
 from outsize.planner.plan import Plan
 from outsize.planner.sizing import own_elements
 from outsize.runtime.allocator import resident_bytes, trim
-from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.calibrate import calibrate
+from outsize.runtime.measured import Measured
 from outsize.train.home_masters import with_masters_of
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.train.model_inputs import made_up_inputs
@@ -126,6 +128,7 @@ def prepare(
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
+    take_in_parts(parts, config.train.mlp_parts)
     spec = parts.spec
     if group.size == 1:
         config = with_masters_of(home_file(config.memory, run_dir), config, spec)

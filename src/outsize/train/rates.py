@@ -18,7 +18,7 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.group import Group
 from outsize.group.pace import Pace
 from outsize.hardware.spec import Machine
-from outsize.model.spec_from_config import forward_flops, read_shape
+from outsize.model.spec_from_config import forward_flops
 from outsize.model.walk import Boundaries
 from outsize.planner.choice import Choice, Extent
 from outsize.planner.costs import UnitTimes
@@ -29,7 +29,7 @@ from outsize.train.lane_rates import kept_rates, lane_rates
 from outsize.train.machine import home_file
 from outsize.train.model_inputs import made_up_inputs
 from outsize.train.prepare import Prepared
-from outsize.train.unit_times import recompute_shares, selections
+from outsize.train.unit_times import recompute_shares, selections, shape_of
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
 TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -217,8 +217,7 @@ def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
     """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
     spec = prepared.split.spec
     with contextlib.suppress(ModelError, AttributeError):
-        shape = read_shape(prepared.split.model.config.to_dict())  # type: ignore[union-attr,operator]
-        flops = forward_flops(shape, rows, length)
+        flops = forward_flops(shape_of(prepared.split), rows, length)
         if len(flops) == spec.num_streamed:
             return flops
     numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]

@@ -1,7 +1,7 @@
 """The reference: plain PyTorch training of the same model on the same batches, everything in memory.
 
-Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`,
-`torch.optim.SGD`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over microbatches. It shares
+Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`, `SGD` or
+`Adafactor`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over microbatches. It shares
 no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and fp16 the model computes
 in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
 microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The gradient of a weight that
@@ -189,6 +189,14 @@ def _optimizer_of(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> t
     if optimizer.name == "adamw":
         return torch.optim.AdamW(
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+        )
+    if optimizer.name == "adafactor":
+        return torch.optim.Adafactor(
+            groups,
+            lr=optimizer.lr,
+            beta2_decay=optimizer.beta2_decay,
+            eps=(optimizer.eps1, optimizer.eps2),
+            d=optimizer.d,
         )
     # A group for each: torch's kernel takes the first step of all that it is given, or of none.
     return torch.optim.SGD(

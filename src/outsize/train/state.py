@@ -8,6 +8,7 @@ from outsize.config.optimizer import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
 from outsize.native import library
+from outsize.optim.adafactor import Adafactor
 from outsize.optim.adamw import AdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
 from outsize.optim.lion import Lion
@@ -18,7 +19,7 @@ from outsize.runtime.workers import device_names
 from outsize.train.machine import choose_device
 
 
-def rule_of(optimizer: OptimizerConfig) -> AdamW | SGD | Lion:
+def rule_of(optimizer: OptimizerConfig) -> AdamW | SGD | Lion | Adafactor:
     """Return how a parameter steps; the learning rate comes with each step."""
     if optimizer.name == "sgd":
         return SGD(
@@ -29,6 +30,13 @@ def rule_of(optimizer: OptimizerConfig) -> AdamW | SGD | Lion:
         )
     if optimizer.name == "lion":
         return Lion(betas=optimizer.betas, weight_decay=optimizer.weight_decay)
+    if optimizer.name == "adafactor":
+        return Adafactor(
+            beta2_decay=optimizer.beta2_decay,
+            eps=(optimizer.eps1, optimizer.eps2),
+            d=optimizer.d,
+            weight_decay=optimizer.weight_decay,
+        )
     return AdamW(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
 
 
@@ -90,7 +98,10 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
         moments=moments,
         gradients=optimizer.gradients,
         num_moments=num_moments,
+        factored=optimizer.name == "adafactor",
     )
+    if layout.factored:
+        _check_whole(config, spec, layout, num_ranks)
     tile = config.memory.tile_elements or 0
     if optimizer.masters == "auto" and layout.exact and tile % layout.quantum:
         layout = replace(layout, masters="separate")  # whose tiles may be smaller
@@ -106,10 +117,30 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     return layout
 
 
+def _check_whole(config: Config, spec: ModelSpec, layout: StateLayout, num_ranks: int) -> None:
+    """Check that nothing cuts units into parts, where the optimizer steps whole parameters.
+
+    Raises:
+        ConfigError: something does.
+    """
+    if num_ranks > 1:
+        raise ConfigError(
+            "optimizer.name: adafactor steps whole parameters, and ranks share each by its elements; use a single "
+            "process, or lion or adamw with optimizer.state=int8"
+        )
+    tile = config.memory.tile_elements
+    largest = max((unit.numel for unit in spec.units if unit.trainable), default=0)
+    if tile is not None and tile < largest:
+        raise ConfigError(
+            f"memory.tile_elements: adafactor steps whole parameters, and the largest unit has {largest} elements, "
+            f"more than {tile}; leave it out"
+        )
+
+
 def _has_kernel(optimizer: OptimizerConfig) -> bool:
     """Return whether a kernel in C steps exact state, to the bit as the torch at hand does."""
     if not library.available():
         return False
     if optimizer.name == "sgd":
         return form_of_torch(library.level()) is not None
-    return optimizer.name == "lion" or agrees_with_torch(library.level())
+    return optimizer.name in ("lion", "adafactor") or agrees_with_torch(library.level())

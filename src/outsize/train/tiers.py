@@ -113,10 +113,11 @@ class Tiers:
         return Arena(ledger=self.ledger, tier=tier, pinner=pinner)
 
     def _open_device(self) -> Device:
-        machine, rate = self._prepared.machine, self._prepared.config.memory.link_gb_per_s
-        bytes_per_s = rate * 1e9 if rate else None
+        machine, memory = self._prepared.machine, self._prepared.config.memory
+        bytes_per_s = memory.link_gb_per_s * 1e9 if memory.link_gb_per_s else None
         if machine.num_workers > 1:
-            return open_workers(machine.device, self.ledger, bytes_per_s)
+            peer = memory.peer_gb_per_s * 1e9 if memory.peer_gb_per_s else None
+            return open_workers(machine.device, self.ledger, bytes_per_s, peer)
         host_bytes = self._prepared.plan.total_bytes("host")
         limit = ResidentLimit(self._prepared.before_bytes, machine.device_bytes, host_bytes)
         return open_device(machine.device, self.ledger, bytes_per_s, limit)

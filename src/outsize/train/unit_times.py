@@ -4,10 +4,11 @@ import contextlib
 from typing import Any
 
 from outsize.errors import ModelError
-from outsize.model.spec_from_config import forward_flops, read_shape, recompute_flops
+from outsize.model.parted import parts_of
+from outsize.model.spec_from_config import Shape, forward_flops, in_mlp_parts, read_shape, recompute_flops
 from outsize.model.split import Split
 from outsize.planner.choice import Extent, KeptBytes
-from outsize.runtime.calibrate import Measured
+from outsize.runtime.measured import Measured
 
 # A length at which the operations of units are compared.
 SAMPLE_TOKENS = 1024
@@ -19,11 +20,21 @@ FLOPS_PER_BYTE = 20
 LEAST_SELECTED_FLOPS = 1e9
 
 
+def shape_of(parts: Split) -> Shape:
+    """Return the sizes of a model as its config tells them.
+
+    Raises:
+        ModelError: its family's config does not.
+    """
+    shape = read_shape(parts.model.config.to_dict())  # type: ignore[union-attr,operator]
+    return in_mlp_parts(shape, parts_of(parts))
+
+
 def forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> tuple[float, ...]:
     """How long the forwards of units take beside each other: by their operations, or by their parameters."""
     count = parts.spec.num_streamed
     with contextlib.suppress(ModelError, AttributeError):
-        flops = forward_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
+        flops = forward_flops(shape_of(parts), rows, length)
         if len(flops) == count:
             return flops
     table = max((tensor.numel for unit in parts.spec.units for tensor in unit.all_tensors), default=1)
@@ -41,7 +52,7 @@ def recompute_times(
     """The same of recomputes, of which some end early."""
     times = forward_times(parts, rows, length)
     with contextlib.suppress(ModelError, AttributeError):
-        flops = recompute_flops(read_shape(parts.model.config.to_dict()), rows, length)  # type: ignore[union-attr,operator]
+        flops = recompute_flops(shape_of(parts), rows, length)
         if len(flops) == len(times):
             return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))
     return times

@@ -28,9 +28,9 @@ from outsize.planner.cut import Passes, cut_step
 from outsize.planner.layout import StepLayout
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
-from outsize.runtime.calibrate import Measured
 from outsize.runtime.context import slots_used
 from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.measured import Measured
 from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome

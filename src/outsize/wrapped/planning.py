@@ -13,7 +13,8 @@ from outsize.config import MemoryConfig
 from outsize.model.split import Split
 from outsize.optim.spec import StateLayout
 from outsize.planner.plan import Plan, PlanOptions
-from outsize.runtime.calibrate import Measured, calibrate
+from outsize.runtime.calibrate import calibrate
+from outsize.runtime.measured import Measured
 from outsize.train.machine import Machine
 from outsize.train.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast

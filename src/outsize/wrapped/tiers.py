@@ -16,9 +16,9 @@ from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Plan
 from outsize.runtime.allocator import ResidentLimit, resident_bytes, trim
 from outsize.runtime.binding import buffers_on
-from outsize.runtime.calibrate import Measured
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.measured import Measured
 from outsize.runtime.scratches import open_scratch
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.directory import needed_directory

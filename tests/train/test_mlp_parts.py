@@ -1,0 +1,56 @@
+"""Runs whose MLPs take their tokens in parts: streamed equals resident, whatever is kept and wherever it runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.errors import ModelError
+from outsize.train.prepare import prepare
+from outsize.train.run import plan
+from outsize.train.verify import verify
+from support import make_run
+
+BF16 = {"dtype": "bf16"}
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"model": BF16},
+    "in one op with the loss": {"train": {"loss": "model", "microbatches": 1}},
+    "disk": {"memory": {"home": "disk", "slots": 2}},
+    "recompute": {"memory": {"activations": "recompute"}},
+    "all kept": {"memory": {"activations": "keep"}},
+    "attention kept": {"memory": {"activations": "keep-attention"}},
+    "products offloaded": {"memory": {"activations": "offload-products", "device": "emulated:1"}},
+    "three workers": {"memory": {"device": "emulated:3"}},
+    "a frozen prefix": {"model": {"freeze": ("model.embed_tokens.*", "model.layers.0.self_attn.*")}},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_streamed_is_resident_bit_for_bit(case: str, tmp_path: Path) -> None:
+    sections = RUNS[case]
+    run = make_run(tmp_path, **{**sections, "train": {**sections.get("train", {}), "mlp_parts": 3}})
+    result = verify(run)
+    assert (result.equal, result.differing) == (True, [])
+    assert result.loss_streamed[-1] < result.loss_streamed[0]
+
+
+def test_the_number_of_parts_is_part_of_what_is_computed(tmp_path: Path) -> None:
+    """Or the runs above would show nothing: sums over parts round differently."""
+    whole, parted = (verify(make_run(tmp_path / str(n), train={"mlp_parts": n})) for n in (1, 3))
+    assert whole.loss_streamed[0] == pytest.approx(parted.loss_streamed[0], rel=1e-5)
+    assert whole.loss_streamed != parted.loss_streamed
+
+
+def test_a_block_s_backward_needs_less_memory(tmp_path: Path) -> None:
+    whole, parted = (
+        prepare(make_run(tmp_path / str(n), train={"mlp_parts": n}), tmp_path, lambda _: None).measured
+        for n in (1, 4)
+    )
+    assert parted.backward_bytes[1] < whole.backward_bytes[1]
+    assert 1 in parted.needed  # and its recompute ends before the MLP
+
+
+def test_a_model_without_such_mlps_is_refused_before_work_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"train.mlp_parts: .* leave it at 1"):
+        plan(make_run(tmp_path, "bert", train={"mlp_parts": 2, "loss": "model"}))

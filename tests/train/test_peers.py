@@ -1,0 +1,75 @@
+"""Which devices hand over to each other by themselves, and what a run says where they cannot."""
+
+from typing import Any
+
+import pytest
+
+from outsize.config import Config
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.train import peers as module
+from outsize.train.machine import Machine
+from outsize.train.peers import measured_peers, peers_of
+from outsize.train.prepare import prepare
+from support import make_run
+
+RING = frozenset({(0, 1), (1, 2), (2, 0)})
+
+
+def configured(**sections: dict[str, Any]) -> Config:
+    return Config(model={"path": "m"}, data={"path": "d"}, train={"run_dir": "r"}, **sections)
+
+
+def machine(device: str) -> Machine:
+    sizes = dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), 2**40)
+    return Machine(device=device, home="host", below="host", **sizes)
+
+
+def test_emulated_devices_copy_where_a_rate_says_how_fast():
+    with_rate = configured(memory={"peer_gb_per_s": 2.0})
+    assert peers_of(configured(), machine("emulated:3")) == frozenset()
+    assert peers_of(with_rate, machine("emulated:3")) == RING
+    assert peers_of(with_rate, machine("emulated:1")) == frozenset()
+    host = configured(memory={"peer_gb_per_s": 2.0}, parallel={"handover": "host"})
+    assert peers_of(host, machine("emulated:3")) == frozenset()
+    rates = measured_peers(with_rate, machine("emulated:3"), RING)
+    assert [(peer.source, peer.target, peer.bytes_per_s.value) for peer in rates] == [
+        (0, 1, 2e9),
+        (1, 2, 2e9),
+        (2, 0, 2e9),
+    ]
+
+
+def test_gpus_copy_where_they_can(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "can_copy", lambda source, target: {source, target} != {"cuda:1", "cuda:4"})
+    assert peers_of(configured(), machine("cuda:0,1,4")) == RING - {(1, 2)}
+    with pytest.raises(ConfigError, match="cuda:1 does not copy to cuda:4 by itself; see outsize doctor"):
+        peers_of(configured(parallel={"handover": "peer"}), machine("cuda:0,1,4"))
+
+
+def test_handing_over_between_devices_that_cannot_is_refused():
+    asked = {"handover": "peer"}
+    with pytest.raises(ConfigError, match=r"set memory\.peer_gb_per_s, or use parallel\.handover=auto"):
+        peers_of(configured(parallel=asked), machine("emulated:2"))
+
+
+def test_inputs_that_are_rounded_on_their_way_below_go_that_way():
+    sections = {"memory": {"peer_gb_per_s": 1.0}, "transport": {"activations": "int8"}}
+    assert peers_of(configured(**sections), machine("emulated:2")) == frozenset()
+    with pytest.raises(ConfigError, match="int8 has rounded"):
+        peers_of(configured(**sections, parallel={"handover": "peer"}), machine("emulated:2"))
+
+
+def test_what_arrives_has_to_have_room_or_goes_by_way_of_host_memory(tmp_path):
+    def planned(handover: str, device_bytes: int | None = None) -> Any:
+        memory: dict[str, Any] = {"device": "emulated:2", "peer_gb_per_s": 1.0}
+        memory |= {} if device_bytes is None else {"device_memory": device_bytes}
+        sections = {"parallel": {"handover": handover}, "train": {"microbatches": 4}}
+        return prepare(make_run(tmp_path, memory=memory, **sections), tmp_path / "run", lambda _: None).plan
+
+    with pytest.raises(InfeasiblePlanError) as raised:
+        planned("host", 1)
+    least = 1 + raised.value.short_by["device"]
+    assert planned("auto", least).layout.peers == frozenset()
+    with pytest.raises(InfeasiblePlanError, match="needs room for 4 microbatches that arrive"):
+        planned("peer", least)
+    assert planned("peer").layout.peers == planned("auto").layout.peers == {(0, 1), (1, 0)}
