@@ -7,6 +7,7 @@ read`` and ``disk write``, and ``network`` (what a node sends, and receives at t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.codecs.wire import EXACT, Wire
@@ -37,6 +38,9 @@ COMMIT_S = 0.01
 EXCHANGE_S = 1e-4
 
 
+NO_RATES: Mapping[str, CodecRates] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimes:
     """Seconds that a worker computes for one microbatch.
@@ -46,12 +50,27 @@ class UnitTimes:
         backward_s: of each, its recompute included; of the last unit, forward and loss included.
         recompute_s: of each; a whole forward where it is empty.
         spared_s: of each, the part of its recompute that is spared where attention, or products, were kept.
+        kept_forward_s: of each, where it keeps all that its backward needs; `forward_s` where it is empty.
+        kept_backward_s: of each, behind such a forward; the backward less its recompute where it is empty.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     recompute_s: tuple[float, ...] = ()
     spared_s: Mapping[Extent, Sequence[float]] = field(default_factory=dict)
+    kept_forward_s: tuple[float, ...] = ()
+    kept_backward_s: tuple[float, ...] = ()
+
+    def forward(self, kind: Kind, unit: int) -> float:
+        """Return the seconds of a forward of that kind."""
+        return ((kind is Kind.FORWARD_KEEP and self.kept_forward_s) or self.forward_s)[unit]
+
+    def backward(self, choice: Choice, unit: int) -> float:
+        """Return the seconds of the backward of ``unit`` where ``choice`` has kept something of its forward."""
+        if choice.extent is Extent.WHOLE and self.kept_backward_s:
+            return self.kept_backward_s[unit]
+        # Where both were timed, of very small units, the recompute may have come out as the longer one.
+        return max(0.0, self.backward_s[unit] - self.spared(choice, unit))
 
     def recompute(self, unit: int) -> float:
         """Return the seconds that a recompute of ``unit`` takes."""
@@ -81,11 +100,13 @@ def cost_model(
     kept_bytes: KeptBytes = NOTHING,
     codec_rates: CodecRates | None = None,
     wire: Wire = EXACT,
+    crossing_rates: Mapping[str, CodecRates] = NO_RATES,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
     Of several nodes that share the step, each is such a machine. Where nobody has measured ``codec_rates``, weights are
-    taken to be encoded as their codec assumes, and decoded in no time.
+    taken to be encoded as their codec assumes, and decoded in no time. What else a lane encodes
+    takes no time where nobody has measured ``crossing_rates``, of ``gradients`` and of ``activations``.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -118,6 +139,7 @@ def cost_model(
         kept_bytes,
         codec_rates,
         wire,
+        crossing_rates,
     )
     return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
 
@@ -163,12 +185,13 @@ class _Pricing:
     kept_bytes: KeptBytes
     codec_rates: CodecRates | None
     wire: Wire
+    crossing_rates: Mapping[str, CodecRates]
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
         if op.kind in FORWARD_KINDS:
-            return Cost(seconds=self.times.forward_s[unit])
+            return Cost(seconds=self.times.forward(op.kind, unit))
         if op.kind is Kind.RECOMPUTE:
             spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
             return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
@@ -177,8 +200,7 @@ class _Pricing:
             # An R has recomputed it, or its forward kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             choice = Choice.KEEP if apart else layout.choice(unit, op.microbatch or 0)
-            # Where both were timed, of very small units, the recompute may have come out as the longer one.
-            return Cost(seconds=max(0.0, self.times.backward_s[unit] - self.times.spared(choice, unit)))
+            return Cost(seconds=self.times.backward(choice, unit))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
@@ -188,13 +210,19 @@ class _Pricing:
             # A sum comes up from its home itself, through no host buffer.
             staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
             through = (*copy.through, "disk read") if staged else copy.through
-            return replace(copy, seconds=copy.seconds + self._decode_s(op, size), through=through)
+            coding_s = self._decode_s(op, size)
+            if op.kind is Kind.GRAD and op.tile is None:
+                coding_s += self._coding_s("gradients", layout.gradient_bytes[unit], encode=True, decode=True)
+            return replace(copy, seconds=copy.seconds + coding_s, through=through)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
             size = self.boundary_bytes[unit]
-            if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
-                size = activation_bytes(self.transport, size, self.model.dtype)
-            return self._copy(op, size, way, True)
+            if op.kind not in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
+                return self._copy(op, size, way, True)
+            saves = op.kind is Kind.SAVE
+            coding_s = self._coding_s("activations", size, encode=saves, decode=not saves)
+            copy = self._copy(op, activation_bytes(self.transport, size, self.model.dtype), way, True)
+            return replace(copy, seconds=copy.seconds + coding_s)
         if op.kind in (Kind.PASS, Kind.RETURN):
             return self._across(op)
         if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
@@ -244,6 +272,13 @@ class _Pricing:
         decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
         link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
         return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
+
+    def _coding_s(self, crossing: str, num_bytes: int, *, encode: bool, decode: bool) -> float:
+        """Return what a lane spends on encoding and decoding so many bytes of a crossing before and behind its copy."""
+        rates = self.crossing_rates.get(crossing)
+        if rates is None or self.transport.is_raw(crossing):
+            return 0.0
+        return encode * num_bytes / rates.encode_bytes_per_s + decode * num_bytes / rates.decode_bytes_per_s
 
     def _exchange(self, op: Op) -> Cost:
         """Return the cost of what a node sends to all others, and receives from them at the same time.

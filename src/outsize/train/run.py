@@ -27,7 +27,7 @@ from outsize.train.codec_choice import choose_codec
 from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
 from outsize.train.flops import Peak, peak_of, step_flops
-from outsize.train.forecast import Forecast, Rates, forecast
+from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
 from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.home_file import newest_home, start, tell_costs
@@ -40,6 +40,7 @@ from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import StepProfiler
 from outsize.train.ranks import Ranks, own_share, together
+from outsize.train.rates import Rates
 from outsize.train.records import TrainResult
 from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
