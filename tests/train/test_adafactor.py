@@ -136,10 +136,19 @@ def test_state_is_rows_and_columns_and_scratches_are_in_the_plan(tmp_path: Path)
 
 
 def test_a_budget_without_room_for_a_scratch_is_refused_before_the_run(tmp_path: Path) -> None:
-    config = make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=EMULATED)
-    found = plan(config)
+    found = plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=EMULATED))
     needed, scratch = sum(found.memory["host"].values()), found.memory["host"]["optimizer scratch"]
     memory = {**EMULATED, "host_memory": needed - scratch // 2}
     with pytest.raises(InfeasiblePlanError) as error:
         plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=memory))
     assert 0 < error.value.short_by["host"] <= scratch
+
+
+def test_a_disk_home_without_room_for_a_whole_unit_says_what_to_try(tmp_path: Path) -> None:
+    memory = {**DISK, **EMULATED}
+    found = plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=memory)).memory["host"]
+    short = {**memory, "host_memory": found["optimizer scratch"] + 4096}
+    with pytest.raises(
+        InfeasiblePlanError, match=r"for optimizer tiles; .* or optimizer.name=lion, which steps"
+    ):
+        plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=short))

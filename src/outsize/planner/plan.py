@@ -335,6 +335,8 @@ def _what_to_try(
         in_parts = largest == "workspace" and not options.cut
         shorter = "train.mlp_parts=4, or shorter sequences" if in_parts else "or shorter sequences"
         advice = f"more microbatches than {options.microbatches}, {shorter}"
+    elif state.factored and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
+        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=lion, which steps units piece by piece"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"
