@@ -7,7 +7,7 @@ better of the two is what ingest is held against. Ways take turns within a round
 round to round, so that what else the machine does meets all of them; the ratio is the median of the rounds' own. The
 tokenizer is a byte-level BPE that is trained here, since none is downloaded; all ways use the library's own threads.
 
-    python bench/bench_ingest.py                                     # about 2 minutes on two cores
+    python bench/bench_ingest.py                                     # about 4 minutes on two cores
 """
 
 import argparse
@@ -58,9 +58,9 @@ def make_tokenizer(corpus: Path, vocabulary: int) -> PreTrainedTokenizerFast:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--size-mib", type=int, default=12, help="text")
+    parser.add_argument("--size-mib", type=int, default=48, help="text")
     parser.add_argument("--vocabulary", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-ingest-", dir=arguments.dir) as scratch:

@@ -121,7 +121,8 @@ class Rank:
 
     def run(self) -> dict[str, Any]:
         """Train, in phases where there are any; returns what came of it."""
-        from outsize.train.forecast import measure_rates
+        from outsize.runtime.allocator import begin_run
+        from outsize.train.rates import measure_rates
         from outsize.train.sources import open_dataset
         from outsize.train.stream import StreamedTrainer
 
@@ -132,6 +133,7 @@ class Rank:
             batches = [
                 dataset.batch(step, job["sequences"]).share(group.rank, group.size) for step in numbers
             ]
+        begin_run(heap=self.prepared.heap)
         with StreamedTrainer(self.prepared, self.own) as trainer:
             trainer.fill()
             group.barrier()
@@ -178,7 +180,8 @@ class Rank:
 
     def _throttle(self, free: list["Phase"], rates: Any) -> dict[str, Any]:
         """Throttle the network, find out what that gives, and predict a step."""
-        from outsize.train.forecast import Forecast, measure_exchange, of_slowest
+        from outsize.train.forecast import Forecast
+        from outsize.train.rates import measure_exchange, of_slowest
 
         compute_s = max(self.group.gather_objects(statistics.median(free[0].computes)))
         rate = self.job["rate"] or sum(free[0].logical.values()) / (SHARE * compute_s)

@@ -108,7 +108,7 @@ def compare_dram(effort: Effort, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             ours.append(list(measure_dram(effort)[1].samples))
             if program is not None:
-                theirs.append(stream_rates(program, effort, repeats=10))
+                theirs.append(stream_rates(program, effort, repeats=40))
     if program is None:
         print("gcc is not installed: no STREAM to compare with")
     return _pair(ours, theirs)

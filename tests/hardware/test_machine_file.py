@@ -6,6 +6,7 @@ from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, prob
 from outsize.errors import ConfigError
 from outsize.hardware.compare import compare
 from outsize.hardware.from_probe import machine_of, read_machine
+from outsize.hardware.link_fit import Piece
 from outsize.hardware.machine_file import parse, read, readings
 from outsize.hardware.readings import Measurement
 
@@ -72,6 +73,20 @@ def test_the_planner_gets_measured_rates_only(found):
     assert (machine.disk.read_bytes_per_s.value, machine.disk.write_bytes_per_s.value) == (2e9, 3e9)
     assert gpu.memory_bytes_per_s.measured
     assert machine.host.adamw_params_per_s.measured
+
+
+def test_a_link_in_pieces_is_priced_by_the_line_of_its_largest_copies(found):
+    (device,) = found.devices
+    up, *others = device.links
+    pieces = (
+        Piece(num_bytes=1024, latency_s=1e-6, bytes_per_s=2e9),
+        Piece(num_bytes=2**20, latency_s=3e-5, bytes_per_s=1e10),
+    )
+    fit = up.fit.model_copy(update={"latency_s": 1e-6, "bytes_per_s": 1e10, "pieces": pieces})
+    links = (up.model_copy(update={"fit": fit}), *others)
+    other = found.model_copy(update={"devices": (device.model_copy(update={"links": links}),)})
+    (wire,) = machine_of(other).links
+    assert wire.latency_s.value + 2**24 / wire.up_bytes_per_s.value == pytest.approx(fit.copy_s(2**24))
 
 
 def test_pinned_memory_is_the_link_of_a_gpu(found):

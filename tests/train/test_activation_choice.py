@@ -14,8 +14,8 @@ from outsize.planner.costs import UnitTimes
 from outsize.planner.ops import Kind
 from outsize.train import activation_choice as module
 from outsize.train import unit_times
-from outsize.train.forecast import Rates
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.rates import Rates
 from outsize.train.run import TrainResult, foresee, train
 from support import make_run
 

@@ -10,8 +10,8 @@ from outsize.hardware.spec import Figure
 from outsize.planner.costs import UnitTimes
 from outsize.train import codec_choice as module
 from outsize.train.codec_rates import codec_rates, crossing_rates
-from outsize.train.forecast import Rates
 from outsize.train.prepare import prepare
+from outsize.train.rates import Rates
 from outsize.train.run import foresee, train
 from support import make_run
 

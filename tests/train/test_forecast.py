@@ -5,15 +5,20 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.errors import ConfigError, ModelError
+from outsize.group.pace import Pace
+from outsize.group.single import SingleGroup
 from outsize.hardware.from_probe import read_machine
 from outsize.planner.costs import UnitTimes
 from outsize.testing import in_ranks
 from outsize.train import forecast as module
+from outsize.train import rates
 from outsize.train.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
 from outsize.train.prepare import prepare
 from outsize.train.run import foresee, train
 from outsize.train.unit_times import recompute_shares
 from support import make_run
+
+ALONE = Pace(SingleGroup())
 
 
 @pytest.fixture(scope="module", params=[("host", "cpu"), ("disk", "cpu"), ("host", "emulated:2")])
@@ -71,11 +76,11 @@ def test_a_large_state_has_its_disk_timed_and_nothing_stays_there(tmp_path, monk
     config = make_run(tmp_path, memory={"home": "disk"})
     prepared = prepare(config, tmp_path, lambda _: None)
     before = sorted(tmp_path.rglob("*"))
-    times, flops = module._times(prepared)
-    assert not lane_rates(prepared, tmp_path / "store", times, flops).disk.read_bytes_per_s.measured
+    times, flops = rates._times(prepared, ALONE)
+    assert not lane_rates(prepared, tmp_path / "store", times, flops, ALONE).disk.read_bytes_per_s.measured
     assert SMALL_STATE_BYTES > 2**20
     monkeypatch.setattr("outsize.train.lane_rates.SMALL_STATE_BYTES", 0)
-    assert lane_rates(prepared, tmp_path / "store", times, flops).disk.read_bytes_per_s.measured
+    assert lane_rates(prepared, tmp_path / "store", times, flops, ALONE).disk.read_bytes_per_s.measured
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -84,7 +89,7 @@ def test_a_run_without_a_prediction_trains_and_says_why(tmp_path, monkeypatch, e
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(module, "_times", fail)
+    monkeypatch.setattr(rates, "_times", fail)
     said: list[str] = []
     result = train(make_run(tmp_path), announce=said.append)
     assert "no prediction of step times: no clock" in said
@@ -93,7 +98,7 @@ def test_a_run_without_a_prediction_trains_and_says_why(tmp_path, monkeypatch, e
 
 def test_recomputes_that_end_early_are_predicted_shorter():
     whole = UnitTimes(forward_s=(1.0, 4.0, 0.0), backward_s=(3.0, 12.0, 9.0))
-    found = module._less_recompute(whole, (1.0, 0.75, 1.0))
+    found = rates._less_recompute(whole, (1.0, 0.75, 1.0))
     assert (found.forward_s, found.backward_s) == (whole.forward_s, (3.0, 11.0, 9.0))
     assert [found.recompute(unit) for unit in range(2)] == [1.0, 3.0]
 
@@ -106,9 +111,9 @@ def test_the_recompute_of_a_block_leaves_out_its_last_product(tmp_path):
 
 
 def test_fewer_sequences_are_timed_before_shorter_ones():
-    assert module._timed_size(8, 100, 512) == (5, 100)
-    assert module._timed_size(8, 2048, 512) == (1, 512)
-    assert module._timed_size(1, 16, 512) == (1, 16)
+    assert rates._timed_size(8, 100, 512) == (5, 100)
+    assert rates._timed_size(8, 2048, 512) == (1, 512)
+    assert rates._timed_size(1, 16, 512) == (1, 16)
 
 
 def test_ranks_are_predicted_with_the_slowest_of_them(tmp_path, monkeypatch):
@@ -126,7 +131,7 @@ def test_ranks_are_predicted_with_the_slowest_of_them(tmp_path, monkeypatch):
             return None
         slower = 1.0 + group.rank
         times = UnitTimes(forward_s=(slower, 0.0), backward_s=(2 * slower, 4 * slower))
-        return module.of_slowest(group, module.Rates(None, times), 5.0 - group.rank)
+        return rates.of_slowest(group, rates.Rates(None, times), rates.Exchanged(5.0 - group.rank))
 
     first, second, _ = in_ranks(3, work)
     assert first.times == second.times == UnitTimes(forward_s=(2.0, 0.0), backward_s=(4.0, 8.0))

@@ -24,6 +24,11 @@ def test_two_ranks_train_what_one_process_trains(rank_runs, alone):
     assert codes["host"] == [0, 0], told(root, "host", 0) + told(root, "host", 1)
     assert losses(root / "host") == pytest.approx(losses(alone), rel=1e-5)
     assert losses(root / "host" / "rank-001") == losses(root / "host")
+    predicted = [
+        json.loads((own / "prediction.json").read_text())
+        for own in (root / "host", root / "host" / "rank-001")
+    ]
+    assert all(found["predicted_step_s"] > 0 for found in predicted)
     ours, single = state(root / "host"), state(alone)
     assert ours.keys() == single.keys()
     for name, tensor in single.items():

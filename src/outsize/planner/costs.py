@@ -50,12 +50,27 @@ class UnitTimes:
         backward_s: of each, its recompute included; of the last unit, forward and loss included.
         recompute_s: of each; a whole forward where it is empty.
         spared_s: of each, the part of its recompute that is spared where attention, or products, were kept.
+        kept_forward_s: of each, where it keeps all that its backward needs; `forward_s` where it is empty.
+        kept_backward_s: of each, behind such a forward; the backward less its recompute where it is empty.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     recompute_s: tuple[float, ...] = ()
     spared_s: Mapping[Extent, Sequence[float]] = field(default_factory=dict)
+    kept_forward_s: tuple[float, ...] = ()
+    kept_backward_s: tuple[float, ...] = ()
+
+    def forward(self, kind: Kind, unit: int) -> float:
+        """Return the seconds of a forward of that kind."""
+        return ((kind is Kind.FORWARD_KEEP and self.kept_forward_s) or self.forward_s)[unit]
+
+    def backward(self, choice: Choice, unit: int) -> float:
+        """Return the seconds of the backward of ``unit`` where ``choice`` has kept something of its forward."""
+        if choice.extent is Extent.WHOLE and self.kept_backward_s:
+            return self.kept_backward_s[unit]
+        # Where both were timed, of very small units, the recompute may have come out as the longer one.
+        return max(0.0, self.backward_s[unit] - self.spared(choice, unit))
 
     def recompute(self, unit: int) -> float:
         """Return the seconds that a recompute of ``unit`` takes."""
@@ -176,7 +191,7 @@ class _Pricing:
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
         if op.kind in FORWARD_KINDS:
-            return Cost(seconds=self.times.forward_s[unit])
+            return Cost(seconds=self.times.forward(op.kind, unit))
         if op.kind is Kind.RECOMPUTE:
             spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
             return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
@@ -185,8 +200,7 @@ class _Pricing:
             # An R has recomputed it, or its forward kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             choice = Choice.KEEP if apart else layout.choice(unit, op.microbatch or 0)
-            # Where both were timed, of very small units, the recompute may have come out as the longer one.
-            return Cost(seconds=max(0.0, self.times.backward_s[unit] - self.times.spared(choice, unit)))
+            return Cost(seconds=self.times.backward(choice, unit))
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)

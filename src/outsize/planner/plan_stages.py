@@ -15,7 +15,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
 from outsize.planner.layout import StepLayout
 from outsize.planner.leaving import Way, away_in, most_on_its_way, ways_of
-from outsize.planner.memory import Demand, by_class, count_traffic, offload_rooms, store_buffer_bytes
+from outsize.planner.memory import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
@@ -39,6 +39,7 @@ from outsize.planner.stage_pipeline import (
 )
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
 from outsize.planner.stages import HALVES, Stages
+from outsize.planner.traffic import count_traffic
 from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
 

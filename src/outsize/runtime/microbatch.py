@@ -315,7 +315,7 @@ class MicrobatchRun:
                 f"the model came to {came} where unit {unit} was next; outsize streams models that call each of "
                 "their units once per forward, in order"
             )
-        visit = self._visits[unit] = _visit(call)
+        visit = self._visits[unit] = visit_of(call)
         return visit
 
     def _descend(self, unit: int, roots: Roots) -> None:
@@ -363,7 +363,8 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _visit(call: UnitCall) -> Visit:
+def visit_of(call: UnitCall) -> Visit:
+    """Return a unit that is called with these arguments, each differentiable one cut from its history."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     sources: dict[int, Tensor] = {}
     for position, leaf in enumerate(leaves):

@@ -1,36 +1,51 @@
 """How long units compute: each distinct one timed, forward and backward, on one microbatch of made-up tokens.
 
+A passage through a unit is more than its operations: arguments are cut from their history, random numbers are seeded,
+what autograd saves is looked after one by one, gradients are added up. Of small units that is a third of the time. So
+what is timed are the passages of a run (`MicrobatchRun`), through one unit again and again.
+
 Weights do not matter to times, so every unit is bound to one plane of small random numbers. Blocks of the same class
 and shapes that are called alike are timed once. It takes the memory of one unit and its activations, as a step does.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
+from outsize.group.pace import Pace
+from outsize.group.single import SingleGroup
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
 from outsize.planner.costs import UnitTimes
-from outsize.runtime.binding import Binder, buffers_on
+from outsize.runtime.allocator import ResidentLimit
+from outsize.runtime.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.boundary import hand_out, is_differentiable
-from outsize.runtime.calibrate import Discard
+from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.keeping import Keeping
+from outsize.runtime.microbatch import MicrobatchRun, Visit, visit_of
 from outsize.runtime.trial_pass import signature
 from outsize.runtime.trial_weights import bind_trial_weights
 
-# A first call that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and up
-# to five times where that takes no longer than a quarter of a second, so that one bad sample does not decide.
+# A first sample that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and
+# up to five times where that takes no longer than a quarter of a second, so that one bad sample does not decide.
 SLOW_S = 0.5
 REPEATED_S = 0.005
-FEWEST = 2
+FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
+# Seconds of the parts of a sample.
+Sample = tuple[float, ...]
+_NO_LIMIT_BYTES = 2**62
 
 
 def time_units(
@@ -40,6 +55,8 @@ def time_units(
     *,
     chunk_tokens: int | None,
     device: torch.device,
+    num_kept: int = 0,
+    pace: Pace | None = None,
 ) -> UnitTimes:
     """Return the seconds that each streamed unit computes for a microbatch such as ``inputs``.
 
@@ -49,14 +66,19 @@ def time_units(
         inputs: of one microbatch, with labels, [B, S] each.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss, of which the head's part is timed.
         device: that computes.
+        num_kept: how many forwards may keep all that their backward needs, at once, on the device; with room for one at
+            least, such forwards and their backwards are timed as well.
+        pace: of the ranks that time the same units at the same time; None for a single process.
 
     Raises:
         ModelError: the model does not call its units in order, or raised something.
     """
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     num_threads = torch.get_num_threads()
+    kept_to = pace or Pace(SingleGroup())
     with ThreadPoolExecutor(1, "unit-clock", lambda: torch.set_num_threads(num_threads)) as thread:
-        return thread.submit(_time_units, split, forwards, inputs, chunk_tokens, device).result()
+        timing = thread.submit(_time_units, split, forwards, inputs, chunk_tokens, device, num_kept, kept_to)
+        return timing.result()
 
 
 def _time_units(
@@ -65,14 +87,22 @@ def _time_units(
     inputs: Mapping[str, Tensor],
     chunk_tokens: int | None,
     device: torch.device,
+    num_kept: int,
+    pace: Pace,
 ) -> UnitTimes:
-    binder = Binder(split, Discard())
+    sums = GradientSums()
+    binder = Binder(split, sums)
     state = torch.get_rng_state()
     try:
         with buffers_on(split.model, device):
-            bind_trial_weights(binder, split.spec, device)
+            weights = bind_trial_weights(binder, split.spec, device)
+            numel = max(unit.numel for unit in split.spec.units)
+            gradient = torch.zeros(numel, dtype=torch.float32, device=device)
+            for unit in split.spec.units:
+                sums.open(unit, gradient[: unit.numel])
             on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
-            return _Clock(split, forwards, on_device, chunk_tokens, device).run()
+            clock = _Clock(split, forwards, on_device, chunk_tokens, device, pace, weights, num_kept)
+            return clock.run()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
             f"{type(split.model).__name__} raised while its units were timed: {error}"
@@ -80,6 +110,32 @@ def _time_units(
     finally:
         torch.set_rng_state(state)
         binder.close()
+
+
+class _OneUnit(MicrobatchRun):
+    """Passages of one microbatch through one unit, again and again."""
+
+    def __init__(self, model: nn.Module, call: UnitCall, num_units: int) -> None:
+        def reseed(unit: int, glue: bool) -> None:
+            torch.default_generator.manual_seed(seed_of(0, 0, unit, 0, glue))
+
+        super().__init__(model, {}, (True,) * num_units, reseed)
+        self._call = call
+
+    def _arrive(self, unit: int) -> Visit:
+        visit = self._visits[unit] = visit_of(self._call)
+        return visit
+
+    @property
+    def outputs(self) -> Any:
+        """What the unit handed out last."""
+        return self._waiting
+
+    def bring_gradients(self, unit: int) -> None:
+        """Have gradients of all outputs, zeros, arrive at the unit."""
+        leaves = pytree.tree_leaves(self._waiting)
+        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in leaves]
+        self._visits[unit].box.values = values
 
 
 class _Clock:
@@ -92,18 +148,27 @@ class _Clock:
         inputs: Mapping[str, Tensor],
         chunk_tokens: int | None,
         device: torch.device,
+        pace: Pace,
+        weights: Tensor,
+        num_kept: int,
     ) -> None:
         self._split = split
         self._forwards = forwards
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
         self._device = device
-        self._known: dict[Any, tuple[float, float, Any]] = {}
+        self._pace = pace
+        self._weights = weights
+        self._num_kept = num_kept
+        # On a CPU a run looks at its memory wherever autograd saves or uses a tensor; here, with nothing to keep to.
+        self._limit = ResidentLimit(0, _NO_LIMIT_BYTES) if device.type == "cpu" else None
+        self._known: dict[Any, tuple[Sample, Sample, Any]] = {}
 
     def run(self) -> UnitTimes:
         walk = Walk(self._split.model, self._inputs)
         last = len(self._forwards) - 1
-        times: list[tuple[float, float]] = []
+        times: list[Sample] = []
+        kept: list[Sample] = []
         outputs: Any = None
         try:
             with torch.enable_grad():
@@ -115,73 +180,117 @@ class _Clock:
                         )
                     if unit == last:
                         times.append((0.0, self._head(call)))
+                        kept.append(times[-1])
                         break
-                    forward_s, backward_s, made = self._unit(unit, call)
-                    times.append((forward_s, backward_s))
+                    seconds, kept_s, made = self._unit(unit, call)
+                    times.append(seconds)
+                    kept.append(kept_s)
                     outputs = hand_out(made, tracked=True)[0]
         finally:
             walk.close()
         forward, backward = zip(*times, strict=True)
-        return UnitTimes(forward_s=forward, backward_s=backward)
+        if not self._num_kept:
+            return UnitTimes(forward_s=forward, backward_s=backward)
+        kept_forward, kept_backward = zip(*kept, strict=True)
+        return UnitTimes(
+            forward_s=forward,
+            backward_s=backward,
+            kept_forward_s=kept_forward,
+            kept_backward_s=kept_backward,
+        )
 
-    def _unit(self, unit: int, call: UnitCall) -> tuple[float, float, Any]:
+    def _unit(self, unit: int, call: UnitCall) -> tuple[Sample, Sample, Any]:
+        """Return the seconds of forward and backward, those where all is kept, and what the unit returns."""
         tensors = self._split.spec.units[unit].tensors
         form = tuple((tensor.shape, tensor.trainable) for tensor in tensors)
         key = (type(self._split.modules[unit]), form, signature(call))
         if key not in self._known:
-            with torch.no_grad():
-                made = self._forwards[unit](*call.args, **call.kwargs)
-                forward_s = self._timed(lambda: self._forwards[unit](*call.args, **call.kwargs))
-            self._known[key] = forward_s, self._timed(lambda: self._backward(unit, call)), made
+            run = self._passage(call)
+            seconds = self._timed(f"unit {unit}", lambda count: self._recomputed(unit, run, count))
+            made = pytree.tree_map_only(Tensor, Tensor.detach, run.outputs)
+            kept_s: Sample = ()
+            if self._num_kept:
+                warm = min(self._num_kept, WANTED)  # memory for all that wait at once is touched
+                kept_s = self._timed(f"unit {unit}, kept", lambda count: self._kept(unit, call, count), warm)
+            self._known[key] = seconds, kept_s, made
         return self._known[key]
 
-    def _backward(self, unit: int, call: UnitCall) -> None:
-        """Recompute the unit with a graph, and backward."""
-        args, kwargs = pytree.tree_map_only(
-            Tensor,
-            lambda t: t.detach().requires_grad_() if t.requires_grad else t,
-            (call.args, call.kwargs),
-        )
-        leaves = pytree.tree_leaves(self._forwards[unit](*args, **kwargs))
-        wanted = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad]
-        if wanted:
-            torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
+    def _passage(self, call: UnitCall) -> _OneUnit:
+        return _OneUnit(self._split.model, call, len(self._forwards))
+
+    def _recomputed(self, unit: int, run: _OneUnit, count: int) -> list[Sample]:
+        """F, and a B that recomputes."""
+        forward, samples = self._forwards[unit], list[Sample]()
+        for _ in range(count):
+            forward_s = self._once(lambda: run.forward(unit, forward))
+            run.bring_gradients(unit)
+            samples.append((forward_s, self._once(lambda: run.backward(unit, forward))))
+        return samples
+
+    def _kept(self, unit: int, call: UnitCall, count: int) -> list[Sample]:
+        """FK, and its B; as in a step several wait at once, so that caches do not hold what each has kept."""
+        forward, planes, samples = self._forwards[unit], {unit: (self._weights,)}, list[Sample]()
+        look = self._limit.keep if self._limit is not None else _nothing
+        while len(samples) < count:
+            waiting = []
+            for _ in range(min(self._num_kept, count - len(samples))):
+                run, keeping = self._passage(call), Keeping(planes, planes.__getitem__, look)
+                waiting.append((run, self._once(partial(run.forward_keep, unit, forward, keeping))))
+                run.bring_gradients(unit)
+            while waiting:
+                run, forward_s = waiting.pop()
+                samples.append((forward_s, self._once(partial(run.backward, unit, forward))))
+        return samples
 
     def _head(self, call: UnitCall) -> float:
         """Return the time of the head's forward, loss and backward."""
         unit = len(self._forwards) - 1
         if self._chunk_tokens is None:
-            return self._timed(lambda: self._backward(unit, call))
+            run = self._passage(call)
+            return self._timed("the head", lambda count: self._recomputed(unit, run, count))[1]
         hidden = next(
             t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t)
         ).detach()
         targets, chunk = shift_labels(self._inputs["labels"]), self._chunk_tokens
-        return self._timed(
-            lambda: chunked_head_loss(self._forwards[unit], hidden, targets, float(len(targets)), chunk)
-        )
 
-    def _timed(self, work: Callable[[], object]) -> float:
-        """Return the seconds of ``work``, the median of a few repetitions where they are short."""
-        first = self._once(work)
-        if first > SLOW_S:
-            return first
-        samples: list[float] = []
-        while _too_few(len(samples), sum(samples)):
-            samples.append(self._once(work))
-        return statistics.median(samples)
+        work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)
+        return self._timed("the head", lambda count: [(self._once(work),) for _ in range(count)])[0]
+
+    def _timed(self, what: str, sampled: Callable[[int], list[Sample]], warm: int = 1) -> Sample:
+        """Return the seconds of each part of a sample, the median of a few where they are short.
+
+        All ranks take as many, beginning at the same time. The ``warm`` first ones do not count, unless they are slow.
+        """
+        self._pace.meet(what)
+        first = sampled(warm)
+        count = int(self._pace.most(what, _num_samples(min(map(sum, first)))))
+        samples = sampled(count) or first
+        return tuple(statistics.median(part) for part in zip(*samples, strict=True))
 
     def _once(self, work: Callable[[], object]) -> float:
         self._finish()
         started = time.perf_counter()
-        work()
+        with self._computing():
+            work()
         self._finish()
         return time.perf_counter() - started
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """What a computation of a run runs in."""
+        return nullcontext() if self._limit is None else self._limit.watched()
 
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def _too_few(count: int, total_s: float) -> bool:
-    """Whether ``count`` samples that took ``total_s`` say too little."""
-    return count < FEWEST or total_s < REPEATED_S or (count < WANTED and total_s < WANTED_S)
+def _num_samples(first_s: float) -> int:
+    """How many samples to take behind one of ``first_s``; none where it is long enough to be its own warm-up."""
+    if first_s > SLOW_S:
+        return 0
+    wanted = min(WANTED, math.ceil(WANTED_S / max(first_s, 1e-9)))
+    return min(MOST, max(FEWEST, wanted, math.ceil(REPEATED_S / max(first_s, 1e-9))))
+
+
+def _nothing() -> None:
+    """A GPU has no resident memory to look at."""

@@ -15,9 +15,9 @@ from outsize.planner.choice import Choice
 from outsize.planner.codec_choice import worth_it
 from outsize.planner.layout import StepLayout
 from outsize.train.codec_choice import expected_s
-from outsize.train.forecast import Rates, measure_rates
 from outsize.train.planning import options_of, plan_with_heap
 from outsize.train.prepare import Prepared
+from outsize.train.rates import Rates, measure_rates
 from outsize.units import format_seconds
 
 AUTO = "auto"

@@ -14,9 +14,9 @@ from outsize.errors import ConfigError, InfeasiblePlanError, OutsizeError
 from outsize.planner.codec_choice import worth_it
 from outsize.planner.expectation import PlannedStep
 from outsize.train.codec_rates import codec_rates, crossing_rates
-from outsize.train.forecast import Rates, measure_rates
 from outsize.train.planning import choose_plan
 from outsize.train.prepare import Prepared
+from outsize.train.rates import Rates, measure_rates
 from outsize.train.residency import AUTO, CODECS
 from outsize.train.unit_times import kept_bytes
 from outsize.units import format_seconds

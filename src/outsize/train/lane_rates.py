@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from outsize.errors import ConfigError
+from outsize.group.pace import Pace
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.readings import Measurement
@@ -55,7 +56,9 @@ _CALL_S = Figure(value=1e-5, source="assumed: a call of torch")
 _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
 
 
-def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tuple[float, ...]) -> Machine:
+def lane_rates(
+    prepared: Prepared, directory: Path, times: UnitTimes, flops: tuple[float, ...], pace: Pace
+) -> Machine:
     """Return the machine of a run, its rates timed just now.
 
     Args:
@@ -63,6 +66,7 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
         directory: of its home; for large states the nearest one that exists is written to, and nothing stays there.
         times: of its units.
         flops: of a forward of each of them, in the same microbatch.
+        pace: of the ranks that time their lanes at the same time.
 
     Raises:
         OutsizeError: something could not be measured.
@@ -72,13 +76,18 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
     state_bytes = sum(home_bytes(unit, state) for unit in units)
     # Within the budgets; and a small model lives in caches, as small arrays do.
     effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
+    pace.meet("host memory")
     copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
     names = device_names(machine.device)
+    pace.meet("links")
     links = {name: _link(prepared, name, copy, effort) for name in dict.fromkeys(names)}
     total = psutil.virtual_memory().total
     peak = reached_flops_per_s(times, flops)
     gpus = {name: _gpu(name, dtype, peak, triad, effort, total) for name in links}
     uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
+    pace.meet("optimizer")
+    adamw = _adamw(effort, state, units)
+    pace.meet("disk")
     return Machine(
         name=machine.device,
         gpus=tuple(gpus[name] for name in names),
@@ -87,7 +96,7 @@ def lane_rates(prepared: Prepared, directory: Path, times: UnitTimes, flops: tup
             memory_bytes=total,
             bytes_per_s=triad,
             cores=psutil.cpu_count(logical=False) or 1,
-            adamw_params_per_s=_adamw(effort, state, units),
+            adamw_params_per_s=adamw,
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
         peers=measured_peers(prepared.config, machine, prepared.plan.layout.peers),

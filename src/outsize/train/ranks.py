@@ -24,9 +24,9 @@ from outsize.group.launched import Launched, open_group
 from outsize.group.single import SingleGroup
 from outsize.hardware.spec import HOST_SHARE
 from outsize.storage.directory import needed_directory
-from outsize.train.forecast import measure_exchange
 from outsize.train.machine import CPU_DEVICE_SHARE, available_ram_bytes
 from outsize.train.preflight import check_same_start
+from outsize.train.rates import measure_exchange
 from outsize.train.run_dir import choose_run_dir
 from outsize.units import format_rate
 
@@ -103,7 +103,9 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
         restarted = any(group.gather_objects(place.restarts))
         for note in check_same_start(config, group):
             say(f"note: {note}")
-        say(f"gloo over TCP: {format_rate(measure_exchange(group))} sent by each rank, all at once")
+        say(
+            f"gloo over TCP: {format_rate(measure_exchange(group).bytes_per_s)} sent by each rank, all at once"
+        )
         yield Ranks(group=group, run_dir=run_dir, own_dir=own_dir, announce=say, restarted=restarted)
 
 
