@@ -19,6 +19,7 @@ from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.workload import count_workload
 from outsize.optim.spec import StateLayout, masters_for, num_moments_of
+from outsize.planner.memory import NO_CODECS
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
@@ -114,6 +115,8 @@ def ask(options: PlanOptions) -> Asked:
         if options.mlp_parts > 1
         else _in_parts(hf_config, options.dtype, adapters, seq_len),
         nodes=options.nodes,
+        # Where they are searched, the search begins with none.
+        transport=replace(NO_CODECS, weights=options.transport_weights.replace("auto", NO_CODECS.weights)),
         net_bytes_per_s=net_of(options),
         wire=wire_of(options),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
@@ -166,6 +169,7 @@ def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
         "memory.device_memory": options.device_memory,
         "memory.host_memory": options.host_memory,
         "memory.home": options.home,
+        "transport.weights": options.transport_weights,
         "parallel.gradients": options.net_gradients,
         "parallel.weights": options.net_weights,
     }

@@ -48,7 +48,7 @@ class Question:
         state: how a trained unit lies at home, but for its gradient; None for the plain layout of the model's dtype.
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
-        transport: codecs on the link of one GPU, where the home is in host memory.
+        transport: codecs on the links, where the home is in host memory.
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
         activations: what becomes of what backwards need of their forwards, see `planner.choice`.

@@ -18,7 +18,8 @@ from outsize.planner.several_workers import estimate_s
 from outsize.units import parse_bytes
 
 _MORE = ("vram", "ram", "gpus")
-_NETWORK = ("net", "nodes")
+# Changes that no estimate knows.
+_SIMULATED = ("net", "nodes", "weights", "mlp_parts")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
 # From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
@@ -58,7 +59,7 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
-    if name in _NETWORK:
+    if name in _SIMULATED:
         return outcome(question, base, text)
     same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
     try:
@@ -126,8 +127,8 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
 def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
-    Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to the
-    one GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
+    Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to a
+    GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
     bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring. And so are
     MLPs that take their tokens in parts, where what a block needs at once is a quarter of the device.
     """
@@ -136,8 +137,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
-    one_host = base.home == "host" and base.num_gpus == 1
-    codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
+    codec = (f"weights={LOSSLESS4.name}",) if base.home == "host" and base.binding == LINK_UP else ()
     state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
     parts = ("mlp_parts=4",) if large and base.num_gpus == 1 and question.in_mlp_parts is not None else ()
@@ -189,8 +189,6 @@ def _with_codec(name: str) -> Change:
     transport = Transport(weights=name)
 
     def change(question: Question) -> Question:
-        if len(question.machine.gpus) > 1:
-            raise ConfigError("what-if weights: priced for one GPU only")
         return replace(question, transport=transport)
 
     return change
