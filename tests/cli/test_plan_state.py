@@ -170,3 +170,20 @@ def test_nodes_of_several_gpus_step_their_share_of_a_home_on_disk(asked, capsys)
     found = answer(capsys, model, "--gpus", "2x4090", *others, "--home", "disk", *NODES)
     assert (found["verdict"], found["nodes"]) == ("fits", 2)
     assert found["memory_bytes"]["host"]["network buffers"] > 0
+
+
+def test_adafactor_takes_four_bytes_and_room_for_the_largest_unit(asked, capsys):
+    """Its scratch is one fp32 tensor of the vocabulary, and so is each place of the ring."""
+    asked = (*asked, "--host-memory", "64GB", "--home", "host", "--clip", "unit", "--optimizer", "adafactor")
+    found = answer(capsys, *asked)
+    host, count = found["memory_bytes"]["host"], found["num_parameters"]
+    assert host["weights"] + host["master weights"] == pytest.approx(4.125 * count, rel=1e-3)
+    assert host["optimizer state"] < 0.005 * count
+    assert host["optimizer scratch"] == 4 * 128256 * 4096
+    assert host["gradient ring"] >= host["optimizer scratch"]
+    assert sum(host.values()) < 64 * GB
+
+
+def test_adafactor_of_several_nodes_is_refused(asked, capsys):
+    assert run(*asked, "--optimizer", "adafactor", "--nodes", "2", "--net", "25Gb") != 0
+    assert "adafactor steps whole parameters" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pytest
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
+from outsize.hardware.spec import Figure, Peer
 from outsize.model.spec import ModelSpec, pack_unit
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent
@@ -56,6 +56,10 @@ def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_m
         ({"masters": "split", "moments": "int8"}, 16.0625 / 0.78),
         ({"masters": "split", "num_moments": 1}, 20),
         ({"num_moments": 0}, 14),
+        # Whole parameters: several passes over fp32, and a scratch for what lies otherwise.
+        ({"num_moments": 0, "factored": True}, 38 / 0.85),
+        ({"masters": "split", "num_moments": 0, "factored": True}, 52 / 0.85),
+        ({"masters": "split", "gradients": "bf16", "num_moments": 0, "factored": True}, 58 / 0.85),
     ],
 )
 def test_a_step_is_priced_by_what_its_state_takes(state, num_bytes):
@@ -100,6 +104,54 @@ def test_decoding_adds_its_last_piece_and_what_it_takes_longer_than_the_link():
     assert seconds(1e9, "GRAD 2@w0") == pytest.approx(0.0)
     assert seconds(1e9, transport=Transport()) == pytest.approx(0.0)
     assert seconds(1e9, "STEP 2") + latency == pytest.approx(8 * SIZE / 1e9)
+
+
+def test_lanes_encode_and_decode_what_goes_down_and_comes_back():
+    """A gradient is encoded and decoded by the lane that brings it home, an input once on each of its ways."""
+    transport = Transport(gradients="lossless4", activations="lossless4")
+    rates = CodecRates(encode_bytes_per_s=1e3, decode_bytes_per_s=1e4)
+    both = {"gradients": rates, "activations": rates}
+    sizes, latency = (0, 700, 700, 700), MACHINE.links[0].latency_s.value
+
+    def seconds(text, transport=transport, rates=both):
+        costs = cost_model(MACHINE, MODEL, LAYOUT, TIMES, sizes, transport=transport, crossing_rates=rates)
+        return costs.cost_of(parse_op(text)).seconds - latency
+
+    gradient = LAYOUT.gradient_bytes[2]
+    assert seconds("GRAD 2@w0") == pytest.approx(gradient / 1e3 + gradient / 1e4)
+    assert seconds("SAVE 1.0@w0") == pytest.approx(0.7)
+    assert seconds("FETCH 1.0@w0") == pytest.approx(0.07)
+    for text in ("SEND 1.0@w0", "RECV 1.0@w0", "LOAD 2@w0.1"):
+        assert seconds(text) == pytest.approx(0.0)
+    assert seconds("SAVE 1.0@w0", Transport()) == seconds("GRAD 2@w0", rates={}) == pytest.approx(0.0)
+
+
+def test_copies_between_gpus_go_over_their_own_wire_or_the_links_of_both():
+    figure = Figure(value=1e11, source="test")
+    link = replace(MACHINE.links[0], switch="plx")
+    machine = replace(
+        parse_gpus("3x4090"),
+        links=(link, link, MACHINE.links[0]),
+        uplinks={"plx": figure},
+        peers=(
+            Peer(source=0, target=1, bytes_per_s=figure, own_wire=True),
+            Peer(source=1, target=0, bytes_per_s=figure, own_wire=False),
+            Peer(source=1, target=2, bytes_per_s=figure, own_wire=False),
+        ),
+    )
+    sizes = (0, 700, 700, 700)
+    costs = cost_model(machine, MODEL, LAYOUT, TIMES, sizes)
+
+    def through(text):
+        cost = costs.cost_of(parse_op(text))
+        assert cost.amount == 700
+        return cost.through
+
+    assert through("PASS 1.0@w0>w1.0") == ("peer:w0-w1",)
+    assert through("RETURN 1.0@w1>w0.0") == ("peer:w1-w0", "down:w1", "up:w0")
+    assert through("PASS 1.0@w1>w2.0") == ("peer:w1-w2", "down:w1", "up:w2", "uplink:plx:down")
+    with pytest.raises(ConfigError, match="no copies go from GPU 2 to GPU 0"):
+        costs.cost_of(parse_op("PASS 1.0@w2>w0.0"))
 
 
 def test_a_copy_behind_a_switch_shares_its_uplink():

@@ -1,9 +1,19 @@
 """The numbers of microbatches to try: all sequences, none twice, and enough for several workers."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.microbatches import FULL_TOKENS, PER_GPU, SIZES, simulated_cuts, step_cuts
+from outsize.errors import InfeasiblePlanError
+from outsize.planner.microbatches import (
+    FULL_TOKENS,
+    PER_GPU,
+    SIZES,
+    may_shorten,
+    search_cuts,
+    simulated_cuts,
+    step_cuts,
+)
 
 SEQUENCES, SEQ_LEN = st.integers(1, 300), st.sampled_from([32, 1024, 2048, 32_768])
 
@@ -32,3 +42,45 @@ def test_several_workers_have_enough_of_them_or_as_many_as_there_can_be(sequence
     busy = first >= PER_GPU * num_workers
     small = sequences // first * seq_len <= max(FULL_TOKENS, seq_len)
     assert (busy and small) or first == sequences
+
+
+def searched(steps_s, **how):
+    """What is found among 1, 2, 3, … microbatches of steps that take so long, None not fitting, and what was tried."""
+    tried = []
+
+    def take(count):
+        tried.append(count)
+        if steps_s[count - 1] is None:
+            raise InfeasiblePlanError("no room", {"device": 10 - count})
+        return count
+
+    counts = range(1, 1 + len(steps_s))
+    return search_cuts(counts, take, lambda count: steps_s[count - 1], **how), tried
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "how", "found", "tried"),
+    [
+        ([10.0, 9.0, 8.95, 1.0], {}, 2, [1, 2, 3]),
+        ([None, None, 8.0, 7.0], {}, 4, [1, 2, 3, 4]),
+        ([10.0, None, 8.0], {}, 3, [1, 2, 3]),
+        ([10.0, 9.0, 8.0], {"is_enough": lambda best: best == 2}, 2, [1, 2]),
+        ([10.0, 9.0, 8.0], {"may_gain": lambda best, count: count < 3}, 2, [1, 2]),
+    ],
+)
+def test_the_search_ends_where_little_is_gained(steps_s, how, found, tried):
+    assert searched(steps_s, **how) == (found, tried)
+
+
+def test_what_is_short_by_the_least_is_told():
+    with pytest.raises(InfeasiblePlanError) as raised:
+        searched([None, None, None])
+    assert raised.value.short_by == {"device": 7}
+    with pytest.raises(InfeasiblePlanError) as raised:
+        searched([None, 5.0], may_fit=lambda error: False)
+    assert raised.value.short_by == {"device": 9}
+
+
+def test_only_filling_and_draining_becomes_shorter():
+    assert may_shorten(2.0, 100.0, 4, 8)
+    assert not may_shorten(2.0, 110.0, 4, 8)

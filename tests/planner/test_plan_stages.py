@@ -15,10 +15,11 @@ from outsize.planner.discrete import Cost
 from outsize.planner.memory import Demand
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets, PlanOptions
-from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.plan_stages import plan_stages
 from outsize.planner.schedule import build_step
 from outsize.planner.simulate import CostModel, simulate
 from outsize.planner.stage_layout import num_handed_over
+from outsize.planner.stage_pipeline import StageOptions
 from outsize.planner.stages import Stages, cursor_after, spans_down, spans_up
 from outsize.planner.validate import validate
 from planner.layouts import staged_layouts

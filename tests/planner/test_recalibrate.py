@@ -10,8 +10,9 @@ from outsize.planner.comparison import compare
 from outsize.planner.costs import UnitTimes
 from outsize.planner.expectation import PlannedStep
 from outsize.planner.plan import Budgets, PlanOptions, plan_step
-from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.plan_stages import plan_stages
 from outsize.planner.recalibrate import read_trace
+from outsize.planner.stage_pipeline import StageOptions
 from outsize.planner.timeline import Timeline
 from planner.test_plan import make_demand, make_model
 

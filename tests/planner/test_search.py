@@ -5,9 +5,9 @@ import pytest
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
-from outsize.planner.microbatches import FULL_TOKENS, PER_GPU, simulated_cuts
+from outsize.planner.microbatches import FULL_TOKENS, NEAR, PER_GPU, simulated_cuts
 from outsize.planner.plan import Budgets
-from outsize.planner.search import NEAR, fastest, missing_host_bytes
+from outsize.planner.search import fastest, missing_host_bytes
 from planner.questions import GIB, ask
 
 

@@ -14,8 +14,9 @@ from outsize.optim.adamw import AdamW
 from outsize.optim.spec import planes_for
 from outsize.planner.choice import OFFLOADED, Extent
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions
-from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.plan_stages import plan_stages
 from outsize.planner.stage_layout import num_handed_over
+from outsize.planner.stage_pipeline import StageOptions
 from outsize.planner.stages import Stages
 from outsize.planner.validate import validate
 from outsize.runtime.device import Device, EmulatedDevice

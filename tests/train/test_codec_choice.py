@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from outsize.codecs.transport import CodecRates
+from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ModelError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
 from outsize.planner.costs import UnitTimes
 from outsize.train import codec_choice as module
-from outsize.train.codec_rates import codec_rates
+from outsize.train.codec_rates import codec_rates, crossing_rates
 from outsize.train.prepare import prepare
 from outsize.train.rates import Rates
 from outsize.train.run import foresee, train
@@ -19,13 +19,13 @@ AUTO = {"weights": "auto"}
 EMULATED = {"device": "emulated"}
 
 
-def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12):
-    """Units take a millisecond each, gradients and the optimizer nothing; weights go up at ``bytes_per_s``."""
+def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12, down_bytes_per_s=1e12):
+    """Units take a millisecond each, the optimizer nothing, and nor do gradients; weights go up at ``bytes_per_s``."""
     machine = parse_gpus("2x4090")
     link = replace(
         machine.links[0],
         up_bytes_per_s=Figure(value=bytes_per_s, source="test"),
-        down_bytes_per_s=Figure(value=1e12, source="test"),
+        down_bytes_per_s=Figure(value=down_bytes_per_s, source="test"),
         latency_s=Figure(value=1e-9, source="test"),
     )
     rates = CodecRates(encode_bytes_per_s=1e12, decode_bytes_per_s=decode_bytes_per_s)
@@ -38,6 +38,9 @@ def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12):
     monkeypatch.setattr(module, "measure_rates", measure_rates)
     monkeypatch.setattr(
         module, "codec_rates", lambda _, transport: None if transport.is_raw("weights") else rates
+    )
+    monkeypatch.setattr(
+        module, "crossing_rates", lambda *_: dict.fromkeys(("gradients", "activations"), rates)
     )
 
 
@@ -56,6 +59,47 @@ def test_weights_are_encoded_where_a_step_waits_for_the_link(device, tmp_path: P
     codec, said = chosen(tmp_path, device, model={"dtype": "bf16"})
     assert codec == "lossless3"  # of bf16 it takes 0.70, and lossless4 0.75
     assert said[0].startswith("transport.weights: auto is lossless3: a step is predicted to take ")
+
+
+ALL = {"weights": "auto", "gradients": "auto", "activations": "auto"}
+
+
+@pytest.mark.parametrize("device", ["emulated", "emulated:2"])
+def test_every_crossing_is_searched_by_itself(device, tmp_path: Path, monkeypatch):
+    """Gradients wait for their way down here, and weights have a fast one up."""
+    on_a_link(monkeypatch, 1e11, down_bytes_per_s=1e6)
+    said: list[str] = []
+    sections = {"model": {"dtype": "bf16"}, "train": {"microbatches": 2}}
+    prepared = prepare(
+        make_run(tmp_path, memory={"device": device}, transport=ALL, **sections), tmp_path, lambda _: None
+    )
+    found, _ = module.choose_codec(prepared, tmp_path, said.append)
+    assert found.plan.transport.weights == "raw"
+    assert found.plan.transport.gradients == "lossless4"
+    assert found.plan.transport.exact
+    assert [line.partition(":")[0] for line in said] == [f"transport.{name}" for name in ALL]
+    on_a_link(monkeypatch, 1e11, decode_bytes_per_s=1e5, down_bytes_per_s=1e6)
+    slow, _ = module.choose_codec(prepared, tmp_path, said.append)
+    assert slow.plan.transport.gradients == "raw"
+
+
+def test_what_gpus_and_rings_do_not_encode(tmp_path: Path):
+    def refused(crossing, **sections):
+        said: list[str] = []
+        config = make_run(tmp_path, memory=EMULATED, transport={crossing: "auto"}, **sections)
+        prepared = prepare(config, tmp_path, lambda _: None)
+        if crossing == "activations":
+            prepared = replace(prepared, machine=replace(prepared.machine, device="cuda:0"))
+        assert module.choose_codec(prepared, tmp_path, said.append) == (prepared, None)
+        return said
+
+    assert refused("activations") == [
+        "transport.activations: auto is raw: a GPU decodes what keeps every bit, and does not encode it"
+    ]
+    clip = {"max_grad_norm": 0.0}
+    assert refused("gradients", optimizer=clip) == [
+        "transport.gradients: auto is raw: gradients pass through a ring, tile by tile"
+    ]
 
 
 def test_the_shorter_codec_must_be_worth_it(tmp_path: Path, monkeypatch):
@@ -129,3 +173,8 @@ def test_codecs_are_timed_here(tmp_path: Path):
     found = codec_rates(prepared, prepared.plan.transport)
     assert found is not None
     assert min(found.encode_bytes_per_s, found.decode_bytes_per_s) > 1e6
+    transport = Transport(gradients="lossless4", activations="int8")
+    others = crossing_rates(prepared, transport)
+    assert set(others) == {"gradients", "activations"}
+    assert min(min(rate.encode_bytes_per_s, rate.decode_bytes_per_s) for rate in others.values()) > 1e5
+    assert crossing_rates(prepared, prepared.plan.transport) == {}

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
+from outsize.hardware.presets import parse_gpus
 from outsize.train import planning
 from outsize.train.microbatches import as_before
 from outsize.train.prepare import Prepared, prepare
+from outsize.train.presets import assumed_machine
 from outsize.train.run import plan, train
 from outsize.train.verify import verify
 from support import make_run
@@ -119,3 +122,27 @@ def test_stages_are_cut_by_times_of_the_same_microbatch(tmp_path, monkeypatch):
     prepared(tmp_path, memory=TWO)
     ((recompute_s, forward_s),) = seen
     assert all(0.5 * f < r <= f for r, f in zip(recompute_s, forward_s, strict=True) if r)
+
+
+def test_numbers_of_microbatches_of_several_workers_are_compared_by_what_is_counted(tmp_path, monkeypatch):
+    """As long as filling and draining shows, smaller ones are taken; what they are found by is no clock's."""
+    sections = {"memory": {"device": "emulated:4"}}
+
+    def cut(sequences: int, **changes) -> int:
+        train = {"microbatches": None, "tokens_per_step": sequences * 32}
+        return prepared(tmp_path, **{**sections, "train": train, **changes}).config.microbatches
+
+    monkeypatch.setattr("outsize.train.prepare.step_cuts", lambda *_: [16, 32])
+    found = cut(128)
+    assert found > 16
+    assert cut(128) == found
+    monkeypatch.setattr("outsize.train.prepare.may_shorten", lambda *_: False)
+    assert cut(128) == 16
+
+
+def test_gpus_without_figures_are_taken_for_usual_ones(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda index: ["NVIDIA H100 80GB HBM3", "GPU of 2030"][index]
+    )
+    assert assumed_machine("cuda:0,1").gpus == parse_gpus("2xh100").gpus
+    assert assumed_machine("cuda:1,0") == assumed_machine("emulated:2") == parse_gpus("2x4090")

@@ -71,6 +71,12 @@ class MemoryConfig(Section):
         description="Elements per tile of the optimizer step on disk, a multiple of 2048; "
         "null lets the planner choose.",
     )
+    numa: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: on a machine with several NUMA nodes all threads are bound to that of the device, and so "
+        "their memory lies there, if its processors and memory suffice; run.json says what was decided. off: the "
+        "system decides.",
+    )
     link_gb_per_s: float | None = Field(
         default=None,
         gt=0,

@@ -30,7 +30,7 @@ class TrainConfig(Section):
         ge=1,
         description="Slices of a step that pass through a unit one after the other; "
         "more of them need less memory for activations and move no more weights. null is as few as fit, or with "
-        "several workers as many as keep them busy; the number chosen is in run_dir/config.yaml.",
+        "several workers as many as shorten a step by a percent; the number chosen is in run_dir/config.yaml.",
     )
     seed: int = Field(
         default=0,

@@ -21,6 +21,7 @@ class TransportConfig(Section):
     )
     activations: Literal[
         "raw",
+        "auto",
         "lossless4",
         "lossless3",
         "int8",
@@ -29,9 +30,14 @@ class TransportConfig(Section):
         "int4",
         "int4-asymmetric",
         "int4-hadamard",
-    ] = Field(default="raw", description="Inputs of units that leave the device between passes.")
+    ] = Field(
+        default="raw",
+        description="Inputs of units that leave the device between passes. auto: as of weights, by a codec that keeps "
+        "every bit; raw on a GPU, which does not encode so.",
+    )
     gradients: Literal[
         "raw",
+        "auto",
         "lossless4",
         "lossless3",
         "int8",
@@ -48,6 +54,6 @@ class TransportConfig(Section):
         "int4-hadamard-ef",
     ] = Field(
         default="raw",
-        description="Gradients on their way home. -ef adds what was lost to the next step's, and keeps it on the "
-        "device, 2 bytes for each parameter that trains.",
+        description="Gradients on their way home. auto: as of activations. -ef adds what was lost to the next step's, "
+        "and keeps it on the device, 2 bytes for each parameter that trains.",
     )

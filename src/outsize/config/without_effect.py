@@ -67,7 +67,7 @@ def _has_global_norm(config: "Config") -> bool:
 def _gradients_wait(config: "Config") -> bool:
     """Whether gradients wait at home: for the norm of all, for a step that may be skipped, or to be decoded."""
     skips = config.train.on_nonfinite == "skip" or config.model.dtype == "fp16"
-    return _has_global_norm(config) or skips or config.transport.gradients != "raw"
+    return _has_global_norm(config) or skips or config.transport.gradients not in ("raw", "auto")
 
 
 def _has_several_workers(config: "Config") -> bool:

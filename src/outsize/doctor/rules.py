@@ -152,7 +152,10 @@ RULES: Final[tuple[Rule, ...]] = (
         id="numa-wrong-node",
         part="link",
         look=link_rules.wrong_node,
-        causes=("bound to processors of another node: taskset, numactl, Slurm, or a container's cpuset",),
+        causes=(
+            "bound to processors of another node: taskset, numactl, Slurm, or a container's cpuset; a run "
+            "(memory.numa) never leaves those",
+        ),
         fix="numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml, with the node of the evidence",
         verify="outsize probe --compare machine.json under the same numactl",
     ),
@@ -160,9 +163,13 @@ RULES: Final[tuple[Rule, ...]] = (
         id="numa-far-memory",
         part="link",
         look=peer_rules.far_memory,
-        causes=("nothing binds the process, so the kernel puts pages on whichever node first writes them",),
-        fix="numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml; torchrun --numa-binding=node",
-        verify="numastat -p PID: pages on one node",
+        causes=(
+            "a process that is not bound has its pages on whichever node first writes them: a run binds itself to the "
+            "node of its device (memory.numa) only where processors and memory there suffice",
+        ),
+        fix="leave memory.numa auto, and set OMP_NUM_THREADS to a node's cores where `numa` in run.json says that "
+        "threads are too many; else numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml",
+        verify="numa in run.json, or numastat -p PID: pages on one node",
     ),
     Rule(
         id="shared-uplink",

@@ -7,6 +7,7 @@ read`` and ``disk write``, and ``network`` (what a node sends, and receives at t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.codecs.wire import EXACT, Wire
@@ -35,6 +36,9 @@ FACTORED_PACE = 0.85
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
 EXCHANGE_S = 1e-4
+
+
+NO_RATES: Mapping[str, CodecRates] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +100,13 @@ def cost_model(
     kept_bytes: KeptBytes = NOTHING,
     codec_rates: CodecRates | None = None,
     wire: Wire = EXACT,
+    crossing_rates: Mapping[str, CodecRates] = NO_RATES,
 ) -> CostModel:
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
     Of several nodes that share the step, each is such a machine. Where nobody has measured ``codec_rates``, weights are
-    taken to be encoded as their codec assumes, and decoded in no time.
+    taken to be encoded as their codec assumes, and decoded in no time. What else a lane encodes
+    takes no time where nobody has measured ``crossing_rates``, of ``gradients`` and of ``activations``.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -133,6 +139,7 @@ def cost_model(
         kept_bytes,
         codec_rates,
         wire,
+        crossing_rates,
     )
     return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
 
@@ -178,6 +185,7 @@ class _Pricing:
     kept_bytes: KeptBytes
     codec_rates: CodecRates | None
     wire: Wire
+    crossing_rates: Mapping[str, CodecRates]
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
@@ -202,13 +210,19 @@ class _Pricing:
             # A sum comes up from its home itself, through no host buffer.
             staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
             through = (*copy.through, "disk read") if staged else copy.through
-            return replace(copy, seconds=copy.seconds + self._decode_s(op, size), through=through)
+            coding_s = self._decode_s(op, size)
+            if op.kind is Kind.GRAD and op.tile is None:
+                coding_s += self._coding_s("gradients", layout.gradient_bytes[unit], encode=True, decode=True)
+            return replace(copy, seconds=copy.seconds + coding_s, through=through)
         if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
             way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
             size = self.boundary_bytes[unit]
-            if op.kind in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
-                size = activation_bytes(self.transport, size, self.model.dtype)
-            return self._copy(op, size, way, True)
+            if op.kind not in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
+                return self._copy(op, size, way, True)
+            saves = op.kind is Kind.SAVE
+            coding_s = self._coding_s("activations", size, encode=saves, decode=not saves)
+            copy = self._copy(op, activation_bytes(self.transport, size, self.model.dtype), way, True)
+            return replace(copy, seconds=copy.seconds + coding_s)
         if op.kind in (Kind.PASS, Kind.RETURN):
             return self._across(op)
         if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
@@ -258,6 +272,13 @@ class _Pricing:
         decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
         link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
         return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
+
+    def _coding_s(self, crossing: str, num_bytes: int, *, encode: bool, decode: bool) -> float:
+        """Return what a lane spends on encoding and decoding so many bytes of a crossing before and behind its copy."""
+        rates = self.crossing_rates.get(crossing)
+        if rates is None or self.transport.is_raw(crossing):
+            return 0.0
+        return encode * num_bytes / rates.encode_bytes_per_s + decode * num_bytes / rates.decode_bytes_per_s
 
     def _exchange(self, op: Op) -> Cost:
         """Return the cost of what a node sends to all others, and receives from them at the same time.

@@ -5,6 +5,7 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outsize.codecs.transport import CodecRates
@@ -36,6 +37,7 @@ class PlannedStep:
         kept_bytes: of what forwards keep, by its extent.
         net_bytes_per_s: what this node sends, and receives, where several share the step.
         codec_rates: of the codec of weights; None where there is none, or nobody has measured it.
+        crossing_rates: of those of gradients and activations, likewise.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class PlannedStep:
     kept_bytes: KeptBytes = field(default_factory=dict)
     net_bytes_per_s: float = 0.0
     codec_rates: CodecRates | None = None
+    crossing_rates: Mapping[str, CodecRates] = field(default_factory=dict)
 
     def costs(self, machine: Machine, times: UnitTimes, *, coarse: bool = True) -> CostModel:
         """Return what ops take on ``machine``; ``coarse`` is of the tiles that are simulated, not of those that run."""
@@ -63,6 +66,7 @@ class PlannedStep:
             wire=self.plan.wire,
             state=self.plan.state,
             codec_rates=self.codec_rates,
+            crossing_rates=self.crossing_rates,
         )
 
     def expect(self, costs: CostModel) -> Steps:

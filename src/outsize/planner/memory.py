@@ -31,7 +31,6 @@ from outsize.model.spec import ModelSpec
 from outsize.optim.shares import home_granule
 from outsize.optim.spec import (
     GRADIENT,
-    ITEM_BYTES,
     MASTER,
     MASTER_LOW,
     MASTER_TIES,
@@ -45,16 +44,11 @@ from outsize.optim.spec import (
 )
 from outsize.planner.choice import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.layout import StepLayout
-from outsize.planner.liveness import NOTHING, Live
+from outsize.planner.liveness import Live
 from outsize.planner.net_memory import net_bytes
-from outsize.planner.ops import Kind, Op
-from outsize.planner.program import Program
 from outsize.planner.transport import (
-    activation_bytes,
     device_bytes,
-    gradient_bytes,
     host_bytes,
-    load_bytes,
     packed_bytes,
     packed_bytes_of,
 )
@@ -138,31 +132,10 @@ class Demand:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Bytes that cross links in one step.
-
-    Attributes:
-        up: towards the device, from the tier below it.
-        down: away from the device.
-        disk_read: from disk, wherever to.
-        disk_written: to disk, wherever from.
-        across: from the memory of one device to that of another.
-    """
-
-    up: int = 0
-    down: int = 0
-    disk_read: int = 0
-    disk_written: int = 0
-    across: int = 0
-
-
 __all__ = [
     "Demand",
     "Tier",
-    "Traffic",
     "by_class",
-    "count_traffic",
     "home_bytes",
     "memory_table",
     "store_buffer_bytes",
@@ -298,69 +271,3 @@ def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Tra
         return twice + 2 * commit_record_bytes(model, planes=kept.planes)
     size = sum(home_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
     return size - packed_bytes(transport, model) if home == "host" else size
-
-
-def count_traffic(
-    program: Program,
-    model: ModelSpec,
-    layout: StepLayout,
-    boundary_bytes: tuple[int, ...],
-    *,
-    home: Tier,
-    below: Tier,
-    tile_elements: int,
-    transport: Transport = NO_CODECS,
-    state: StateLayout | None = None,
-    kept_bytes: KeptBytes = NOTHING,
-) -> Traffic:
-    """Return the bytes that ``program`` moves, counted op by op."""
-    moved: Counter[str] = Counter()
-    kept = layout_of(model.dtype if state is None else state)
-    narrow = 4 // ITEM_BYTES.get(kept.gradients, 4)  # gradients that are rounded leave in fewer bytes
-
-    def elements(op: Op) -> int:
-        unit = op.unit or 0
-        numel = layout.own_elements[unit] if layout.own_elements else model.units[unit].numel
-        return min(tile_elements, numel - (op.tile or 0) * tile_elements)
-
-    def handed_over(op: Op) -> int:
-        size = boundary_bytes[op.unit or 0]
-        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
-        return activation_bytes(transport, size, model.dtype) if encoded else size
-
-    for op in program:
-        unit = op.unit or 0
-        loaded = model.units[unit].link_bytes(model.dtype)
-        on_disk = below == "disk" and home == "disk"
-        if op.kind is Kind.LOAD:
-            moved["up"] += load_bytes(transport, model.units[unit], model.dtype)
-            moved["disk_read"] += loaded * on_disk
-        elif op.kind is Kind.SUM:
-            moved["up"] += layout.gradient_bytes[unit]
-            moved["disk_read"] += layout.gradient_bytes[unit] * (home == "disk")
-        elif op.kind is Kind.GRAD and op.tile is not None:
-            moved["down"] += elements(op) * 4
-        elif op.kind is Kind.GRAD:
-            moved["down"] += gradient_bytes(transport, layout.gradient_bytes[unit]) // narrow
-            moved["disk_written"] += layout.gradient_bytes[unit] // narrow * on_disk
-        elif op.kind in (Kind.SAVE, Kind.SEND):
-            moved["down"] += handed_over(op)
-            moved["disk_written"] += boundary_bytes[unit] * (below == "disk")
-        elif op.kind in (Kind.FETCH, Kind.RECV):
-            moved["up"] += handed_over(op)
-            moved["disk_read"] += boundary_bytes[unit] * (below == "disk")
-        elif op.kind in (Kind.PASS, Kind.RETURN):
-            moved["across"] += boundary_bytes[unit]
-        elif op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
-            size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, kept_bytes)
-            moved["down" if op.kind is Kind.OFFLOAD else "up"] += size
-            moved["disk_written" if op.kind is Kind.OFFLOAD else "disk_read"] += size * (below == "disk")
-        elif op.kind is Kind.READ and op.tile is None:
-            moved["disk_read"] += loaded
-        elif op.kind is Kind.READ:
-            moved["disk_read"] += kept.bytes_of(model.units[unit], elements(op), kept.read_planes)
-        elif op.kind is Kind.WRITE and op.tile is None:
-            moved["disk_written"] += layout.gradient_bytes[unit] // narrow
-        elif op.kind is Kind.WRITE:
-            moved["disk_written"] += kept.bytes_of(model.units[unit], elements(op), kept.write_planes)
-    return Traffic(**moved)

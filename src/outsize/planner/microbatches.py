@@ -1,10 +1,15 @@
-"""Into how many microbatches a step is cut where nobody says: the numbers worth trying, the best guess first.
+"""Into how many microbatches a step is cut where nobody says: the numbers worth trying, and the search among them.
 
 One worker moves no more weights for more microbatches, and needs less memory with them; a large one is never slower to
 compute. Several workers hand microbatches on to each other: with few of them the filling and draining of stages shows.
+Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So a search goes
+from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from outsize.errors import InfeasiblePlanError
 
 # Sequences per microbatch that are simulated.
 SIZES = (1, 2, 4, 8, 16)
@@ -12,6 +17,10 @@ SIZES = (1, 2, 4, 8, 16)
 # larger than what fills a GPU: on 4 x 2,048 tokens layers run at their rate (the published layer times of
 # bench/bench_bubble.py).
 PER_GPU, FULL_TOKENS = 4, 8192
+# What fewer sequences per microbatch have to gain, as a share of the step.
+NEAR = 1.01
+
+T = TypeVar("T")
 
 
 def simulated_cuts(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
@@ -47,3 +56,61 @@ def step_cuts(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
         yield count
         count *= 2
     yield sequences
+
+
+def may_shorten(filling_s: float, step_s: float, microbatches: int, count: int) -> bool:
+    """Return whether ``count`` microbatches could shorten the filling and draining of stages by a percent of the step.
+
+    Both are as long as microbatches are.
+
+    Args:
+        filling_s: what filling and draining take with ``microbatches``.
+        step_s: what a step takes with them.
+        microbatches: of the step so far.
+        count: more of them.
+    """
+    return filling_s * (1 - microbatches / count) >= step_s * (1 - 1 / NEAR)
+
+
+def search_cuts(
+    counts: Iterable[int],
+    take: Callable[[int], T],
+    step_s: Callable[[T], float],
+    *,
+    may_gain: Callable[[T, int], bool] = lambda best, count: True,
+    is_enough: Callable[[T], bool] = lambda best: False,
+    may_fit: Callable[[InfeasiblePlanError], bool] = lambda error: True,
+) -> T:
+    """Return the best that was made of a number of microbatches.
+
+    Args:
+        counts: numbers to try, the largest microbatches first.
+        take: makes of a number what is compared; raises InfeasiblePlanError where that does not fit.
+        step_s: how long a step of it takes, in any unit.
+        may_gain: whether a number is worth trying after the best so far.
+        is_enough: whether the best so far leaves nothing to gain.
+        may_fit: whether smaller microbatches may fit where these do not.
+
+    Raises:
+        InfeasiblePlanError: none fits; of the number that is short by the least.
+    """
+    best: T | None = None
+    failures: list[InfeasiblePlanError] = []
+    for count in counts:
+        if best is not None and not may_gain(best, count):
+            break
+        try:
+            found = take(count)
+        except InfeasiblePlanError as error:
+            failures.append(error)
+            if not may_fit(error):
+                break
+            continue
+        if best is not None and step_s(found) * NEAR >= step_s(best):
+            break
+        best = found
+        if is_enough(best):
+            break
+    if best is None:
+        raise min(failures, key=lambda error: sum(error.short_by.values()))
+    return best

@@ -85,6 +85,13 @@ class Pipeline:
         size = stages.round_size
         return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s, self.halves)
 
+    def filling_and_draining_s(self, stages: Stages) -> float:
+        """Return how long a worker waits, on the mean, until the first microbatch reaches it and once the last left."""
+        times = stage_times(stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s)
+        seconds = [stage.seconds + self.hop_s for stage in times]
+        others = range(1, self.num_workers)
+        return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / self.num_workers
+
 
 def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: int = 400_000) -> Stages:
     """Return the stages whose step is shortest, as far as the search finds them.

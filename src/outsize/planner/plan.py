@@ -21,9 +21,7 @@ from outsize.planner.liveness import Live, peak_activations
 from outsize.planner.memory import (
     Demand,
     Tier,
-    Traffic,
     by_class,
-    count_traffic,
     memory_table,
     offload_rooms,
     store_buffer_bytes,
@@ -38,6 +36,7 @@ from outsize.planner.sizing import (
 )
 from outsize.planner.smaller import smaller_states
 from outsize.planner.spending import as_asked, kept_for_the_host, spend
+from outsize.planner.traffic import Traffic, count_traffic
 from outsize.units import format_bytes
 
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]

@@ -8,16 +8,14 @@ microbatches: sums are then taken use by use, as everywhere.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.spec import ModelSpec
-from outsize.planner.choice import Extent
-from outsize.planner.costs import UnitTimes
 from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, away_in, most_on_its_way, spared, ways_of
-from outsize.planner.memory import Demand, by_class, count_traffic, offload_rooms, store_buffer_bytes
+from outsize.planner.leaving import Way, away_in, most_on_its_way, ways_of
+from outsize.planner.memory import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
@@ -29,36 +27,25 @@ from outsize.planner.stage_layout import (
     arrival_bytes,
     num_handed_over,
     single_units,
-    spans_that_fit,
     staged_layout,
 )
+from outsize.planner.stage_pipeline import (
+    StageOptions,
+    bottom_of,
+    pipeline_of,
+    resident_bytes,
+    round_size_of,
+    workspace_bytes,
+)
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms, state_of
-from outsize.planner.stages import HALVES, Span, Stages
+from outsize.planner.stages import HALVES, Stages
+from outsize.planner.traffic import count_traffic
 from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import align_up, format_bytes
 
-# A backward takes about two forwards, besides what it recomputes.
-GRADIENT_FORWARDS = 2.0
 # Visits that the search times: enough for an answer in less than a second.
 MAX_VISITS = 50_000
 _EXTENT_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOptions:
-    """What a plan of stages needs beside that of one worker.
-
-    Attributes:
-        num_workers: devices, all alike.
-        forward_s: time of each streamed unit's forward, in the unit of what recomputes take.
-        rest_users: units whose backward adds to the gradient of a rest that trains.
-        stages: how the step is cut; None lets the planner choose.
-    """
-
-    num_workers: int
-    forward_s: tuple[float, ...]
-    rest_users: frozenset[int] = frozenset()
-    stages: Stages | None = None
 
 
 def plan_stages(
@@ -70,7 +57,7 @@ def plan_stages(
         ConfigError: more workers than there can be stages.
         InfeasiblePlanError: nothing fits; says by how much, and what to try first.
     """
-    bottom = _bottom(model, wanted)
+    bottom = bottom_of(model, wanted)
     most = 2 * model.num_streamed - 1 - bottom
     if wanted.num_workers > most:
         raise ConfigError(
@@ -90,7 +77,7 @@ def plan_stages(
 
     below = range(bottom, model.num_streamed - 1)
     for halves in HALVES:
-        single = single_units(model.num_streamed, bottom, _round_size(options, wanted), halves)
+        single = single_units(model.num_streamed, bottom, round_size_of(options, wanted), halves)
         ways = ways_of(options.activations, below, demand, options.rates, fits)
         smallest = _layout(model, options, wanted, ways[-1], least, single)
         memory = _memory(model, demand, smallest, options, least)
@@ -103,7 +90,7 @@ def plan_stages(
     found: list[tuple[float, StepLayout]] = []
     for way in ways:
         layout = partial(_layout, model, options, wanted, way, least)
-        pipeline = _pipeline(model, demand, options, wanted, bottom, budgets.device, halves, way)
+        pipeline = pipeline_of(model, demand, options, wanted, bottom, budgets.device, halves, way)
         pipeline = replace(pipeline, holds=partial(holds_stages, layout))
         stages = _cut(pipeline, options, wanted)
         if stages is not None:
@@ -139,98 +126,11 @@ def _with_peers(
     return layout
 
 
-def _bottom(model: ModelSpec, wanted: StageOptions) -> int:
-    """Return the lowest unit that runs backward."""
-    if wanted.rest_users:
-        return 0
-    trained = (unit.index for unit in model.units[: model.num_streamed] if unit.trainable)
-    return next(trained, model.num_streamed - 1)
-
-
-def _round_size(options: PlanOptions, wanted: StageOptions) -> int:
-    """Return the microbatches of a round where it has to take all of them, else 1.
-
-    Each round reads all weights, and with a home on disk sums of gradients too.
-    """
-    whole = len(wanted.rest_users) > 1 or options.home == "disk"
-    return options.microbatches if whole else 1
-
-
-def _pipeline(
-    model: ModelSpec,
-    demand: Demand,
-    options: PlanOptions,
-    wanted: StageOptions,
-    bottom: int,
-    device_bytes: int,
-    halves: tuple[int, int],
-    way: Way,
-) -> Pipeline:
-    """Return what is cut: times, and which single stages fit ``device_bytes``."""
-    streamed = model.units[: model.num_streamed]
-    weights = tuple(unit.weight_bytes(model.dtype) for unit in streamed)
-    gradients = tuple(unit.gradient_bytes * unit.trainable for unit in streamed)
-    fixed = demand.shared_bytes + demand.fixed_bytes + _resident(model)
-    times, rates = _times(demand, options, wanted), options.rates
-
-    has_room = spans_that_fit(
-        device_bytes - fixed,
-        weights,
-        gradients,
-        halves,
-        max(demand.boundary_bytes),
-        lambda span, backward: _workspace(model, demand, span, backward, way.keeps),
-        way.away,
-        demand.kept_bytes,
-    )
-
-    def fits(span: Span, backward: bool) -> bool:
-        several = backward and len(wanted.rest_users.intersection(range(*span))) > 1
-        return not several and has_room(span, backward)
-
-    return Pipeline(
-        forward_s=times.forward_s,
-        backward_s=spared(times.backward_s, times, way.away),
-        recompute_s=spared(times.recompute_s or times.forward_s, times, way.away),
-        num_workers=wanted.num_workers,
-        num_microbatches=options.microbatches,
-        hop_s=0.0 if rates is None else max(demand.boundary_bytes) / rates.up_bytes_per_s,
-        weights_s=() if rates is None else tuple(size / rates.up_bytes_per_s for size in weights),
-        gradients_s=() if rates is None else tuple(size / rates.down_bytes_per_s for size in gradients),
-        keeps=way.keeps,
-        bottom=bottom,
-        fits=fits,
-        halves=halves,
-    )
-
-
-def _times(demand: Demand, options: PlanOptions, wanted: StageOptions) -> UnitTimes:
-    """Return the times of units: as they were measured, or else beside each other."""
-    if options.rates is not None:
-        return options.rates.times
-    # The last unit runs forward before its backward, all of it.
-    recomputes_s = (*(demand.recompute_s or wanted.forward_s)[:-1], wanted.forward_s[-1])
-    units = range(len(recomputes_s))
-    return UnitTimes(
-        forward_s=wanted.forward_s,
-        backward_s=tuple(
-            recompute_s + GRADIENT_FORWARDS * forward_s
-            for recompute_s, forward_s in zip(recomputes_s, wanted.forward_s, strict=True)
-        ),
-        recompute_s=recomputes_s,
-        spared_s={
-            extent: tuple(demand.spared_s(extent, unit) for unit in units)
-            for extent in (Extent.ATTENTION, Extent.PRODUCTS)
-            if extent in demand.selected_s
-        },
-    )
-
-
 def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stages | None:
     """Return the stages that were asked for, or the fastest found; None where they, or all, do not fit."""
     if wanted.stages is not None:
         return wanted.stages if pipeline.holds(wanted.stages) else None
-    whole = _round_size(options, wanted) > 1
+    whole = round_size_of(options, wanted) > 1
     round_sizes = (options.microbatches,) if whole else ()
     try:
         return partition(pipeline, round_sizes, max_visits=MAX_VISITS)
@@ -298,10 +198,10 @@ def _memory(
         "device": {
             "weight slots": sum(layout.slot_bytes),
             "gradient accumulators": sum(layout.accumulator_bytes),
-            "resident": _resident(model),
+            "resident": resident_bytes(model),
             "activations": activation_bytes(deepest, max(demand.boundary_bytes)) + leaving,
             ARRIVALS: arrival_bytes(layout, max(demand.boundary_bytes)),
-            "workspace": max(_workspace(model, demand, *span, keeps) for span in spans),
+            "workspace": max(workspace_bytes(model, demand, *span, keeps) for span in spans),
             "shared": demand.shared_bytes,
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(transport, model, demand.boundary_bytes),
@@ -316,23 +216,6 @@ def _memory(
     for tier, classes in bytes_below(model, layout, options, room).items():
         table[tier] |= classes
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
-
-
-def _resident(model: ModelSpec) -> int:
-    """Return the bytes of the rest and its gradient."""
-    rest = model.units[model.num_streamed :]
-    return sum(unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
-
-
-def _workspace(model: ModelSpec, demand: Demand, span: Span, backward: bool, keeps: bool) -> int:
-    """Return what the units of a stage allocate while they run; those of a backward stage keep their graphs."""
-    kinds = [model.units[unit].kind for unit in range(*span)]
-    forward = [demand.forward_workspace_bytes.get(kind, 0) for kind in kinds]
-    both = [demand.backward_workspace_bytes.get(kind, 0) for kind in kinds]
-    if not backward:
-        return max(forward)
-    # The stage that turns around recomputes its units one by one, where it recomputes them.
-    return max(*forward, *both) if span[1] == model.num_streamed and not keeps else sum(both)
 
 
 def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) -> str:

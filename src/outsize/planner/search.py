@@ -1,8 +1,7 @@
 """The fastest predicted step: over numbers of microbatches and homes.
 
-Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So the search
-goes from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent, or where less
-than a percent is left to gain: GPUs neither wait nor recompute, for which smaller microbatches may leave room.
+Microbatches are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain:
+GPUs neither wait nor recompute, for which smaller microbatches may leave room.
 
 Several GPUs are searched for stages, which takes a second. Smaller microbatches shorten the time in which the first of
 them reaches all GPUs, and the last leaves them. That is known before anything is searched; where it leaves a percent to
@@ -12,7 +11,7 @@ gain, the partitioner is asked for a moment, by its own clock, and only what it 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.candidate import Candidate
 from outsize.planner.memory import Tier
-from outsize.planner.microbatches import simulated_cuts
+from outsize.planner.microbatches import NEAR, may_shorten, search_cuts, simulated_cuts
 from outsize.planner.one_worker import fits_one_worker, one_worker
 from outsize.planner.prediction import Prediction, predict
 from outsize.planner.question import Question
@@ -24,8 +23,6 @@ from outsize.planner.several_workers import (
     with_peers,
 )
 
-NEAR = 1.01
-
 
 def fastest(question: Question) -> Prediction:
     """Return the prediction of the fastest step found.
@@ -34,26 +31,23 @@ def fastest(question: Question) -> Prediction:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits; of the plan that is short by the least.
     """
-    best: Prediction | None = None
-    failures: list[InfeasiblePlanError] = []
     num_gpus, named = len(question.machine.gpus), question.microbatches
+    several = num_gpus > 1
     cuts = simulated_cuts(question.sequences, question.seq_len, num_gpus)
-    for microbatches in cuts if named is None else (named,):
-        if best is not None and num_gpus > 1 and not _may_gain(question, best, microbatches):
-            break
-        try:
-            prediction = _predicted(question, _candidate(question, microbatches))
-        except InfeasiblePlanError as error:
-            failures.append(error)
-            continue
-        if best is not None and prediction.step_s * NEAR >= best.step_s:
-            break
-        best = prediction
-        if best.bubble <= 1 - 1 / NEAR and (num_gpus > 1 or best.recomputed <= 1 - 1 / NEAR):
-            break
-    if best is None:
-        raise min(failures, key=lambda error: sum(error.short_by.values()))
-    return best
+
+    def take(microbatches: int) -> Prediction:
+        return _predicted(question, _candidate(question, microbatches))
+
+    def is_enough(best: Prediction) -> bool:
+        return best.bubble <= 1 - 1 / NEAR and (several or best.recomputed <= 1 - 1 / NEAR)
+
+    return search_cuts(
+        cuts if named is None else (named,),
+        take,
+        lambda prediction: prediction.step_s,
+        may_gain=lambda best, microbatches: not several or _may_gain(question, best, microbatches),
+        is_enough=is_enough,
+    )
 
 
 def _predicted(question: Question, candidate: Candidate) -> Prediction:
@@ -70,14 +64,14 @@ def _may_gain(question: Question, best: Prediction, microbatches: int) -> bool:
     """Return whether stages of several GPUs could take a percent less with more microbatches than ``best``."""
     assert best.stages is not None
     filling_s = filling_and_draining_s(question, best.microbatches, best.stages, best.home)
-    enough_s = best.step_s * (1 - 1 / NEAR)
-    if filling_s * (1 - best.microbatches / microbatches) < enough_s:
+    if not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
         return False
     before_s = estimate_s(question, best.microbatches, best.stages, best.home)
     try:
-        return before_s - estimate_s(question, microbatches, None, best.home) >= enough_s
+        gained_s = before_s - estimate_s(question, microbatches, None, best.home)
     except InfeasiblePlanError:
         return False
+    return gained_s >= best.step_s * (1 - 1 / NEAR)
 
 
 def _candidate(question: Question, microbatches: int) -> Candidate:

@@ -11,7 +11,6 @@ from outsize.planner.expectation import SIMULATED_TILES
 from outsize.planner.layout import StepLayout
 from outsize.planner.leaving import Way
 from outsize.planner.memory import Tier
-from outsize.planner.pipeline import stage_times
 from outsize.planner.program import Program
 from outsize.planner.question import Question, exchange_of, node_assumptions
 from outsize.planner.schedule import build_step
@@ -132,10 +131,7 @@ def filling_and_draining_s(question: Question, microbatches: int, stages: Stages
     """
     task = _task(question, microbatches, home)
     pipeline = pipeline_of(task, Way(), (stages.slot_halves, stages.accumulator_halves))
-    times = stage_times(stages, pipeline.forward_s, pipeline.backward_s, recompute_s=pipeline.recompute_s)
-    seconds = [stage.seconds + pipeline.hop_s for stage in times]
-    others = range(1, task.num_workers)
-    return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / task.num_workers
+    return pipeline.filling_and_draining_s(stages)
 
 
 def fits_several_workers(question: Question, microbatches: int, home: Tier) -> bool:

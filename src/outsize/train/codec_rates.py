@@ -1,4 +1,4 @@
-"""What a codec of weights reaches on this machine: on a core at home, and on the device that decodes."""
+"""What codecs reach on this machine: weights are encoded by a core at home and decoded on the device, others there."""
 
 import time
 from collections.abc import Callable
@@ -6,14 +6,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.open import open_codec
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
+from outsize.model.spec import ITEMSIZE
 from outsize.planner.transport import encoded_planes
 from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.workers import device_names
 from outsize.train.prepare import Prepared
 
 REPEATS = 3
+HOME = "cpu"
 # Of the normal weights that are measured; any deviation gives the same exponents but for a shift.
 DEVIATION = 0.02
 
@@ -30,28 +33,61 @@ def codec_rates(prepared: Prepared, transport: Transport) -> CodecRates | None:
     spec = prepared.split.spec
     sizes = [(numel, dtype) for unit in spec.units for _, numel, dtype in encoded_planes(unit, spec.dtype)]
     numel, dtype = max(sizes)
+    return _rates_of(open_codec(transport.weights), _sample(numel, dtype), HOME, _device(prepared))
+
+
+def crossing_rates(prepared: Prepared, transport: Transport) -> dict[str, CodecRates]:
+    """Measure the codecs of gradients and activations, which encode on the device, as far as these go encoded.
+
+    Args:
+        prepared: the run.
+        transport: names the codecs.
+    """
+    spec, device = prepared.split.spec, _device(prepared)
+    samples = {
+        "gradients": (max(unit.numel for unit in spec.units), "fp32", HOME),
+        "activations": (max(prepared.measured.boundary_bytes) // ITEMSIZE[spec.dtype], spec.dtype, device),
+    }
+    return {
+        crossing: _rates_of(open_codec(transport.spec(crossing).name), _sample(numel, dtype), device, decoder)
+        for crossing, (numel, dtype, decoder) in samples.items()
+        if numel and not transport.is_raw(crossing)
+    }
+
+
+def _device(prepared: Prepared) -> str:
+    """Return where torch computes for the run: its first device."""
+    name = device_names(prepared.machine.device)[0]
+    return name if name.startswith("cuda") else HOME
+
+
+def _sample(numel: int, dtype: str) -> Tensor:
     source = torch.randn(min(numel, PIECE_ELEMENTS), generator=torch.Generator().manual_seed(0))
-    codec, weights = open_codec(transport.weights), (source * DEVIATION).to(TORCH_DTYPE[dtype])
-    room = torch.empty(codec.spec.max_bytes(weights.numel(), dtype), dtype=torch.uint8)
-    size = codec.encode(weights, room)
-    encode_s = min(_seconds(lambda: codec.encode(weights, room)) for _ in range(REPEATS))
-    device = prepared.machine.device.partition(",")[0]
-    decode_s = _decode_s(codec, room[:size], weights, device if device.startswith("cuda") else "cpu")
+    return (source * DEVIATION).to(TORCH_DTYPE[dtype])
+
+
+def _rates_of(codec: Codec, sample: Tensor, encoder: str, decoder: str) -> CodecRates:
+    """Return what ``codec`` reaches on ``sample``, in bytes of it, encoding on one device and decoding on another."""
+    source = sample.to(encoder)
+    room = torch.empty(
+        codec.spec.max_bytes(sample.numel(), DTYPE_NAME[sample.dtype]), dtype=torch.uint8, device=encoder
+    )
+    size = codec.encode(source, room)  # of a device, the first one compiles and allocates
+    there, into = room[:size].to(decoder), torch.empty_like(sample, device=decoder)
+    codec.decode(there, into)
     return CodecRates(
-        encode_bytes_per_s=weights.nbytes / encode_s, decode_bytes_per_s=weights.nbytes / decode_s
+        encode_bytes_per_s=sample.nbytes / _best_s(lambda: codec.encode(source, room), encoder),
+        decode_bytes_per_s=sample.nbytes / _best_s(lambda: codec.decode(there, into), decoder),
     )
 
 
-def _decode_s(codec: Codec, encoded: Tensor, weights: Tensor, device: str) -> float:
-    there, into = encoded.to(device), torch.empty_like(weights, device=device)
-
-    def decode() -> None:
-        codec.decode(there, into)
-        if device != "cpu":
+def _best_s(work: Callable[[], object], device: str) -> float:
+    def done() -> None:
+        work()
+        if device != HOME:
             torch.cuda.synchronize(device)
 
-    decode()  # of a device, the first one compiles and allocates
-    return min(_seconds(decode) for _ in range(REPEATS))
+    return min(_seconds(done) for _ in range(REPEATS))
 
 
 def _seconds(work: Callable[[], object]) -> float:

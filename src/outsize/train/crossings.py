@@ -7,6 +7,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.model.spec import ModelSpec
 from outsize.train.machine import Machine
+from outsize.train.residency import AUTO
 
 
 def transport_of(config: Config, machine: Machine) -> Transport:
@@ -16,7 +17,9 @@ def transport_of(config: Config, machine: Machine) -> Transport:
         ConfigError: there is no such link on this machine, or the codec does not run there.
     """
     named = config.transport.model_dump()
-    transport = Transport(**named | ({"weights": RAW.name} if named["weights"] == "auto" else {}))
+    transport = Transport(
+        **{crossing: RAW.name if name == AUTO else name for crossing, name in named.items()}
+    )
     check_transport(transport, machine)
     return transport
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from outsize.errors import ModelError
-from outsize.hardware.presets import GPUS
-from outsize.hardware.spec import Gpu
 from outsize.model.spec_from_config import forward_flops, read_shape
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.workers import device_names
 from outsize.train.prepare import Prepared
+from outsize.train.presets import preset_of
 
 # A square product of this size takes a core some milliseconds and its operands fit into caches.
 _SIDE, _REPEATS = 512, 10
@@ -59,20 +58,12 @@ def peak_of(device: str, dtype: str) -> Peak:
 
 def promised(names: Sequence[str], dtype: str) -> Peak:
     """Return what the data sheets of GPUs, called as the driver calls them, promise together."""
-    gpus = [_preset(name) for name in names]
+    gpus = [preset_of(name) for name in names]
     figures = [gpu.peak_flops_per_s.get(dtype) for gpu in gpus if gpu is not None]
     known = [figure for figure in figures if figure is not None]
     if len(known) < len(names):
         return Peak(flops_per_s=None, source=f"no figure for {dtype} on {', '.join(dict.fromkeys(names))}")
     return Peak(flops_per_s=sum(figure.value for figure in known), source=known[0].source)
-
-
-def _preset(name: str) -> Gpu | None:
-    """Return the preset for a driver's name, e.g. ``NVIDIA H100 80GB HBM3``; cards that share a name only have none."""
-    words = name.lower().replace(" ti", "ti").replace("-", " ").split()
-    if "pcie" in words or "laptop" in words or "super" in words or "nvl" in words:
-        return None
-    return next((gpu for word, gpu in GPUS.items() if word in words), None)
 
 
 def _measured(dtype: torch.dtype) -> float:

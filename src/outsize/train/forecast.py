@@ -26,7 +26,7 @@ from outsize.planner.idle import Window
 from outsize.planner.recalibrate import Trace, read_trace
 from outsize.planner.timeline import Timeline
 from outsize.runtime.allocator import trim
-from outsize.train.codec_rates import codec_rates
+from outsize.train.codec_rates import codec_rates, crossing_rates
 from outsize.train.heartbeat import write_json, write_whole
 from outsize.train.lane_rates import MACHINE_FILE
 from outsize.train.prepare import Prepared
@@ -59,6 +59,7 @@ class Forecast:
             model=prepared.split.spec,
             boundary_bytes=prepared.measured.boundary_bytes,
             codec_rates=codec_rates(prepared, prepared.plan.transport),
+            crossing_rates=crossing_rates(prepared, prepared.plan.transport),
             kept_bytes=kept_bytes(prepared.measured),
             net_bytes_per_s=rates.net_bytes_per_s,
         )

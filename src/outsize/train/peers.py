@@ -14,6 +14,7 @@ from outsize.hardware.spec import Figure, Peer
 from outsize.runtime.peers import can_copy
 from outsize.runtime.workers import device_names
 from outsize.train.machine import Machine
+from outsize.train.residency import AUTO
 
 Pairs = frozenset[tuple[int, int]]
 # Large enough to hide what a copy costs besides its bytes; the best of so many.
@@ -31,7 +32,7 @@ def peers_of(config: Config, machine: Machine) -> Pairs:
     if count == 1 or handover == "host":
         return frozenset()
     activations = config.transport.activations
-    if activations not in LOSSLESS:
+    if activations not in (*LOSSLESS, AUTO):
         if handover == "peer":
             raise ConfigError(
                 f"parallel.handover=peer: a backward would find inputs that {activations} has rounded, and its forward "

@@ -12,8 +12,11 @@ from outsize.hardware.spec import CUBLAS_BYTES
 from outsize.model.split import Split
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent
+from outsize.planner.partition import Pipeline
 from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
-from outsize.planner.plan_stages import StageOptions, plan_stages
+from outsize.planner.plan_stages import plan_stages
+from outsize.planner.stage_pipeline import StageOptions, clock_of
+from outsize.planner.stages import Stages
 from outsize.planner.validate import validate
 from outsize.runtime.allocator import HEAP_WORKSPACES
 from outsize.runtime.decoding import decoding_bytes
@@ -23,6 +26,7 @@ from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.crossings import transport_of, wire_of
 from outsize.train.machine import Machine
 from outsize.train.peers import peers_of
+from outsize.train.presets import assumed_machine
 from outsize.train.state import clip_of, layout_for, may_skip
 from outsize.train.unit_times import forward_times, recompute_times, selections
 
@@ -123,15 +127,11 @@ def make_plan(
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    demand = Demand(
-        boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
-        saved_bytes=measured.saved_bytes,
-        recompute_s=recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
-        **selections(measured),
-        shared_bytes=held_bytes * options.microbatches,
-        fixed_bytes=unseen_bytes + fixed_bytes(parts.model, machine, options) + decoding_bytes(parts.spec),
+    demand = _demand_of(
+        parts,
+        measured,
+        held_bytes * options.microbatches,
+        unseen_bytes + fixed_bytes(parts.model, machine, options) + decoding_bytes(parts.spec),
     )
     _check_choice(options.activations, demand)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
@@ -142,6 +142,38 @@ def make_plan(
     for program in plan.programs:
         validate(program, plan.layout)
     return plan
+
+
+def stage_clock(
+    config: Config, parts: Split, machine: Machine, measured: Measured, plan: Plan
+) -> tuple[Pipeline, Stages]:
+    """Return the partitioner's clock for the stages of ``plan``, and these.
+
+    It goes by operations that are counted and by data sheets, so that it says the same whenever it is asked.
+    """
+    stages = plan.layout.stages
+    assert stages is not None
+    assumed = assumed_machine(machine.device)
+    rate = assumed.gpus[0].flops_per_s(parts.spec.compute_dtype)
+    link = min(assumed.links[0].up_bytes_per_s.value, assumed.host.bytes_per_s.value / machine.num_workers)
+    options = options_of(config, parts, machine, measured)
+    wanted = stage_options(parts, machine, measured)
+    demand = _demand_of(parts, measured, 0, 0)
+    return clock_of(parts.spec, demand, options, wanted, plan.layout, rate, link), stages
+
+
+def _demand_of(parts: Split, measured: Measured, shared_bytes: int, fixed_bytes: int) -> Demand:
+    """Return what a microbatch needs as it was measured; times are FLOPs."""
+    return Demand(
+        boundary_bytes=measured.boundary_bytes,
+        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
+        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
+        saved_bytes=measured.saved_bytes,
+        recompute_s=recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
+        **selections(measured),
+        shared_bytes=shared_bytes,
+        fixed_bytes=fixed_bytes,
+    )
 
 
 def _check_choice(activations: str, demand: Demand) -> None:

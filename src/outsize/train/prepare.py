@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from outsize.config import Config
-from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
+from outsize.errors import ConfigError, ModelError
 from outsize.group.group import Group
 from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
@@ -23,16 +23,18 @@ from outsize.model.walk import Boundaries
 from outsize.optim.groups import decay_parameter_names
 from outsize.optim.shares import shares
 from outsize.planner.memory import home_bytes
-from outsize.planner.microbatches import step_cuts
+from outsize.planner.microbatches import may_shorten, search_cuts, step_cuts
+from outsize.planner.partition import Pipeline
 from outsize.planner.plan import Plan
 from outsize.planner.sizing import own_elements
+from outsize.planner.stages import Stages
 from outsize.runtime.allocator import resident_bytes, trim
 from outsize.runtime.calibrate import calibrate
 from outsize.runtime.measured import Measured
 from outsize.train.home_masters import with_masters_of
 from outsize.train.machine import Machine, choose_device, choose_dtype, describe_machine, home_file
 from outsize.train.model_inputs import made_up_inputs
-from outsize.train.planning import choose_plan
+from outsize.train.planning import choose_plan, stage_clock
 from outsize.train.residency import settle_home
 from outsize.train.state import layout_for
 from outsize.units import format_bytes, format_count
@@ -246,10 +248,22 @@ def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters
     return parts
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A step in so many microbatches, measured and planned."""
+
+    config: Config
+    measured: Measured
+    chunk_tokens: int | None
+    planned: tuple[Plan, bool]
+
+
 def _measure_and_plan(
     config: Config, hf_config: Any, parts: Split, machine: Machine, announce: Announce, group: Group
 ) -> tuple[Config, Measured, int | None, tuple[Plan, bool]]:
-    """Measure and plan with the microbatches that ``config`` names, or else with the first that fit.
+    """Measure and plan with the microbatches that ``config`` names, or else with those that are found.
+
+    One device takes the first number that fits, several what `search_cuts` finds among them.
 
     Raises:
         InfeasiblePlanError: none fit; of the plan that is short by the least.
@@ -257,23 +271,38 @@ def _measure_and_plan(
     named = config.train.microbatches
     sequences = -(-config.sequences_per_step // group.size)
     counts = step_cuts(sequences, config.data.seq_len, machine.num_workers)
-    failures: list[InfeasiblePlanError] = []
-    for count in counts if named is None else (named,):
+
+    def take(count: int) -> _Cut:
         chosen = config.in_microbatches(count)
         with Boundaries(parts.modules) as boundaries:
             measured, chunk_tokens = _measure(chosen, hf_config, parts, boundaries, announce, group.size)
         trim()
-        try:
-            planned = choose_plan(chosen, parts, machine, measured, group)
-        except InfeasiblePlanError as error:
-            failures.append(error)
-            if "device" in error.short_by:
-                continue  # smaller ones may fit
-            break
-        if named is None and count > 1:
-            announce(f"steps of {sequences} sequences are cut into {count} microbatches")
-        return chosen, measured, chunk_tokens, planned
-    raise min(failures, key=lambda error: sum(error.short_by.values()))
+        return _Cut(chosen, measured, chunk_tokens, choose_plan(chosen, parts, machine, measured, group))
+
+    def clock(cut: _Cut) -> tuple[Pipeline, Stages]:
+        return stage_clock(cut.config, parts, machine, cut.measured, cut.planned[0])
+
+    def step_s(cut: _Cut) -> float:
+        pipeline, stages = clock(cut)
+        return pipeline.step_s(stages)
+
+    def may_gain(best: _Cut, count: int) -> bool:
+        pipeline, stages = clock(best)
+        filling_s = pipeline.filling_and_draining_s(stages)
+        return may_shorten(filling_s, pipeline.step_s(stages), best.config.microbatches, count)
+
+    found = search_cuts(
+        counts if named is None else (named,),
+        take,
+        step_s,
+        may_gain=may_gain,
+        is_enough=lambda _: machine.num_workers == 1,
+        may_fit=lambda error: "device" in error.short_by,
+    )
+    count = found.config.microbatches
+    if named is None and count > 1:
+        announce(f"steps of {sequences} sequences are cut into {count} microbatches")
+    return found.config, found.measured, found.chunk_tokens, found.planned
 
 
 def _measure(

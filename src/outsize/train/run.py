@@ -10,6 +10,7 @@ from outsize.config import Config, dump_config
 from outsize.data.packed import PackedDataset
 from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
+from outsize.hardware.numa import Placement
 from outsize.planner.plan import Plan
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.storage.record import Record
@@ -34,6 +35,7 @@ from outsize.train.interrupt import Interrupt
 from outsize.train.loop import Progress, Run
 from outsize.train.machine import choose_device
 from outsize.train.microbatches import as_before
+from outsize.train.near_device import bound, placement_of
 from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import StepProfiler
@@ -187,6 +189,9 @@ def _open(
     peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
     begin_run(heap=prepared.heap)
+    place = launched()
+    placement = placement_of(config, prepared, place.local_size if place is not None else 1)
+    stack.enter_context(bound(placement))
     # Entered first, so that it still watches while everything else is given back.
     watchdog = stack.enter_context(
         Watchdog(
@@ -205,7 +210,7 @@ def _open(
     )
     trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
     tell_costs(prepared, own_dir, announce)
-    _write_facts(ranks, asked, prepared, (flops, peak), trainer.errors)
+    _write_facts(ranks, asked, prepared, (flops, peak), placement, trainer.errors)
     heartbeat = stack.enter_context(Heartbeat(own_dir))
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
@@ -243,6 +248,7 @@ def _write_facts(
     asked: Config,
     prepared: Prepared,
     computing: tuple[float | None, Peak],
+    placement: Placement,
     errors: dict[str, float],
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
@@ -250,7 +256,9 @@ def _write_facts(
         write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
     write_json(ranks.own_dir / "plan.json", prepared.plan.to_dict())
     facts = about(prepared, *computing)
-    write_json(ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size})
+    write_json(
+        ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
+    )
     if errors:
         ranks.announce(f"frozen weights are encoded: {summary(errors)}")
         write_json(ranks.own_dir / QUANTISATION, errors)

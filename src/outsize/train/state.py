@@ -112,7 +112,11 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
         raise ConfigError(
             "optimizer.gradients: several workers sum gradients at home, in fp32; leave it fp32"
         )
-    if clip_of(config, spec, num_ranks) != "global" and not several and config.transport.gradients == "raw":
+    if (
+        clip_of(config, spec, num_ranks) != "global"
+        and not several
+        and config.transport.gradients in ("raw", "auto")
+    ):
         return replace(layout, gradients="none")
     return layout
 
