@@ -1,12 +1,18 @@
 """How much of what ranks exchange is hidden behind compute, and does the simulator know?
 
-Ranks are processes of this machine, with a core each. Steps without and with a throttle take turns in one run, so that
-what else the machine does hits both; the throttle makes what fp32 gradients and raw weights take on the wire half of
-what a rank computes. ``hidden`` is what of that time steps do not become longer by:
+Ranks are processes of this machine, with a core each. The throttle makes what fp32 gradients and raw weights take on
+the wire half of what a rank computes. ``hidden`` is what of that time steps do not become longer by:
 
     hidden = 1 - (throttled step - unthrottled step) / (bytes that a rank sends / rate)
 
-The rest is told by what the compute lane waited for in throttled steps. What cannot be hidden belongs to the lowest
+A step is twice as long as what is divided by, so a drift of 5 % between the two kinds of steps is 10 % of ``hidden``.
+Therefore short phases take turns, each throttled one is held against the two beside it, and ``hidden_share`` is the
+median over these pairs. ``hidden_quartiles`` are theirs, and ``hidden_error`` is what the median may be off by: 1.25
+standard errors of a mean, of a normal spread with these quartiles. A second witness does not look at the length of
+steps: ``waited_share`` is one less what the compute lane waited longer for the network in throttled phases, by the same
+denominator; ranks that wait for each other do so in both.
+
+``waited_s`` tells what compute waited for in throttled steps. What cannot be hidden belongs to the lowest
 units of a model: their gradients come last, and their weights are wanted first. So a model has to be as deep as those
 that people train, and its vocabulary no larger a part of it: 32 blocks, as a 7B has, and an embedding of less than one.
 ``--simulated`` says what the simulator makes of such models on GPUs; that takes seconds, and no clock.
@@ -43,13 +49,14 @@ import ranks
 from outsize.planner.ops import Kind
 
 # Microbatches of all ranks together.
-SHAPE = {"seq_len": 256, "sequences": 8, "layers": 32, "hidden": 192, "vocabulary": 2048, "microbatches": 8}
+SHAPE = {"seq_len": 256, "sequences": 4, "layers": 32, "hidden": 192, "vocabulary": 2048, "microbatches": 4}
 CURVE = {"seq_len": 64, "sequences": 8, "layers": 2, "hidden": 128, "vocabulary": 512, "microbatches": 4}
 CURVE_STEPS = 300
 # Communication by compute, where gradients are sent in fp32.
 SHARE = 0.5
-# Steps of a phase, of which the first one starts from rest and is left out.
-WARM_STEPS, PHASE_STEPS, ROUNDS = 2, 5, 3
+# Steps of a phase, of which the first one starts from rest and is left out. A round is an unthrottled phase and a
+# throttled one; behind the last round comes an unthrottled one.
+WARM_STEPS, PHASE_STEPS, ROUNDS = 2, 3, 7
 # Whose losses are held against those of one process.
 FIRST_STEPS = 3
 # Sequences of a node's step, of 1,024 tokens, in microbatches of four.
@@ -67,6 +74,8 @@ MODELS = {
     },
 }
 EXCHANGES = (Kind.REDUCE, Kind.AGREE, Kind.GATHER)
+# Causes of waiting that a slow network has.
+NETWORK_WAITS = ("gradients of other nodes", "norms of other nodes", "weights of other nodes")
 
 
 class Rank:
@@ -151,10 +160,10 @@ class Rank:
         from outsize.planner.timeline import Timeline
 
         seen: dict[str, list[Any]] = {"free": [], "slow": []}
-        waits: Counter[str] = Counter()
+        waits: dict[str, Counter[str]] = {"free": Counter(), "slow": Counter()}
         found: dict[str, Any] = {}
         list(itertools.islice(outcomes, WARM_STEPS))
-        for kind in ("free", "slow") * self.job["rounds"]:
+        for kind in (*("free", "slow") * self.job["rounds"], "free"):
             trainer.settle()
             self.group.barrier()
             if kind == "free":
@@ -165,16 +174,15 @@ class Rank:
                 self.link.limit(found["rate"])
             phase = Phase(trainer, itertools.islice(outcomes, self.job["phase_steps"]))
             seen[kind].append(phase)
-            if kind == "slow":
-                waits.update(phase.waits)
+            waits[kind].update(phase.waits)
         for kind, phases in seen.items():
-            found[f"{kind}_s"] = [second for phase in phases for second in phase.seconds]
+            found[f"{kind}_s"] = [phase.seconds for phase in phases]
+            steps = sum(map(len, found[f"{kind}_s"]))
+            found[f"{kind}_waits"] = {cause: wait_s / steps for cause, wait_s in waits[kind].items()}
         events = tuple(event for phase in seen["free"] for event in phase.events)
-        steps = sum(len(phase.seconds) for phase in seen["slow"])
         return found | {
             "wire": seen["slow"][0].wire,
             "logical": seen["slow"][0].logical,
-            "waits": {cause: wait_s / steps for cause, wait_s in waits.items()},
             "simulated_s": self._simulated(Timeline(events), rates, found["measured_rate"]),
         }
 
@@ -194,6 +202,8 @@ class Rank:
             "rate": rate,
             "measured_rate": measured.net_bytes_per_s,
             "predicted_s": predicted.step_s,
+            "predicted_compute_s": predicted.predicted.timeline.busy_s("compute:w0")
+            / predicted.predicted.count,
         }
 
     def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:
@@ -288,7 +298,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             **SHAPE,
             "directory": str(directory),
             "dtype": args.dtype,
-            "steps": WARM_STEPS + 2 * args.phase_steps * args.rounds,
+            "steps": WARM_STEPS + (2 * args.rounds + 1) * args.phase_steps,
             "rounds": args.rounds,
             "phase_steps": args.phase_steps,
             "lr": 2e-5,
@@ -320,10 +330,15 @@ def run_ranks(size: int, job: dict[str, Any], args: argparse.Namespace) -> list[
 def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Put one measurement beside its predictions."""
     first = found[0]
-    free_s, slow_s = statistics.median(first["free_s"]), statistics.median(first["slow_s"])
+    free_s, slow_s = (statistics.median(itertools.chain(*first[kind])) for kind in ("free_s", "slow_s"))
     wire, logical = first["wire"], first["logical"]
     comm_s = sum(wire.values()) / first["rate"]
     whole = sum(result["optimizer_bytes"] for result in found)
+    shares = hidden_shares(first["free_s"], first["slow_s"], comm_s)
+    low, middle, high = statistics.quantiles(shares, n=4, method="inclusive")
+    longer_s = max(
+        network_wait_s(result["slow_waits"]) - network_wait_s(result["free_waits"]) for result in found
+    )
     return {
         "ranks": size,
         "gradients": gradients,
@@ -336,11 +351,17 @@ def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]
         "step_s": slow_s,
         "all_free_s": first["free_s"],
         "all_slow_s": first["slow_s"],
-        "hidden_share": 1 - (slow_s - free_s) / comm_s,
+        "hidden_share": middle,
+        "hidden_quartiles": [low, high],
+        "hidden_error": 1.25 * (high - low) / 1.35 / len(shares) ** 0.5,
+        "hidden_shares": shares,
+        "waited_share": 1 - longer_s / comm_s,
         "waited_s": {
-            cause: max(result["waits"].get(cause, 0.0) for result in found) for cause in first["waits"]
+            cause: max(result["slow_waits"].get(cause, 0.0) for result in found)
+            for cause in first["slow_waits"]
         },
         "predicted_s": first["predicted_s"],
+        "predicted_compute_s": first["predicted_compute_s"],
         "prediction_error": first["predicted_s"] / slow_s - 1,
         "simulated_s": first["simulated_s"],
         "simulation_error": first["simulated_s"] / slow_s - 1,
@@ -351,6 +372,18 @@ def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]
         "same_losses": len({tuple(result["losses"]) for result in found}) == 1,
         "optimizer_share": max(result["optimizer_bytes"] for result in found) / whole,
     }
+
+
+def hidden_shares(free: list[list[float]], slow: list[list[float]], comm_s: float) -> list[float]:
+    """Return what of communication each throttled phase has hidden, beside the phases before and after it."""
+    means = [statistics.fmean(phase) for phase in free]
+    beside = [statistics.fmean(pair) for pair in itertools.pairwise(means)]
+    return [1 - (statistics.fmean(phase) - s) / comm_s for phase, s in zip(slow, beside, strict=True)]
+
+
+def network_wait_s(waits: dict[str, float]) -> float:
+    """Return the seconds of a step that compute waited for the network, or for other ranks."""
+    return sum(waits.get(cause, 0.0) for cause in NETWORK_WAITS)
 
 
 def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -472,6 +505,7 @@ def main() -> None:
         common.print_table(("gradients", "loss of the last 50", "apart", "most apart in a step"), rows)
     else:
         keys = ("gradients", "weights", "step_free_s", "step_s", "communication_s", "hidden_share")
+        keys += ("hidden_error", "waited_share")
         keys += ("prediction_error", "simulation_error", "fewer_gradient_bytes")
         keys += ("same_weights", "optimizer_share", "losses_apart")
         rows = [

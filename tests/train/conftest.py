@@ -17,7 +17,8 @@ def rank_runs(tmp_path_factory):
     other = {"mode": "ddp", "ddp_compress": "fp16", "ddp_static_graph": True, "ddp_bucket_mib": 0.05}
     killed = write_run(root, "killed", parallel=ddp, train=one)
     host = write_run(root, "host", train=two)
-    lost = write_run(root, "lost", train=two)
+    coded = {"gradients": "int8-ef"}  # what it remembers is to be gone on with as well
+    lost = write_run(root, "lost", train=two, parallel=coded)
     disk = write_run(root, "disk", train=two, memory={"home": "disk"})
     replicas = [
         scenario("whole", write_run(root, "whole", parallel=ddp, train=one)),
@@ -33,6 +34,6 @@ def rank_runs(tmp_path_factory):
         scenario("disk", disk, kill=[1, 3]),
         scenario("disk again", disk, restarts=1),
         scenario("host", host),
-        scenario("coded", write_run(root, "coded", train=two, parallel={"gradients": "int8-ef"})),
+        scenario("coded", write_run(root, "coded", train=two, parallel=coded)),
     ]
     return root, run_all(root, replicas, streams)

@@ -110,6 +110,9 @@ def ask(options: PlanOptions) -> Asked:
         unit_clip=clip == "unit",
         state=_state(config, spec, options.nodes),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
+        in_mlp_parts=None
+        if options.mlp_parts > 1
+        else _in_parts(hf_config, options.dtype, adapters, seq_len),
         nodes=options.nodes,
         # Where they are searched, the search begins with none.
         transport=replace(NO_CODECS, weights=options.transport_weights.replace("auto", NO_CODECS.weights)),
@@ -194,6 +197,20 @@ def model_of(
         return spec, plain
     adapted = with_adapters(spec, *adapters)
     return adapted, lambda sequences, seq_len: adapted_workload(plain(sequences, seq_len), adapted)
+
+
+def _in_parts(
+    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None, seq_len: int
+) -> Callable[[int], Callable[[int], Workload]] | None:
+    """Return what a microbatch takes with MLPs in so many parts; None for mixtures of experts."""
+    if read_shape(hf_config).experts:
+        return None
+
+    def workload_of(mlp_parts: int) -> Callable[[int], Workload]:
+        _, found = model_of(hf_config, dtype, adapters, mlp_parts)
+        return lambda sequences: found(sequences, seq_len)
+
+    return workload_of
 
 
 def _named(modules: str) -> str | tuple[str, ...]:

@@ -53,6 +53,8 @@ class Question:
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
         activations: what becomes of what backwards need of their forwards, see `planner.choice`.
         wire: codecs on the network.
+        in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot, or
+            do already.
     """
 
     model: ModelSpec
@@ -73,6 +75,7 @@ class Question:
     net_bytes_per_s: Figure | None = None
     activations: Activations = "auto"
     wire: Wire = EXACT
+    in_mlp_parts: Callable[[int], Callable[[int], Workload]] | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):
