@@ -26,6 +26,7 @@ def clock(model, seq_len=16, chunk_tokens=None, num_kept=0, **inputs):
             chunk_tokens=chunk_tokens,
             device=torch.device("cpu"),
             num_kept=num_kept,
+            watched=num_kept > 0,
         )
 
 

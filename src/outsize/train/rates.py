@@ -160,6 +160,7 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
             chunk_tokens=prepared.chunk_tokens,
             device=device,
             num_kept=num_kept,
+            watched=prepared.machine.device == "cpu",
             pace=pace,
         )
     flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
