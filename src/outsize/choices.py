@@ -15,6 +15,8 @@ Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
+# How weights go over links; all keep every bit.
+TransportWeights = Literal["raw", "auto", "lossless4", "lossless3"]
 # How stages hand over what they make for the next one.
 Handover = Literal["auto", "host", "peer"]
 # What becomes of what backwards need of their forwards.

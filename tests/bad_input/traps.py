@@ -12,6 +12,7 @@ from outsize.model.checkpoint_shards import CheckpointWriter
 from outsize.planner.ops import Kind, Op
 from outsize.runtime import engine
 from outsize.runtime.context import StepContext
+from outsize.runtime.handlers import HandlerTable
 from outsize.train.saving import Saving
 
 SECOND = 1  # steps are numbered from 0
@@ -43,7 +44,7 @@ class Trap:
         self.sprung = 0
         handle = engine.run_op
 
-        def watched(table: engine.HandlerTable, op: Op, context: StepContext) -> None:
+        def watched(table: HandlerTable, op: Op, context: StepContext) -> None:
             self._thread.now = op, getattr(context, "number", None)
             handle(table, op, context)
 

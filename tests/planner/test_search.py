@@ -7,7 +7,7 @@ from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
 from outsize.planner.microbatches import FULL_TOKENS, NEAR, PER_GPU, simulated_cuts
 from outsize.planner.plan import Budgets
-from outsize.planner.search import fastest, missing_host_bytes
+from outsize.planner.search import fastest, fastest_with_codecs, missing_host_bytes
 from planner.questions import GIB, ask
 
 
@@ -100,3 +100,26 @@ def test_what_arrives_has_to_have_room():
     )
     assert "arrivals from devices" in roomy.memory["device"]
     assert "arrivals from devices" not in tight.memory["device"]
+
+
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
+    """Slow links, few tokens, and units that do not train but for two: no core has to encode them again."""
+    question = ask(gpus, sequences=8, seq_len=128, clip=False)
+    frozen = [
+        replace(unit, tensors=tuple(replace(tensor, trainable=False) for tensor in unit.tensors))
+        for unit in question.model.units[:-2]
+    ]
+    question = replace(question, model=replace(question.model, units=(*frozen, *question.model.units[-2:])))
+    links = tuple(
+        replace(link, up_bytes_per_s=replace(link.up_bytes_per_s, value=1e9))
+        for link in question.machine.links
+    )
+    slow = replace(question, machine=replace(question.machine, links=links))
+    raw, found = fastest(slow), fastest_with_codecs(slow)
+    assert found.step_s < 0.97 * raw.step_s
+    assert any("weights go over links as lossless" in line for line in found.assumptions)
+    assert found.memory["host"]["encoded weights"] > 0
+    assert found.memory["device"]["codecs"] > 0
+    many = ask(gpus, sequences=64)
+    assert fastest_with_codecs(many).step_s == fastest(many).step_s

@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.codecs.spec import LOSSLESS4
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.spec import Figure
+from outsize.model.spec_from_config import in_mlp_parts, read_shape
+from outsize.model.workload import count_workload
 from outsize.planner.plan import Budgets
 from outsize.planner.prediction import LINK_UP
 from outsize.planner.search import fastest
@@ -88,6 +90,38 @@ def test_moments_of_fewer_bits_bring_the_home_to_the_host():
         outcome(ask("2x4090"), None, "state=int8")
 
 
+def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
+    """Of the tight question the step only fits so; of a mixture, and of parts of parts, nothing is to be known."""
+    shape, length = read_shape(CONFIG), 131072
+
+    def in_parts(count):
+        parted = in_mlp_parts(shape, count)
+        return lambda rows: count_workload(parted, "bf16", sequences=rows, seq_len=length)
+
+    roomy, tight = (
+        ask(
+            sequences=1,
+            seq_len=length,
+            budgets=Budgets(device=size * GIB, host=100 * GIB),
+            in_mlp_parts=in_parts,
+        )
+        for size in (24, 18)
+    )
+    base = fastest(roomy)
+    assert "mlp_parts=4" in usual_changes(roomy, base)
+    assert "mlp_parts=4" not in usual_changes(ask(in_mlp_parts=in_parts), fastest(ask()))
+    assert "mlp_parts=4" not in usual_changes(replace(roomy, in_mlp_parts=None), base)
+    parted = outcome(roomy, base, "mlp_parts=4").prediction
+    assert parted.memory["device"]["workspace"] < base.memory["device"]["workspace"]
+    with pytest.raises(InfeasiblePlanError):
+        fastest(tight)
+    assert outcome(tight, None, "mlp_parts=4").prediction is not None
+    with pytest.raises(ConfigError, match="mixtures of experts"):
+        outcome(ask(), None, "mlp_parts=4")
+    with pytest.raises(ConfigError, match="at least 2"):
+        parse_change("mlp_parts=1")
+
+
 def test_what_fits_no_more_says_why():
     found = outcome(ask("15x4090"), None, "gpus=+1")
     assert found.prediction is None
@@ -119,8 +153,7 @@ def test_codecs_are_asked_about_where_the_link_ends_a_step_and_only_there():
     assert "weights=lossless4" not in usual_changes(fast, fastest(fast))
     with pytest.raises(ConfigError, match="keeps every bit"):
         outcome(slow, base, "weights=int4")
-    with pytest.raises(ConfigError, match="one GPU only"):
-        outcome(ask("2x4090"), None, "weights=lossless4")
+    assert outcome(ask("2x4090"), None, "weights=lossless4").prediction is not None
 
 
 @pytest.mark.parametrize("gpus", ["2x4090", "4xh100"])

@@ -20,7 +20,8 @@ from outsize.planner.stage_pipeline import StageOptions
 from outsize.planner.stages import Stages
 from outsize.planner.validate import validate
 from outsize.runtime.device import Device, EmulatedDevice
-from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.engine import Engine
+from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.workers import Workers
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome

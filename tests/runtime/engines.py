@@ -25,7 +25,8 @@ from outsize.planner.schedule import build_step
 from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.context import Microbatch, StepContext
 from outsize.runtime.device import open_device
-from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.engine import Engine
+from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.exchange import Shared
 from outsize.runtime.scratches import open_rooms
 from outsize.storage.arena import Arena

@@ -46,14 +46,15 @@ def _answer(
     """
     from outsize.cli import plan_table
     from outsize.errors import InfeasiblePlanError
-    from outsize.planner.search import fastest
+    from outsize.planner.search import fastest, fastest_with_codecs
     from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 
     for change in changes:
         parse_change(change)
     with _uncollected():
         try:
-            prediction = fastest(asked.question)
+            search = fastest_with_codecs if asked.config.transport.weights == "auto" else fastest
+            prediction = search(asked.question)
         except InfeasiblePlanError:
             for found in (outcome(asked.question, None, change) for change in changes):
                 output.say(f"what if {found.change}: {plan_table.in_short(found)}")

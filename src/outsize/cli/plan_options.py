@@ -14,6 +14,7 @@ from outsize.choices import (
     Method,
     Moments,
     Optimizer,
+    TransportWeights,
     WireGradients,
     WireWeights,
 )
@@ -85,6 +86,10 @@ class PlanOptions:
         Masters,
         typer.Option(help="How fp32 masters lie beside bf16 weights: split takes 4.13 bytes, not 6."),
     ] = "auto"
+    transport_weights: Annotated[
+        TransportWeights,
+        typer.Option(help="How weights go over links, bit for bit; auto: encoded if that shortens a step."),
+    ] = "raw"
     nodes: Annotated[int, typer.Option(help="Machines like this one that share each step.")] = 1
     net: Annotated[
         str | None, typer.Option(metavar="RATE", help="Network of each node, e.g. 25Gb (bits) or 3GB.")

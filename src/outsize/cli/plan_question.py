@@ -19,6 +19,7 @@ from outsize.model.spec import ModelSpec, Workload
 from outsize.model.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.workload import count_workload
 from outsize.optim.spec import StateLayout, masters_for, num_moments_of
+from outsize.planner.memory import NO_CODECS
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
 from outsize.planner.search import fits_at_all
@@ -110,7 +111,12 @@ def ask(options: PlanOptions) -> Asked:
         unit_clip=clip == "unit",
         state=_state(config, spec, options.nodes),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
+        in_mlp_parts=None
+        if options.mlp_parts > 1
+        else _in_parts(hf_config, options.dtype, adapters, seq_len),
         nodes=options.nodes,
+        # Where they are searched, the search begins with none.
+        transport=replace(NO_CODECS, weights=options.transport_weights.replace("auto", NO_CODECS.weights)),
         net_bytes_per_s=net_of(options),
         wire=wire_of(options),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
@@ -163,6 +169,7 @@ def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
         "memory.device_memory": options.device_memory,
         "memory.host_memory": options.host_memory,
         "memory.home": options.home,
+        "transport.weights": options.transport_weights,
         "parallel.gradients": options.net_gradients,
         "parallel.weights": options.net_weights,
     }
@@ -191,6 +198,20 @@ def model_of(
         return spec, plain
     adapted = with_adapters(spec, *adapters)
     return adapted, lambda sequences, seq_len: adapted_workload(plain(sequences, seq_len), adapted)
+
+
+def _in_parts(
+    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None, seq_len: int
+) -> Callable[[int], Callable[[int], Workload]] | None:
+    """Return what a microbatch takes with MLPs in so many parts; None for mixtures of experts."""
+    if read_shape(hf_config).experts:
+        return None
+
+    def workload_of(mlp_parts: int) -> Callable[[int], Workload]:
+        _, found = model_of(hf_config, dtype, adapters, mlp_parts)
+        return lambda sequences: found(sequences, seq_len)
+
+    return workload_of
 
 
 def _named(modules: str) -> str | tuple[str, ...]:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import TransportWeights
 from outsize.config.section import Section
 
 
@@ -13,7 +14,7 @@ class TransportConfig(Section):
     lossless4 and lossless3 keep every bit; all others lose, within a bound that docs/codecs.md states.
     """
 
-    weights: Literal["raw", "auto", "lossless4", "lossless3"] = Field(
+    weights: TransportWeights = Field(
         default="raw",
         description="Weights on their way up, encoded once at home (those that train, after each of their steps) and "
         "decoded on the device. auto: encoded if that is predicted to shorten a step, which it does where the link is "

@@ -3,19 +3,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "state.h"
 #include "threads.h"
-
-/* Elements that are worked on at once, and those that one thread takes: multiples of GROUP and of 8. */
-enum { BLOCK = 512, CHUNK = 1 << 15, GROUP = 64 };
-enum { STATE_FP32 = 0, STATE_BF16 = 1, STATE_8BIT = 2 };
-/* Bits of fraction of the codes of 8 bits: a sign and 16 octaves for the first moment; for the second, which has
- * no sign and is a square, 32 octaves. */
-enum { M_MANTISSA = 3, V_MANTISSA = 3 };
-
-union word {
-    uint32_t bits;
-    float value;
-};
 
 /* optim/adamw_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
 struct adamw {

@@ -37,54 +37,6 @@ static inline void NATIVE(update_rounded)(
     }
 }
 
-static inline void NATIVE(clipped)(const struct adamw *s, size_t at, size_t count, float *restrict gradient)
-{
-    if (s->gradient_is_bf16) {
-        const uint16_t *from = (const uint16_t *)s->gradient + at;
-        for (size_t i = 0; i < count; i++) {
-            union { uint32_t bits; float value; } wide = {(uint32_t)from[i] << 16};
-            gradient[i] = wide.value * s->clip;
-        }
-    } else {
-        const float *from = (const float *)s->gradient + at;
-        for (size_t i = 0; i < count; i++)
-            gradient[i] = from[i] * s->clip;
-    }
-}
-
-static inline void NATIVE(decode_moments)(const struct adamw *s, size_t at, size_t count, union word *m, union word *v)
-{
-    if (s->state == STATE_BF16) {
-        NATIVE(widen)((const uint16_t *)s->exp_avg + at, count, &m->bits);
-        NATIVE(widen)((const uint16_t *)s->exp_avg_sq + at, count, &v->bits);
-        return;
-    }
-    for (size_t i = 0; i < count; i += GROUP) {
-        size_t size = count - i < GROUP ? count - i : GROUP, group = (at + i) / GROUP;
-        NATIVE(decode)((const uint8_t *)s->exp_avg + at + i, s->exp_avg_top[group], M_MANTISSA, 1, size, &m[i].bits);
-        NATIVE(decode)((const uint8_t *)s->exp_avg_sq + at + i, s->exp_avg_sq_top[group], V_MANTISSA, 0, size, &v[i].bits);
-    }
-}
-
-static inline void NATIVE(encode_moments)(
-    const struct adamw *s, size_t at, size_t count, const union word *m, const union word *v)
-{
-    uint32_t chance[BLOCK];
-    NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
-    if (s->state == STATE_BF16) {
-        NATIVE(narrow)(&m->bits, chance, 0, count, (uint16_t *)s->exp_avg + at);
-        NATIVE(narrow)(&v->bits, chance, 16, count, (uint16_t *)s->exp_avg_sq + at);
-        return;
-    }
-    for (size_t i = 0; i < count; i += GROUP) {
-        size_t size = count - i < GROUP ? count - i : GROUP, group = (at + i) / GROUP;
-        s->exp_avg_top[group] =
-            NATIVE(encode)(&m[i].bits, chance + i, 0, M_MANTISSA, 1, size, (uint8_t *)s->exp_avg + at + i);
-        s->exp_avg_sq_top[group] =
-            NATIVE(encode)(&v[i].bits, chance + i, 16, V_MANTISSA, 0, size, (uint8_t *)s->exp_avg_sq + at + i);
-    }
-}
-
 /* A whole group of 8-bit moments beside split masters without ties: the same as below, in two passes that keep to
  * registers what they can. */
 static inline __attribute__((always_inline)) void NATIVE(step_group)(const struct adamw *s, size_t at, int is_bf16)
@@ -95,8 +47,8 @@ static inline __attribute__((always_inline)) void NATIVE(step_group)(const struc
     uint8_t *restrict m_codes = (uint8_t *)s->exp_avg + at, *restrict v_codes = (uint8_t *)s->exp_avg_sq + at;
     const uint16_t *restrict narrow = (const uint16_t *)s->gradient + at;
     const float *restrict wide = (const float *)s->gradient + at;
-    uint32_t m_base = NATIVE(base)(s->exp_avg_top[at / GROUP], 128 >> M_MANTISSA) << M_MANTISSA;
-    uint32_t v_base = NATIVE(base)(s->exp_avg_sq_top[at / GROUP], 256 >> V_MANTISSA) << V_MANTISSA;
+    uint32_t m_base = NATIVE(base)(s->exp_avg_top[at / GROUP], 128 >> MANTISSA) << MANTISSA;
+    uint32_t v_base = NATIVE(base)(s->exp_avg_sq_top[at / GROUP], 256 >> MANTISSA) << MANTISSA;
     float clip = s->clip, lerp = s->lerp, beta2 = s->beta2, square = s->square, eps = s->eps, step = s->step;
     float decay = s->decay, inverse = 1.0f / s->correction;
     uint32_t m_most = 0, v_most = 0;
@@ -105,8 +57,8 @@ static inline __attribute__((always_inline)) void NATIVE(step_group)(const struc
         g.bits = is_bf16 ? (uint32_t)narrow[i] << 16 : ((union word){.value = wide[i]}).bits;
         float gradient = g.value * clip;
         uint32_t magnitude = m_codes[i] & 127u;
-        a.bits = (magnitude ? (magnitude + m_base) << (23 - M_MANTISSA) : 0) | (uint32_t)(m_codes[i] & 128u) << 24;
-        b.bits = v_codes[i] ? (v_codes[i] + v_base) << (23 - V_MANTISSA) : 0;
+        a.bits = (magnitude ? (magnitude + m_base) << (23 - MANTISSA) : 0) | (uint32_t)(m_codes[i] & 128u) << 24;
+        b.bits = v_codes[i] ? (v_codes[i] + v_base) << (23 - MANTISSA) : 0;
         a.value = a.value + lerp * (gradient - a.value);
         b.value = b.value * beta2 + square * gradient * gradient;
         master[i] = p.value * decay + step * a.value / (sqrtf(b.value) * inverse + eps);
@@ -118,8 +70,8 @@ static inline __attribute__((always_inline)) void NATIVE(step_group)(const struc
     }
     uint32_t chance[GROUP];
     NATIVE(chances)((uint32_t)(s->first + at), s->key, GROUP, chance);
-    s->exp_avg_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)m, chance, m_most, 0, M_MANTISSA, 1, GROUP, m_codes);
-    s->exp_avg_sq_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)v, chance, v_most, 16, V_MANTISSA, 0, GROUP, v_codes);
+    s->exp_avg_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)m, chance, m_most, 0, MANTISSA, 1, GROUP, m_codes);
+    s->exp_avg_sq_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)v, chance, v_most, 16, MANTISSA, 0, GROUP, v_codes);
     NATIVE(split)((uint32_t *)master, at, GROUP, hi, lo, NULL);
 }
 
@@ -136,20 +88,24 @@ static void NATIVE(adamw_range)(const void *arguments, size_t begin, size_t end)
         }
     }
     union word joined[BLOCK], m[BLOCK], v[BLOCK];
+    uint32_t chance[BLOCK];
     float gradient[BLOCK];
     for (size_t at = begin; at < end; at += BLOCK) {
         size_t count = end - at < BLOCK ? end - at : BLOCK;
         union word *master = s->master ? (union word *)s->master + at : joined;
         if (!s->master)
             NATIVE(join)(s->hi + at, s->lo + at, s->ties, at, count, &joined->bits);
-        NATIVE(clipped)(s, at, count, gradient);
+        NATIVE(clipped)(s->gradient, s->gradient_is_bf16, s->clip, at, count, gradient);
         if (s->state == STATE_FP32) {
             float *exp_avg = (float *)s->exp_avg + at, *exp_avg_sq = (float *)s->exp_avg_sq + at;
             NATIVE(update_exact)(s, gradient, count, &master->value, exp_avg, exp_avg_sq);
         } else {
-            NATIVE(decode_moments)(s, at, count, m, v);
+            NATIVE(decode_moment)(s->exp_avg, s->exp_avg_top, s->state, 1, at, count, &m->bits);
+            NATIVE(decode_moment)(s->exp_avg_sq, s->exp_avg_sq_top, s->state, 0, at, count, &v->bits);
             NATIVE(update_rounded)(s, gradient, count, &master->value, &m->value, &v->value);
-            NATIVE(encode_moments)(s, at, count, m, v);
+            NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
+            NATIVE(encode_moment)(&m->bits, chance, 0, s->state, 1, at, count, s->exp_avg, s->exp_avg_top);
+            NATIVE(encode_moment)(&v->bits, chance, 16, s->state, 0, at, count, s->exp_avg_sq, s->exp_avg_sq_top);
         }
         if (!s->master)
             NATIVE(split)(&joined->bits, at, count, s->hi + at, s->lo + at, s->ties);

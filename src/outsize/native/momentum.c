@@ -3,21 +3,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "state.h"
 #include "threads.h"
 
-/* As in adamw.c. */
-enum { BLOCK = 512, CHUNK = 1 << 15, GROUP = 64 };
-enum { STATE_FP32 = 0, STATE_BF16 = 1, STATE_8BIT = 2 };
-enum { MANTISSA = 3 };
 enum { RULE_SGD = 0, RULE_LION = 1 };
 /* Which products of SGD are fused with the sum they enter: torch's vector body is plain C++, and its compiler decides.
  * Of the two products of the momentum one alone can be: that of the momentum, or that of the gradient. */
 enum { FUSED_NONE = 0, FUSED_MOMENTUM = 1, FUSED_GRADIENT = 2 };
-
-union word {
-    uint32_t bits;
-    float value;
-};
 
 /* optim/momentum_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
 struct momentum {

@@ -74,67 +74,27 @@ static inline void NATIVE(update)(
         NATIVE(sgd_as)(s, FUSED_NONE, gradient, count, master, moment);
 }
 
-static inline void NATIVE(widened)(const struct momentum *s, size_t at, size_t count, float *restrict gradient)
-{
-    if (s->gradient_is_bf16) {
-        const uint16_t *from = (const uint16_t *)s->gradient + at;
-        for (size_t i = 0; i < count; i++) {
-            union word wide = {(uint32_t)from[i] << 16};
-            gradient[i] = wide.value * s->clip;
-        }
-    } else {
-        const float *from = (const float *)s->gradient + at;
-        for (size_t i = 0; i < count; i++)
-            gradient[i] = from[i] * s->clip;
-    }
-}
-
-static inline void NATIVE(decode_moment)(const struct momentum *s, size_t at, size_t count, union word *m)
-{
-    if (s->state == STATE_BF16) {
-        NATIVE(widen)((const uint16_t *)s->moment + at, count, &m->bits);
-        return;
-    }
-    for (size_t i = 0; i < count; i += GROUP) {
-        size_t size = count - i < GROUP ? count - i : GROUP;
-        NATIVE(decode)((const uint8_t *)s->moment + at + i, s->moment_top[(at + i) / GROUP], MANTISSA, 1, size, &m[i].bits);
-    }
-}
-
-static inline void NATIVE(encode_moment)(const struct momentum *s, size_t at, size_t count, const union word *m)
-{
-    uint32_t chance[BLOCK];
-    NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
-    if (s->state == STATE_BF16) {
-        NATIVE(narrow)(&m->bits, chance, 0, count, (uint16_t *)s->moment + at);
-        return;
-    }
-    for (size_t i = 0; i < count; i += GROUP) {
-        size_t size = count - i < GROUP ? count - i : GROUP;
-        s->moment_top[(at + i) / GROUP] =
-            NATIVE(encode)(&m[i].bits, chance + i, 0, MANTISSA, 1, size, (uint8_t *)s->moment + at + i);
-    }
-}
-
 /* Block by block, as adamw_range. */
 static void NATIVE(momentum_range)(const void *arguments, size_t begin, size_t end)
 {
     const struct momentum *s = arguments;
     union word joined[BLOCK], m[BLOCK];
+    uint32_t chance[BLOCK];
     float gradient[BLOCK];
     for (size_t at = begin; at < end; at += BLOCK) {
         size_t count = end - at < BLOCK ? end - at : BLOCK;
         union word *master = s->master ? (union word *)s->master + at : joined;
         if (!s->master)
             NATIVE(join)(s->hi + at, s->lo + at, s->ties, at, count, &joined->bits);
-        NATIVE(widened)(s, at, count, gradient);
+        NATIVE(clipped)(s->gradient, s->gradient_is_bf16, s->clip, at, count, gradient);
         if (!s->moment || s->state == STATE_FP32) {
             float *moment = s->moment ? (float *)s->moment + at : NULL;
             NATIVE(update)(s, gradient, count, &master->value, moment);
         } else {
-            NATIVE(decode_moment)(s, at, count, m);
+            NATIVE(decode_moment)(s->moment, s->moment_top, s->state, 1, at, count, &m->bits);
             NATIVE(update)(s, gradient, count, &master->value, &m->value);
-            NATIVE(encode_moment)(s, at, count, m);
+            NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
+            NATIVE(encode_moment)(&m->bits, chance, 0, s->state, 1, at, count, s->moment, s->moment_top);
         }
         if (!s->master)
             NATIVE(split)(&joined->bits, at, count, s->hi + at, s->lo + at, s->ties);

@@ -89,3 +89,50 @@ static inline uint8_t NATIVE(encode)(
     }
     return NATIVE(encode_below)(bits, chance, most, shift, mantissa, sign, count, codes);
 }
+
+/* Elements of a gradient, fp32 or bf16, from `at` on, times `clip`. */
+static inline void NATIVE(clipped)(
+    const void *gradient, int is_bf16, float clip, size_t at, size_t count, float *restrict into)
+{
+    if (is_bf16) {
+        const uint16_t *from = (const uint16_t *)gradient + at;
+        for (size_t i = 0; i < count; i++) {
+            union word wide = {(uint32_t)from[i] << 16};
+            into[i] = wide.value * clip;
+        }
+    } else {
+        const float *from = (const float *)gradient + at;
+        for (size_t i = 0; i < count; i++)
+            into[i] = from[i] * clip;
+    }
+}
+
+/* Elements of a moment that is not fp32, from `at` on, a multiple of GROUP, with a sign or without. */
+static inline __attribute__((always_inline)) void NATIVE(decode_moment)(
+    const void *moment, const uint8_t *tops, int state, int sign, size_t at, size_t count, uint32_t *bits)
+{
+    if (state == STATE_BF16) {
+        NATIVE(widen)((const uint16_t *)moment + at, count, bits);
+        return;
+    }
+    for (size_t i = 0; i < count; i += GROUP) {
+        size_t size = count - i < GROUP ? count - i : GROUP;
+        NATIVE(decode)((const uint8_t *)moment + at + i, tops[(at + i) / GROUP], MANTISSA, sign, size, bits + i);
+    }
+}
+
+/* The way back; of the chances of these elements the 16 bits at `shift` decide. */
+static inline __attribute__((always_inline)) void NATIVE(encode_moment)(
+    const uint32_t *bits, const uint32_t *chance, int shift, int state, int sign, size_t at, size_t count, void *moment,
+    uint8_t *tops)
+{
+    if (state == STATE_BF16) {
+        NATIVE(narrow)(bits, chance, shift, count, (uint16_t *)moment + at);
+        return;
+    }
+    for (size_t i = 0; i < count; i += GROUP) {
+        size_t size = count - i < GROUP ? count - i : GROUP;
+        tops[(at + i) / GROUP] =
+            NATIVE(encode)(bits + i, chance + i, shift, MANTISSA, sign, size, (uint8_t *)moment + at + i);
+    }
+}

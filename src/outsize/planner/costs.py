@@ -105,8 +105,8 @@ def cost_model(
     """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
 
     Of several nodes that share the step, each is such a machine. Where nobody has measured ``codec_rates``, weights are
-    taken to be encoded as their codec assumes, and decoded in no time. What else a lane encodes
-    takes no time where nobody has measured ``crossing_rates``, of ``gradients`` and of ``activations``.
+    taken to be encoded as their codec assumes, and decoded in no time. What else a lane encodes takes none where nobody
+    has measured ``crossing_rates``, of ``gradients`` and of ``activations``.
 
     Raises:
         ConfigError: a tier that the machine does not have.
@@ -146,12 +146,12 @@ def cost_model(
 
 def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
     """Return ``price``, asked once for all microbatches of a unit: they cost the same, but for a B of what was kept."""
-    known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice], Cost] = {}
+    known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice, int | None], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
         depends = op.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
         choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
-        key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice)
+        key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice, op.target)
         cost = known.get(key)
         if cost is None:
             cost = known[key] = price(op)

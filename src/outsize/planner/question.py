@@ -48,11 +48,13 @@ class Question:
         state: how a trained unit lies at home, but for its gradient; None for the plain layout of the model's dtype.
         workload_of: what a microbatch of so many sequences takes.
         fixed_bytes: what else lies on each device throughout.
-        transport: codecs on the link of one GPU, where the home is in host memory.
+        transport: codecs on the links, where the home is in host memory.
         nodes: machines like this one that share each step, data parallel.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
         activations: what becomes of what backwards need of their forwards, see `planner.choice`.
         wire: codecs on the network.
+        in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot, or
+            do already.
     """
 
     model: ModelSpec
@@ -73,6 +75,7 @@ class Question:
     net_bytes_per_s: Figure | None = None
     activations: Activations = "auto"
     wire: Wire = EXACT
+    in_mlp_parts: Callable[[int], Callable[[int], Workload]] | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):

@@ -8,8 +8,13 @@ them reaches all GPUs, and the last leaves them. That is known before anything i
 gain, the partitioner is asked for a moment, by its own clock, and only what it finds faster is simulated.
 """
 
+from dataclasses import replace
+
+from outsize.codecs.spec import LOSSLESS3, LOSSLESS4
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.candidate import Candidate
+from outsize.planner.codec_choice import worth_it
 from outsize.planner.memory import Tier
 from outsize.planner.microbatches import NEAR, may_shorten, search_cuts, simulated_cuts
 from outsize.planner.one_worker import fits_one_worker, one_worker
@@ -22,6 +27,8 @@ from outsize.planner.several_workers import (
     several_workers,
     with_peers,
 )
+
+ENCODED = "weights go over links as {}, which keeps every bit and is decoded as fast as it arrives"
 
 
 def fastest(question: Question) -> Prediction:
@@ -48,6 +55,27 @@ def fastest(question: Question) -> Prediction:
         may_gain=lambda best, microbatches: not several or _may_gain(question, best, microbatches),
         is_enough=is_enough,
     )
+
+
+def fastest_with_codecs(question: Question) -> Prediction:
+    """Return the prediction of `fastest`, with a codec that keeps every bit of the weights where it is worth it.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    best = fastest(question)
+    for spec in (LOSSLESS4, LOSSLESS3):
+        if best.home != "host":
+            break
+        asked = replace(question, transport=Transport(weights=spec.name), microbatches=best.microbatches)
+        try:
+            found = fastest(asked)
+        except InfeasiblePlanError:
+            continue
+        if worth_it(best.step_s, found.step_s):
+            best = replace(found, assumptions=(*found.assumptions, ENCODED.format(spec.name)))
+    return best
 
 
 def _predicted(question: Question, candidate: Candidate) -> Prediction:

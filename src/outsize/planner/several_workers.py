@@ -69,6 +69,7 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
             tile_elements=tile_elements,
             kept_bytes=task.demand.kept_bytes,
             state=task.options.state,
+            transport=task.options.transport,
             **exchange_of(question),
         ),
         assumptions=(

@@ -113,7 +113,7 @@ def pipeline_of(task: Task, way: Way, halves: tuple[int, int]) -> Pipeline:
         num_workers=task.num_workers,
         num_microbatches=task.options.microbatches,
         hop_s=task.work.boundary_bytes[-1] / rates.up_bytes_per_s,
-        weights_s=tuple(size / read for size in weights),
+        weights_s=tuple(size / read for size in task.sent_weights),
         gradients_s=tuple(size / written for size in gradients),
         fits=spans_that_fit(
             task.question.budgets.device,

@@ -18,6 +18,7 @@ from outsize.planner.stage_layout import activation_bytes, staged_layout
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
 from outsize.planner.stage_task import Task
 from outsize.planner.stages import HALVES, Stages, slots_for
+from outsize.planner.transport import device_bytes, host_bytes
 from outsize.units import format_bytes
 
 _ID_BYTES = 16
@@ -63,6 +64,7 @@ def device_memory_of(task: Task, way: Way, stages: Stages) -> dict[str, int]:
         "shared": 2 * work.held_bytes
         + question.sequences * question.seq_len * _ID_BYTES
         + question.fixed_bytes,
+        "codecs": device_bytes(task.options.transport, task.model, work.boundary_bytes),
     }
 
 
@@ -76,6 +78,7 @@ def memory_of(task: Task, below: Table, way: Way, stages: Stages) -> dict[str, d
             # Inputs, and the gradient under way.
             "saved activations": task.options.microbatches * (sum(inputs[1:]) + inputs[-1]),
             "offloaded activations": sum(count * size for count, size in waiting.values()),
+            "encoded weights": host_bytes(task.options.transport, task.model),
             **below["host"],
         },
         "disk": dict(below["disk"]),

@@ -8,12 +8,13 @@ from outsize.model.spec import ModelSpec, Workload
 from outsize.planner.balance import Rates
 from outsize.planner.costs import UnitTimes
 from outsize.planner.leaving import Way, ways_of
-from outsize.planner.memory import Demand, Tier
+from outsize.planner.memory import NO_CODECS, Demand, Tier
 from outsize.planner.one_worker import in_seconds
 from outsize.planner.question import Question, demand_of
 from outsize.planner.sizing import PlanOptions
 from outsize.planner.stage_layout import single_units
 from outsize.planner.stages import Stages
+from outsize.planner.transport import load_bytes
 from outsize.planner.unit_times import unit_times
 
 
@@ -50,6 +51,12 @@ class Task:
     def weights(self) -> tuple[int, ...]:
         """Bytes of the weights of each unit."""
         return tuple(unit.weight_bytes(self.model.dtype) for unit in self.model.units)
+
+    @cached_property
+    def sent_weights(self) -> tuple[int, ...]:
+        """Bytes that those of each unit take on a link."""
+        transport, dtype = self.options.transport, self.model.dtype
+        return tuple(load_bytes(transport, unit, dtype) for unit in self.model.units)
 
     @cached_property
     def gradients(self) -> tuple[int, ...]:
@@ -102,6 +109,7 @@ def task_of(question: Question, model: ModelSpec, microbatches: int, home: Tier)
         microbatches=microbatches,
         state=question.state_layout(whole_gradients=True),
         wire=question.wire,
+        transport=question.transport if home == "host" else NO_CODECS,
     )
     times = unit_times(question.machine, model.compute_dtype, work)
     return Task(question=question, model=model, work=work, options=options, times=times)

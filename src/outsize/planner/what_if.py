@@ -18,9 +18,12 @@ from outsize.planner.several_workers import estimate_s
 from outsize.units import parse_bytes
 
 _MORE = ("vram", "ram", "gpus")
-_NETWORK = ("net", "nodes")
+# Changes that no estimate knows.
+_SIMULATED = ("net", "nodes", "weights", "mlp_parts")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
+# From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
+LARGE_WORKSPACE = 0.25
 Change = Callable[[Question], Question]
 
 
@@ -56,7 +59,7 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
-    if name in _NETWORK:
+    if name in _SIMULATED:
         return outcome(question, base, text)
     same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
     try:
@@ -106,7 +109,7 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     """
     changed = parse_change(text)(question)
     name = text.partition("=")[0].strip()
-    stays = name not in ("vram", "gpus", "state")
+    stays = name not in ("vram", "gpus", "state", "mlp_parts")
     if base is not None and name == "ram":
         stays = len(changed.machine.gpus) > 1 and base.home == "host"
     if base is not None and stays:
@@ -124,20 +127,23 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
 def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
-    Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to the
-    one GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
-    bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring.
+    Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to a
+    GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
+    bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring. And so are
+    MLPs that take their tokens in parts, where what a block needs at once is a quarter of the device.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
-    one_host = base.home == "host" and base.num_gpus == 1
-    codec = (f"weights={LOSSLESS4.name}",) if one_host and base.binding == LINK_UP else ()
+    codec = (f"weights={LOSSLESS4.name}",) if base.home == "host" and base.binding == LINK_UP else ()
     state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
+    large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
+    parts = ("mlp_parts=4",) if large and base.num_gpus == 1 and question.in_mlp_parts is not None else ()
     return (
         "vram=+8GB",
+        *parts,
         ram,
         *state,
         "link=x2",
@@ -169,6 +175,8 @@ def parse_change(text: str) -> Change:
             return _with_codec(amount)
         if how == "state":
             return _with_state(amount)
+        if how == "parts":
+            return _with_mlp_parts(int(amount))
         if how == "count":
             return _bound(apply, int(_after("+", amount)))
         return _bound(apply, float(_after("x", amount)))
@@ -181,8 +189,6 @@ def _with_codec(name: str) -> Change:
     transport = Transport(weights=name)
 
     def change(question: Question) -> Question:
-        if len(question.machine.gpus) > 1:
-            raise ConfigError("what-if weights: priced for one GPU only")
         return replace(question, transport=transport)
 
     return change
@@ -206,6 +212,19 @@ def _with_state(name: str) -> Change:
         if question.model.compute_dtype == "fp16" or question.nodes > 1:
             return replace(question, state=state)
         return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)
+
+    return change
+
+
+def _with_mlp_parts(num_parts: int) -> Change:
+    """MLPs take the tokens of a microbatch in so many parts."""
+    if num_parts < 2:
+        raise ValueError(num_parts)
+
+    def change(question: Question) -> Question:
+        if question.in_mlp_parts is None:
+            raise ConfigError("what-if mlp_parts: the MLPs are mixtures of experts, or go in parts already")
+        return replace(question, workload_of=question.in_mlp_parts(num_parts), in_mlp_parts=None)
 
     return change
 
@@ -315,6 +334,7 @@ EXAMPLES = {
     "times": "write how many times as fast, for example x2",
     "codec": "write a codec that keeps every bit: lossless4 or lossless3",
     "state": "write what moments are kept in: fp32, bf16 or int8",
+    "parts": "write how many parts, at least 2",
 }
 # What can change: how its amount is written, and what it does.
 CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
@@ -327,6 +347,7 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "disk": ("times", _disk),
     "weights": ("codec", lambda question, _: question),
     "state": ("state", lambda question, _: question),
+    "mlp_parts": ("parts", lambda question, _: question),
     "net": ("times", _net),
     "nodes": ("count", _nodes),
 }

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from outsize.group.group import Group
-from outsize.model.spec import ModelSpec, UnitSpec
+from outsize.model.spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.optim.shares import shares
 from outsize.optim.spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split import join_master
+from outsize.runtime.binding import TORCH_DTYPE
+from outsize.runtime.exchange import Shared
 from outsize.runtime.net_codec import Residuals
+from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.layout import ITEM_DTYPE
 
@@ -194,3 +197,19 @@ class Collector:
         piece = room[:size].view(ITEM_DTYPE[made.item])
         self._home.read(unit.index, plane, start, piece)
         return piece[: numel // made.group], room[size:]
+
+
+def collector_of(
+    spec: ModelSpec,
+    shared: Shared,
+    home: HostHome | DiskHome,
+    state: StateLayout,
+    host: Arena,
+    residuals: Residuals | None,
+) -> tuple[Collector, Tensor]:
+    """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
+    numel = shared.staging.stored_elements
+    beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
+    piece = host.take(numel * 4, "network").view(torch.float32)
+    halves = host.take(shared.staging.halves, "network") if shared.staging.halves else None
+    return Collector(spec, shared.group, home, state, piece, halves, residuals), beside

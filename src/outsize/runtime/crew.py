@@ -32,7 +32,7 @@ from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import HostScratch, Scratch
 
 if TYPE_CHECKING:
-    from outsize.runtime.engine import EngineSettings
+    from outsize.runtime.engine_settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,16 @@ program keep every weight exact.
 """
 
 import contextlib
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from outsize.model.spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.optim.adafactor import Adafactor
-from outsize.optim.spec import StateLayout
-from outsize.optim.update import Rule
 from outsize.planner.choice import Extent
 from outsize.planner.hazards import Hazards
 from outsize.planner.lanes import lane_of
@@ -31,23 +25,21 @@ from outsize.planner.program import Program
 from outsize.planner.schedule import build_store
 from outsize.planner.timeline import Timeline
 from outsize.runtime.activations import ActivationOps
-from outsize.runtime.binding import TORCH_DTYPE
 from outsize.runtime.carriers import encode_weights
-from outsize.runtime.collecting import Collector
-from outsize.runtime.commits import CommitOps, Describe
-from outsize.runtime.compute import ComputeOps
+from outsize.runtime.collecting import collector_of
+from outsize.runtime.commits import CommitOps
 from outsize.runtime.context import StepContext
-from outsize.runtime.crew import Worker, make_crew, make_single
+from outsize.runtime.crew import make_crew, make_single
 from outsize.runtime.device import Device
+from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.exchange import ExchangeOps, Shared
 from outsize.runtime.executor import Executor, Task
-from outsize.runtime.gradients import GradientObserver, GradientOps
+from outsize.runtime.gradients import GradientOps
+from outsize.runtime.handlers import HandlerTable, handlers_of, lane_thread
 from outsize.runtime.handover import HandoverOps
 from outsize.runtime.moved import Moved
-from outsize.runtime.net_codec import Residuals
 from outsize.runtime.ranges import OpRanges
 from outsize.runtime.shortcut import Needed
-from outsize.runtime.staged_compute import StagedComputeOps
 from outsize.runtime.stepping import OptimizerOps
 from outsize.runtime.storing import Sink, StoreOps
 from outsize.runtime.weights import WeightOps
@@ -55,46 +47,9 @@ from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import Scratch
 
-# What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
-STORE_LANE, STORE_NICENESS = "store", 10
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
-# A handler by the kind of an op, and whether it concerns a tile.
-HandlerTable = dict[tuple[Kind, bool], Callable[[Op, Any], None]]
 RunOp = Callable[[HandlerTable, Op, Any], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What does not follow from the model, the plan or the machine.
-
-    Attributes:
-        optimizer: how a parameter steps.
-        max_grad_norm: global norm to clip to; infinity only takes the norm.
-        skip_nonfinite: skip steps that are not finite instead of raising.
-        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
-        seed: of dropout and other randomness.
-        graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
-        needed: how far recomputes have to go, see `Measured.needed`.
-        num_products: how many products backwards need, see `Measured.num_products`.
-        num_threads: compute threads of each lane that computes.
-        draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
-        observe_gradient: sees each gradient before it leaves the device.
-        describe: what a home that commits is told of each step.
-    """
-
-    optimizer: Rule | Adafactor
-    max_grad_norm: float
-    skip_nonfinite: bool = False
-    chunk_tokens: int | None = None
-    seed: int = 0
-    graph_in_forward: bool = False
-    needed: Mapping[int, Needed] = field(default_factory=dict)
-    num_products: Mapping[int, int] = field(default_factory=dict)
-    num_threads: int | None = None
-    draws_random: bool = True
-    observe_gradient: GradientObserver | None = None
-    describe: Describe = lambda _: {}
 
 
 @dataclass(slots=True)
@@ -195,7 +150,7 @@ class Engine:
         collector, beside = None, None
         if shared is not None:
             residuals = None if self.exchange is None else self.exchange.residuals
-            collector, beside = _collector(spec, shared, home, plan.state, host, residuals)
+            collector, beside = collector_of(spec, shared, home, plan.state, host, residuals)
         self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
@@ -204,8 +159,11 @@ class Engine:
         hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         computes = [worker.compute for worker in self._crew.workers]
-        around = partial(_lane_thread, computes, settings.num_threads)
-        tables = tuple(self._table(worker) for worker in self._crew.workers)
+        around = partial(lane_thread, computes, settings.num_threads)
+        tables = tuple(
+            handlers_of(worker, self.optimizer, self._commits, self._storing, self.exchange)
+            for worker in self._crew.workers
+        )
         self.ranges = OpRanges(nvtx=device.torch_device.type == "cuda")
         self._executor = Executor(
             device, lane_of, partial(_on_worker, run_op, tables, self.ranges), hazards, around
@@ -388,64 +346,6 @@ class Engine:
         """What worker 0 has moved of activations."""
         return self._crew.workers[0].activations
 
-    def _table(self, worker: Worker) -> HandlerTable:
-        """Which handler runs an op, by its kind and whether it concerns a tile."""
-        table: HandlerTable = {
-            (Kind.LOAD, False): worker.weights.load,
-            (Kind.READ, False): worker.weights.read,
-            (Kind.FREE, False): _nothing,
-            (Kind.ACC, False): worker.gradients.accumulate,
-            (Kind.SUM, False): worker.gradients.sum_on,
-            (Kind.FORWARD, False): worker.compute.forward,
-            (Kind.FORWARD_ATTENTION, False): worker.compute.forward_attention,
-            (Kind.FORWARD_PRODUCTS, False): worker.compute.forward_products,
-            (Kind.FORWARD_KEEP, False): worker.compute.forward_keep,
-            (Kind.FORWARD_BACKWARD, False): worker.compute.forward_backward,
-            (Kind.BACKWARD, False): worker.compute.backward,
-            (Kind.SAVE, False): worker.activations.save,
-            (Kind.FETCH, False): worker.activations.fetch,
-            (Kind.OFFLOAD, False): worker.activations.offload,
-            (Kind.ONLOAD, False): worker.activations.onload,
-            (Kind.NORM, False): worker.gradients.norm,
-            (Kind.GRAD, False): worker.gradients.bring_home,
-            (Kind.GRAD, True): worker.gradients.to_ring,
-            (Kind.WRITE, False): worker.gradients.write,
-            (Kind.CLIP, False): worker.gradients.clip,
-            (Kind.STEP, False): self.optimizer.step,
-            (Kind.STEP, True): self.optimizer.step,
-            (Kind.READ, True): self.optimizer.read,
-            (Kind.WRITE, True): self.optimizer.write,
-            (Kind.COMMIT, False): self._commits.commit,
-            (Kind.STORE, False): self._storing.store,
-        }
-        if self.exchange is not None:
-            table[Kind.REDUCE, False] = self.exchange.reduce
-            table[Kind.AGREE, False] = self.exchange.agree
-            table[Kind.GATHER, False] = self.exchange.gather
-        if isinstance(worker.compute, StagedComputeOps) and isinstance(worker.activations, HandoverOps):
-            table[Kind.RECOMPUTE, False] = worker.compute.recompute
-            table[Kind.SEND, False] = worker.activations.send
-            table[Kind.RECV, False] = worker.activations.receive
-            table[Kind.PASS, False] = worker.activations.pass_on
-            table[Kind.RETURN, False] = worker.activations.give_back
-        return table
-
-
-def _collector(
-    spec: ModelSpec,
-    shared: Shared,
-    home: HostHome | DiskHome,
-    state: StateLayout,
-    host: Arena,
-    residuals: Residuals | None,
-) -> tuple[Collector, torch.Tensor]:
-    """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
-    numel = shared.staging.stored_elements
-    beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
-    piece = host.take(numel * 4, "network").view(torch.float32)
-    halves = host.take(shared.staging.halves, "network") if shared.staging.halves else None
-    return Collector(spec, shared.group, home, state, piece, halves, residuals), beside
-
 
 def run_op(table: HandlerTable, op: Op, context: Any) -> None:
     """Have the handler of an op's kind run it."""
@@ -455,22 +355,3 @@ def run_op(table: HandlerTable, op: Op, context: Any) -> None:
 def _on_worker(run: RunOp, tables: Sequence[HandlerTable], ranges: OpRanges, op: Op, context: Any) -> None:
     with ranges.around(op) if ranges.on else contextlib.nullcontext():
         run(tables[op.worker or 0], op, context)
-
-
-@contextlib.contextmanager
-def _lane_thread(computes: list[ComputeOps], num_threads: int | None, lane: str) -> Iterator[None]:
-    """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
-    if num_threads is not None and lane.startswith(("compute", "host")):
-        torch.set_num_threads(num_threads)
-    if lane == STORE_LANE:
-        with contextlib.suppress(OSError):  # on Linux a thread has a niceness of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STORE_NICENESS)
-    try:
-        yield
-    finally:
-        if lane.startswith("compute"):
-            computes[int(lane.rpartition(":w")[2])].close()
-
-
-def _nothing(op: Op, context: StepContext) -> None:
-    """FREE concerns the plan of memory only: the slot is a fixed allocation."""

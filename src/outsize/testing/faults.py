@@ -29,6 +29,7 @@ from outsize import files
 from outsize.planner.ops import Op
 from outsize.runtime import engine
 from outsize.runtime.context import StepContext
+from outsize.runtime.handlers import HandlerTable
 from outsize.testing.operations import APPLICABLE, LANE, Fault, Key, Operation, faults_of
 
 __all__ = ["APPLICABLE", "LANE", "Fault", "Key", "Layer", "Operation", "faults_of", "layered"]
@@ -249,7 +250,7 @@ def layered(layer: Layer) -> Iterator[Layer]:
     """Put ``layer`` under the file calls of all threads, and under the lanes of engines made in this context."""
     handle = engine.run_op
 
-    def watched(table: engine.HandlerTable, op: Op, context: StepContext) -> None:
+    def watched(table: HandlerTable, op: Op, context: StepContext) -> None:
         layer.lane_op(op, context, lambda: handle(table, op, context))
 
     engine.run_op = watched

@@ -21,7 +21,8 @@ from outsize.planner.net_memory import net_staging
 from outsize.planner.timeline import Timeline
 from outsize.runtime.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.context import StepContext
-from outsize.runtime.engine import Engine, EngineSettings, StepHandle
+from outsize.runtime.engine import Engine, StepHandle
+from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.exchange import Shared
 from outsize.runtime.gradients import GradientObserver
 from outsize.storage.arena import Arena

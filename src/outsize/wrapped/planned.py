@@ -29,7 +29,8 @@ from outsize.planner.layout import StepLayout
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
 from outsize.runtime.context import slots_used
-from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.engine import Engine
+from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.measured import Measured
 from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed

@@ -17,7 +17,8 @@ from outsize.planner.plan import Plan
 from outsize.runtime.allocator import ResidentLimit, resident_bytes, trim
 from outsize.runtime.binding import buffers_on
 from outsize.runtime.device import open_device
-from outsize.runtime.engine import Engine, EngineSettings
+from outsize.runtime.engine import Engine
+from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.measured import Measured
 from outsize.runtime.scratches import open_scratch
 from outsize.storage.arena import Arena, CudaPinner
