@@ -23,7 +23,7 @@ from outsize.model.walk import Boundaries
 from outsize.planner.choice import Choice, Extent
 from outsize.planner.costs import UnitTimes
 from outsize.planner.crowding import scaled
-from outsize.runtime.allocator import set_thresholds
+from outsize.runtime.allocator import set_thresholds, trim
 from outsize.runtime.unit_clock import time_units
 from outsize.train.lane_rates import kept_rates, lane_rates
 from outsize.train.machine import home_file
@@ -109,6 +109,7 @@ def _memory_of_the_run(prepared: Prepared) -> Iterator[None]:
         yield
     finally:
         set_thresholds(heap=False)
+        trim()
 
 
 def cores_of(prepared: Prepared) -> float:
