@@ -44,7 +44,6 @@ FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
 # Seconds of the parts of a sample.
 Sample = tuple[float, ...]
-_NO_LIMIT_BYTES = 2**62
 
 
 def time_units(
@@ -55,7 +54,7 @@ def time_units(
     chunk_tokens: int | None,
     device: torch.device,
     num_kept: int = 0,
-    watched: bool = False,
+    limit: ResidentLimit | None = None,
     pace: Pace | None = None,
 ) -> UnitTimes:
     """Return the seconds that each streamed unit computes for a microbatch such as ``inputs``.
@@ -68,7 +67,8 @@ def time_units(
         device: that computes.
         num_kept: how many forwards may keep all that their backward needs, at once, on the device; with room for one at
             least, such forwards and their backwards are timed as well.
-        watched: whether the run looks at its resident memory wherever autograd saves or uses a tensor.
+        limit: of resident memory, which a run on a CPU looks at wherever autograd saves or uses a tensor; None where it
+            is nobody's promise.
         pace: of the ranks that time the same units at the same time; None for a single process.
 
     Raises:
@@ -76,7 +76,6 @@ def time_units(
     """
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     num_threads = torch.get_num_threads()
-    limit = ResidentLimit(0, _NO_LIMIT_BYTES) if watched else None
     kept_to = pace or Pace(SingleGroup())
     with ThreadPoolExecutor(1, "unit-clock", lambda: torch.set_num_threads(num_threads)) as thread:
         timing = thread.submit(
@@ -140,7 +139,7 @@ class _Clock:
         self._pace = pace
         self._weights = weights
         self._num_kept = num_kept
-        self._limit = limit  # which is never reached: looking takes its time all the same
+        self._limit = limit
         self._known: dict[Any, tuple[Sample, Sample, Any]] = {}
 
     def run(self) -> UnitTimes:
