@@ -7,6 +7,7 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
+from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.unit_clock import _num_samples, time_units
 from runtime.oddities import VOCAB, Odd
 from runtime.test_calibrate import skeleton
@@ -26,6 +27,7 @@ def clock(model, seq_len=16, chunk_tokens=None, num_kept=0, **inputs):
             chunk_tokens=chunk_tokens,
             device=torch.device("cpu"),
             num_kept=num_kept,
+            limit=ResidentLimit(0, 2**40) if num_kept else None,
         )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
@@ -30,10 +30,9 @@ from outsize.planner.costs import UnitTimes
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.boundary import hand_out, is_differentiable
-from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.keeping import Keeping
-from outsize.runtime.microbatch import MicrobatchRun, Visit, visit_of
+from outsize.runtime.one_unit import OneUnit
 from outsize.runtime.trial_pass import signature
 from outsize.runtime.trial_weights import bind_trial_weights
 
@@ -45,7 +44,6 @@ FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
 # Seconds of the parts of a sample.
 Sample = tuple[float, ...]
-_NO_LIMIT_BYTES = 2**62
 
 
 def time_units(
@@ -56,6 +54,7 @@ def time_units(
     chunk_tokens: int | None,
     device: torch.device,
     num_kept: int = 0,
+    limit: ResidentLimit | None = None,
     pace: Pace | None = None,
 ) -> UnitTimes:
     """Return the seconds that each streamed unit computes for a microbatch such as ``inputs``.
@@ -68,6 +67,8 @@ def time_units(
         device: that computes.
         num_kept: how many forwards may keep all that their backward needs, at once, on the device; with room for one at
             least, such forwards and their backwards are timed as well.
+        limit: of resident memory, which a run on a CPU looks at wherever autograd saves or uses a tensor; None where it
+            is nobody's promise.
         pace: of the ranks that time the same units at the same time; None for a single process.
 
     Raises:
@@ -77,7 +78,9 @@ def time_units(
     num_threads = torch.get_num_threads()
     kept_to = pace or Pace(SingleGroup())
     with ThreadPoolExecutor(1, "unit-clock", lambda: torch.set_num_threads(num_threads)) as thread:
-        timing = thread.submit(_time_units, split, forwards, inputs, chunk_tokens, device, num_kept, kept_to)
+        timing = thread.submit(
+            _time_units, split, forwards, inputs, chunk_tokens, device, num_kept, limit, kept_to
+        )
         return timing.result()
 
 
@@ -88,6 +91,7 @@ def _time_units(
     chunk_tokens: int | None,
     device: torch.device,
     num_kept: int,
+    limit: ResidentLimit | None,
     pace: Pace,
 ) -> UnitTimes:
     sums = GradientSums()
@@ -101,7 +105,7 @@ def _time_units(
             for unit in split.spec.units:
                 sums.open(unit, gradient[: unit.numel])
             on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
-            clock = _Clock(split, forwards, on_device, chunk_tokens, device, pace, weights, num_kept)
+            clock = _Clock(split, forwards, on_device, chunk_tokens, device, pace, weights, num_kept, limit)
             return clock.run()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
@@ -110,32 +114,6 @@ def _time_units(
     finally:
         torch.set_rng_state(state)
         binder.close()
-
-
-class _OneUnit(MicrobatchRun):
-    """Passages of one microbatch through one unit, again and again."""
-
-    def __init__(self, model: nn.Module, call: UnitCall, num_units: int) -> None:
-        def reseed(unit: int, glue: bool) -> None:
-            torch.default_generator.manual_seed(seed_of(0, 0, unit, 0, glue))
-
-        super().__init__(model, {}, (True,) * num_units, reseed)
-        self._call = call
-
-    def _arrive(self, unit: int) -> Visit:
-        visit = self._visits[unit] = visit_of(self._call)
-        return visit
-
-    @property
-    def outputs(self) -> Any:
-        """What the unit handed out last."""
-        return self._waiting
-
-    def bring_gradients(self, unit: int) -> None:
-        """Have gradients of all outputs, zeros, arrive at the unit."""
-        leaves = pytree.tree_leaves(self._waiting)
-        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in leaves]
-        self._visits[unit].box.values = values
 
 
 class _Clock:
@@ -151,6 +129,7 @@ class _Clock:
         pace: Pace,
         weights: Tensor,
         num_kept: int,
+        limit: ResidentLimit | None,
     ) -> None:
         self._split = split
         self._forwards = forwards
@@ -160,8 +139,7 @@ class _Clock:
         self._pace = pace
         self._weights = weights
         self._num_kept = num_kept
-        # On a CPU a run looks at its memory wherever autograd saves or uses a tensor; here, with nothing to keep to.
-        self._limit = ResidentLimit(0, _NO_LIMIT_BYTES) if device.type == "cpu" else None
+        self._limit = limit
         self._known: dict[Any, tuple[Sample, Sample, Any]] = {}
 
     def run(self) -> UnitTimes:
@@ -215,10 +193,10 @@ class _Clock:
             self._known[key] = seconds, kept_s, made
         return self._known[key]
 
-    def _passage(self, call: UnitCall) -> _OneUnit:
-        return _OneUnit(self._split.model, call, len(self._forwards))
+    def _passage(self, call: UnitCall) -> OneUnit:
+        return OneUnit(self._split.model, call, len(self._forwards))
 
-    def _recomputed(self, unit: int, run: _OneUnit, count: int) -> list[Sample]:
+    def _recomputed(self, unit: int, run: OneUnit, count: int) -> list[Sample]:
         """F, and a B that recomputes."""
         forward, samples = self._forwards[unit], list[Sample]()
         for _ in range(count):
@@ -293,4 +271,4 @@ def _num_samples(first_s: float) -> int:
 
 
 def _nothing() -> None:
-    """A GPU has no resident memory to look at."""
+    """Where resident memory is nobody's promise, nobody looks at it."""

@@ -23,7 +23,7 @@ from outsize.model.walk import Boundaries
 from outsize.planner.choice import Choice, Extent
 from outsize.planner.costs import UnitTimes
 from outsize.planner.crowding import scaled
-from outsize.runtime.allocator import set_thresholds
+from outsize.runtime.allocator import ResidentLimit, set_thresholds, trim
 from outsize.runtime.unit_clock import time_units
 from outsize.train.lane_rates import kept_rates, lane_rates
 from outsize.train.machine import home_file
@@ -109,6 +109,14 @@ def _memory_of_the_run(prepared: Prepared) -> Iterator[None]:
         yield
     finally:
         set_thresholds(heap=False)
+        trim()
+
+
+def _limit(prepared: Prepared) -> ResidentLimit | None:
+    """The limit of resident memory that a run on a CPU keeps to; nothing lies at home yet."""
+    if prepared.machine.device != "cpu":
+        return None
+    return ResidentLimit(prepared.before_bytes, prepared.machine.device_bytes)
 
 
 def cores_of(prepared: Prepared) -> float:
@@ -160,6 +168,7 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
             chunk_tokens=prepared.chunk_tokens,
             device=device,
             num_kept=num_kept,
+            limit=_limit(prepared),
             pace=pace,
         )
     flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
