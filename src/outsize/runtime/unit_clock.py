@@ -42,6 +42,8 @@ SLOW_S = 0.5
 REPEATED_S = 0.005
 FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
+# Forwards that wait for their backwards at once: so many that no cache holds what they keep, as in a step.
+MOST_WAITING, WAITING_S = 64, 0.5
 # Seconds of the parts of a sample.
 Sample = tuple[float, ...]
 
@@ -188,8 +190,7 @@ class _Clock:
             made = pytree.tree_map_only(Tensor, Tensor.detach, run.outputs)
             kept_s: Sample = ()
             if self._num_kept:
-                warm = min(self._num_kept, WANTED)  # memory for all that wait at once is touched
-                kept_s = self._timed(f"unit {unit}, kept", lambda count: self._kept(unit, call, count), warm)
+                kept_s = self._timed_kept(unit, call)
             self._known[key] = seconds, kept_s, made
         return self._known[key]
 
@@ -234,16 +235,26 @@ class _Clock:
         work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)
         return self._timed("the head", lambda count: [(self._once(work),) for _ in range(count)])[0]
 
-    def _timed(self, what: str, sampled: Callable[[int], list[Sample]], warm: int = 1) -> Sample:
+    def _timed_kept(self, unit: int, call: UnitCall) -> Sample:
+        """Return the seconds of FK and its B, the median of as many as may wait; a first round touches their memory."""
+        what = f"unit {unit}, kept"
+        self._pace.meet(what)
+        samples = self._kept(unit, call, 1)
+        wanted = min(self._num_kept, _num_waiting(sum(samples[0])))
+        for _ in range(2):
+            count = int(self._pace.most(what, wanted))
+            samples = self._kept(unit, call, count) or samples
+        return _median(samples)
+
+    def _timed(self, what: str, sampled: Callable[[int], list[Sample]]) -> Sample:
         """Return the seconds of each part of a sample, the median of a few where they are short.
 
-        All ranks take as many, beginning at the same time. The ``warm`` first ones do not count, unless they are slow.
+        All ranks take as many, beginning at the same time.
         """
         self._pace.meet(what)
-        first = sampled(warm)
-        count = int(self._pace.most(what, _num_samples(min(map(sum, first)))))
-        samples = sampled(count) or first
-        return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+        first = sampled(1)
+        count = int(self._pace.most(what, _num_samples(sum(first[0]))))
+        return _median(sampled(count) or first)
 
     def _once(self, work: Callable[[], object]) -> float:
         self._finish()
@@ -260,6 +271,15 @@ class _Clock:
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _median(samples: list[Sample]) -> Sample:
+    return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+
+
+def _num_waiting(first_s: float) -> int:
+    """How many forwards to keep at once where one and its backward take ``first_s``; none where that is long."""
+    return 0 if first_s > SLOW_S else max(FEWEST, min(MOST_WAITING, int(WAITING_S / max(first_s, 1e-9))))
 
 
 def _num_samples(first_s: float) -> int:
