@@ -26,7 +26,7 @@ def clock(model, seq_len=16, chunk_tokens=None, num_kept=0, **inputs):
             given,
             chunk_tokens=chunk_tokens,
             device=torch.device("cpu"),
-            num_kept=num_kept,
+            num_kept=[num_kept] * parts.spec.num_streamed if num_kept else [],
             limit=ResidentLimit(0, 2**40) if num_kept else None,
         )
 

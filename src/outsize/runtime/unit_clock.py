@@ -11,7 +11,7 @@ and shapes that are called alike are timed once. It takes the memory of one unit
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -55,7 +55,7 @@ def time_units(
     *,
     chunk_tokens: int | None,
     device: torch.device,
-    num_kept: int = 0,
+    num_kept: Sequence[int] = (),
     limit: ResidentLimit | None = None,
     pace: Pace | None = None,
 ) -> UnitTimes:
@@ -67,8 +67,8 @@ def time_units(
         inputs: of one microbatch, with labels, [B, S] each.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss, of which the head's part is timed.
         device: that computes.
-        num_kept: how many forwards may keep all that their backward needs, at once, on the device; with room for one at
-            least, such forwards and their backwards are timed as well.
+        num_kept: of each unit, how many forwards may keep all that their backward needs, at once, on the device, one at
+            least; empty where none does, and nothing of that is timed.
         limit: of resident memory, which a run on a CPU looks at wherever autograd saves or uses a tensor; None where it
             is nobody's promise.
         pace: of the ranks that time the same units at the same time; None for a single process.
@@ -92,7 +92,7 @@ def _time_units(
     inputs: Mapping[str, Tensor],
     chunk_tokens: int | None,
     device: torch.device,
-    num_kept: int,
+    num_kept: Sequence[int],
     limit: ResidentLimit | None,
     pace: Pace,
 ) -> UnitTimes:
@@ -130,7 +130,7 @@ class _Clock:
         device: torch.device,
         pace: Pace,
         weights: Tensor,
-        num_kept: int,
+        num_kept: Sequence[int],
         limit: ResidentLimit | None,
     ) -> None:
         self._split = split
@@ -212,7 +212,7 @@ class _Clock:
         look = self._limit.keep if self._limit is not None else _nothing
         while len(samples) < count:
             waiting = []
-            for _ in range(min(self._num_kept, count - len(samples))):
+            for _ in range(min(self._num_kept[unit], count - len(samples))):
                 run, keeping = self._passage(call), Keeping(planes, planes.__getitem__, look)
                 waiting.append((run, self._once(partial(run.forward_keep, unit, forward, keeping))))
                 run.bring_gradients(unit)
@@ -240,7 +240,7 @@ class _Clock:
         what = f"unit {unit}, kept"
         self._pace.meet(what)
         samples = self._kept(unit, call, 1)
-        wanted = min(self._num_kept, _num_waiting(sum(samples[0])))
+        wanted = min(self._num_kept[unit], _num_waiting(sum(samples[0])))
         for _ in range(2):
             count = int(self._pace.most(what, wanted))
             samples = self._kept(unit, call, count) or samples
