@@ -11,7 +11,7 @@ and shapes that are called alike are timed once. It takes the memory of one unit
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -42,6 +42,8 @@ SLOW_S = 0.5
 REPEATED_S = 0.005
 FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
+# Forwards that wait for their backwards at once: so many that no cache holds what they keep, as in a step.
+MOST_WAITING, WAITING_S = 64, 0.5
 # Seconds of the parts of a sample.
 Sample = tuple[float, ...]
 
@@ -53,7 +55,7 @@ def time_units(
     *,
     chunk_tokens: int | None,
     device: torch.device,
-    num_kept: int = 0,
+    num_kept: Sequence[int] = (),
     limit: ResidentLimit | None = None,
     pace: Pace | None = None,
 ) -> UnitTimes:
@@ -65,8 +67,8 @@ def time_units(
         inputs: of one microbatch, with labels, [B, S] each.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss, of which the head's part is timed.
         device: that computes.
-        num_kept: how many forwards may keep all that their backward needs, at once, on the device; with room for one at
-            least, such forwards and their backwards are timed as well.
+        num_kept: of each unit, how many forwards may keep all that their backward needs, at once, on the device, one at
+            least; empty where none does, and nothing of that is timed.
         limit: of resident memory, which a run on a CPU looks at wherever autograd saves or uses a tensor; None where it
             is nobody's promise.
         pace: of the ranks that time the same units at the same time; None for a single process.
@@ -90,7 +92,7 @@ def _time_units(
     inputs: Mapping[str, Tensor],
     chunk_tokens: int | None,
     device: torch.device,
-    num_kept: int,
+    num_kept: Sequence[int],
     limit: ResidentLimit | None,
     pace: Pace,
 ) -> UnitTimes:
@@ -128,7 +130,7 @@ class _Clock:
         device: torch.device,
         pace: Pace,
         weights: Tensor,
-        num_kept: int,
+        num_kept: Sequence[int],
         limit: ResidentLimit | None,
     ) -> None:
         self._split = split
@@ -188,8 +190,7 @@ class _Clock:
             made = pytree.tree_map_only(Tensor, Tensor.detach, run.outputs)
             kept_s: Sample = ()
             if self._num_kept:
-                warm = min(self._num_kept, WANTED)  # memory for all that wait at once is touched
-                kept_s = self._timed(f"unit {unit}, kept", lambda count: self._kept(unit, call, count), warm)
+                kept_s = self._timed_kept(unit, call)
             self._known[key] = seconds, kept_s, made
         return self._known[key]
 
@@ -211,7 +212,7 @@ class _Clock:
         look = self._limit.keep if self._limit is not None else _nothing
         while len(samples) < count:
             waiting = []
-            for _ in range(min(self._num_kept, count - len(samples))):
+            for _ in range(min(self._num_kept[unit], count - len(samples))):
                 run, keeping = self._passage(call), Keeping(planes, planes.__getitem__, look)
                 waiting.append((run, self._once(partial(run.forward_keep, unit, forward, keeping))))
                 run.bring_gradients(unit)
@@ -234,16 +235,26 @@ class _Clock:
         work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)
         return self._timed("the head", lambda count: [(self._once(work),) for _ in range(count)])[0]
 
-    def _timed(self, what: str, sampled: Callable[[int], list[Sample]], warm: int = 1) -> Sample:
+    def _timed_kept(self, unit: int, call: UnitCall) -> Sample:
+        """Return the seconds of FK and its B, the median of as many as may wait; a first round touches their memory."""
+        what = f"unit {unit}, kept"
+        self._pace.meet(what)
+        samples = self._kept(unit, call, 1)
+        wanted = min(self._num_kept[unit], _num_waiting(sum(samples[0])))
+        for _ in range(2):
+            count = int(self._pace.most(what, wanted))
+            samples = self._kept(unit, call, count) or samples
+        return _median(samples)
+
+    def _timed(self, what: str, sampled: Callable[[int], list[Sample]]) -> Sample:
         """Return the seconds of each part of a sample, the median of a few where they are short.
 
-        All ranks take as many, beginning at the same time. The ``warm`` first ones do not count, unless they are slow.
+        All ranks take as many, beginning at the same time.
         """
         self._pace.meet(what)
-        first = sampled(warm)
-        count = int(self._pace.most(what, _num_samples(min(map(sum, first)))))
-        samples = sampled(count) or first
-        return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+        first = sampled(1)
+        count = int(self._pace.most(what, _num_samples(sum(first[0]))))
+        return _median(sampled(count) or first)
 
     def _once(self, work: Callable[[], object]) -> float:
         self._finish()
@@ -260,6 +271,15 @@ class _Clock:
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _median(samples: list[Sample]) -> Sample:
+    return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+
+
+def _num_waiting(first_s: float) -> int:
+    """How many forwards to keep at once where one and its backward take ``first_s``; none where that is long."""
+    return 0 if first_s > SLOW_S else max(FEWEST, min(MOST_WAITING, int(WAITING_S / max(first_s, 1e-9))))
 
 
 def _num_samples(first_s: float) -> int:

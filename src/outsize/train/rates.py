@@ -153,12 +153,7 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
     device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
     few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
-    choices = [choice for each in prepared.plan.layout.kept for choice in each]
-    num_kept = choices.count(Choice.KEEP)
-    if pace.most("kept", float(num_kept + choices.count(Choice.OFFLOAD))):
-        num_kept = max(
-            1, num_kept
-        )  # what other ranks time, this one does too: a recompute takes as much memory
+    num_kept = _num_kept(prepared, pace)
     with Boundaries(prepared.split.modules) as boundaries:
         prepared.split.model.train()
         times = time_units(
@@ -176,6 +171,16 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
     found = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
     return replace(found, spared_s=_spared_s(prepared, found.forward_s, flops)), flops
+
+
+def _num_kept(prepared: Prepared, pace: Pace) -> tuple[int, ...]:
+    """Return how many forwards of each unit fit where the plan keeps some whole; none where no rank keeps any."""
+    kept, saved = prepared.plan.layout.kept, prepared.measured.saved_bytes
+    keeps = any(choice.extent is Extent.WHOLE for choices in kept for choice in choices)
+    if not pace.most("kept", float(keeps)):
+        return ()
+    room = sum(saved[unit] * choices.count(Choice.KEEP) for unit, choices in enumerate(kept))
+    return tuple(max(1, room // max(1, size)) for size in saved)  # one has the memory of a recompute
 
 
 def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
