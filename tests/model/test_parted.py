@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -95,6 +97,10 @@ def test_names_and_copies_stay_what_they_were() -> None:
     [
         (GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=31)), "dropout"),
         (
+            BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=31)),
+            "takes more than the tokens",
+        ),
+        (
             Qwen3MoeForCausalLM(
                 Qwen3MoeConfig(
                     hidden_size=16,
@@ -112,7 +118,7 @@ def test_names_and_copies_stay_what_they_were() -> None:
             "mixture of experts",
         ),
     ],
-    ids=["dropout", "mixture"],
+    ids=["dropout", "residual", "mixture"],
 )
 def test_what_looks_at_more_than_a_token_is_refused(model: nn.Module, reason: str) -> None:
     parts = split(model)

@@ -17,6 +17,7 @@ Sums over parts round differently from one sum, so the number of parts is part o
 microbatches is; streamed and resident runs of as many parts are equal bit for bit.
 """
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -35,7 +36,8 @@ def take_in_parts(split: Split, num_parts: int) -> None:
     """Have the MLP of every block of ``split`` take its tokens in ``num_parts`` parts; 1 leaves all as it is.
 
     Raises:
-        ModelError: a block has no MLP of its own, or one that draws random numbers or routes tokens to experts.
+        ModelError: a block has no MLP of its own, or one that takes more than tokens, draws random numbers, or routes
+            tokens to experts.
     """
     if num_parts == 1:
         return
@@ -76,6 +78,10 @@ def _mlps(split: Split) -> Iterator[nn.Module]:
 
 
 def _reason_against(mlp: nn.Module) -> str | None:
+    try:
+        inspect.signature(mlp.forward).bind(None)
+    except TypeError:
+        return "has an MLP that takes more than the tokens"
     for child in mlp.modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
             return "has dropout in its MLP, which would draw other numbers in each part"
@@ -107,8 +113,8 @@ class _InParts(nn.Module):
         return tensor.chunk(self.num_parts, dim=-2)
 
     def own(self, part: Tensor) -> Tensor:
-        """Run the module's own forward."""
-        return cast(Tensor, super().forward(part))
+        """Run the module's own forward; on contiguous memory, as it is called otherwise."""
+        return cast(Tensor, super().forward(part.contiguous()))
 
 
 class _Keep(Function):

@@ -40,8 +40,10 @@ SKIPPED = frozenset(
         _aten.mul.Tensor,
         _aten.cat.default,
         _aten.gelu.default,
+        _aten.pow.Tensor_Scalar,
         _aten.relu.default,
         _aten.silu.default,
+        _aten.tanh.default,
         _aten.clone.default,
         _aten._to_copy.default,
     }
