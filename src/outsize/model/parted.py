@@ -9,7 +9,7 @@ The story of one block and microbatch:
 
 1. `_Keep` hands the MLP's input on, and is what autograd saves it for.
 2. `_Parts` puts one part after the other through the MLP, without a graph, so nothing in there is saved. In a recompute
-   these operations come after the last tensor that is saved, so they are left out.
+   these operations come after the last tensor that is saved, so they are left out; but where a norm follows them.
 3. Backward, each part goes through the MLP again, now with a graph, and right back: its gradients of weights are added
    up part by part, as those of microbatches are.
 

@@ -104,6 +104,11 @@ def check_fits(prepared: Prepared) -> None:
         )
     if prepared.dtype == "fp16":
         raise ConfigError("model.dtype: plain data parallel (parallel.mode=ddp) takes bf16 or fp32")
+    if config.train.mlp_parts > 1:
+        raise ConfigError(
+            "train.mlp_parts: plain data parallel (parallel.mode=ddp) takes MLPs whole, as torch sends a gradient once "
+            "it is there; leave it at 1, or use parallel.mode=stream"
+        )
     if config.train.loss == "chunked":
         raise ConfigError("train.loss: plain data parallel (parallel.mode=ddp) takes the model's own loss")
     if config.parallel.ddp_compress in _BY_NCCL and not prepared.machine.device.startswith("cuda"):
