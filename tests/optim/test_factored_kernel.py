@@ -9,7 +9,7 @@ from outsize import native
 from outsize.optim import factored_kernel
 from outsize.optim.factored_kernel import column_norms, divide_by_root, form_of_torch
 
-SHAPES = [(61, 97), (1, 5), (5, 1), (3, 17, 2051), (2, 2, 9, 4), (3000, 7)]
+SHAPES = [(61, 97), (1, 5), (5, 1), (4, 1000, 1), (3, 17, 2051), (2, 2, 9, 4), (3000, 7)]
 
 
 @pytest.mark.skipif(not native.available(), reason="no kernels")

@@ -24,9 +24,12 @@ _PIECE_ELEMENTS = 2**17
 
 
 def column_norms(matrices: Tensor, *, use_native: bool = True) -> Tensor:
-    """Return the 2-norms ``[..., 1, m]`` of the columns of fp32 ``[..., n, m]``, contiguous, in host memory."""
+    """Return the 2-norms ``[..., 1, m]`` of the columns of fp32 ``[..., n, m]``, contiguous, in host memory.
+
+    A single column lies as a row does, and torch sums it as one: fast, and in another order.
+    """
     form = form_of_torch(native.level()) if use_native and native.available() else None
-    if form is None:
+    if form is None or matrices.size(-1) == 1:
         norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
         return norms
     return _norms(matrices, form)
