@@ -51,6 +51,15 @@ def test_threads_old_and_new_are_bound_and_come_back():
             new.join()
 
 
+def test_a_thread_that_ends_meanwhile_holds_nobody_up(monkeypatch):
+    own, gone = os.getpid(), 2**22 + 1  # above the most that a system gives out
+    monkeypatch.setattr(near_device, "_tasks", lambda: [own, gone])
+    cpus = os.sched_getaffinity(0)
+    with bound(Placement(node=0, cpus=frozenset(cpus), reason="a test")):
+        pass
+    assert os.sched_getaffinity(0) == cpus
+
+
 def test_what_is_left_alone_is_not_touched(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", None)
     before = affinities()

@@ -49,7 +49,7 @@ def bound(placement: Placement) -> Iterator[None]:
     if placement.node is None:
         yield
         return
-    former = {task: os.sched_getaffinity(task) for task in _tasks()}
+    former = _affinities()
     own = os.sched_getaffinity(0)
     try:
         _bind({task: set(placement.cpus) for task in former})
@@ -60,6 +60,15 @@ def bound(placement: Placement) -> Iterator[None]:
 
 def _tasks() -> list[int]:
     return [int(path.name) for path in _TASKS.iterdir()]
+
+
+def _affinities() -> dict[int, set[int]]:
+    """Where each thread may run; not of one that ends meanwhile."""
+    found = {}
+    for task in _tasks():
+        with contextlib.suppress(OSError):
+            found[task] = os.sched_getaffinity(task)
+    return found
 
 
 def _bind(wanted: dict[int, set[int]]) -> None:
