@@ -7,8 +7,6 @@ from outsize.optim.spec import (
     masters_for,
     num_moments_of,
     planes_for,
-    step_read_planes,
-    step_write_planes,
 )
 
 
@@ -21,9 +19,9 @@ def test_bytes_and_master_by_dtype(dtype, num_bytes, master):
 
 
 def test_a_step_reads_the_state_and_writes_all_but_the_gradient():
-    assert step_read_planes("bf16") == ("master", "exp_avg", "exp_avg_sq", "gradient")
-    assert step_write_planes("bf16") == ("weights", "master", "exp_avg", "exp_avg_sq")
-    assert step_write_planes("fp32") == ("weights", "exp_avg", "exp_avg_sq")
+    assert StateLayout(dtype="bf16").read_planes == ("master", "exp_avg", "exp_avg_sq", "gradient")
+    assert StateLayout(dtype="bf16").write_planes == ("weights", "master", "exp_avg", "exp_avg_sq")
+    assert StateLayout(dtype="fp32").write_planes == ("weights", "exp_avg", "exp_avg_sq")
 
 
 def test_the_table_cannot_be_changed_by_a_caller():

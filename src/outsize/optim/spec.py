@@ -324,16 +324,6 @@ def bytes_per_parameter(dtype: str) -> int:
     return sum(planes_for(dtype).values())
 
 
-def step_read_planes(dtype: str) -> tuple[str, ...]:
-    """Return the planes that a step reads, in a plain layout."""
-    return StateLayout(dtype=dtype).read_planes
-
-
-def step_write_planes(dtype: str) -> tuple[str, ...]:
-    """Return the planes that a step changes and that must be kept, in a plain layout."""
-    return StateLayout(dtype=dtype).write_planes
-
-
 # A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
 # checksum for each granule.
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9

@@ -45,9 +45,8 @@ class _Returned(NamedTuple):
     is_product: bool
     num_bytes: int
     flops: int
-    memory: tuple[
-        StorageWeakRef, ...
-    ]  # which keep no bytes, but their identity from being given to other memory
+    # They keep no bytes, but their identity from being given to other memory.
+    memory: tuple[StorageWeakRef, ...]
 
 
 class YieldTrial:
