@@ -57,25 +57,26 @@ def fastest(question: Question) -> Prediction:
     )
 
 
-def fastest_with_codecs(question: Question) -> Prediction:
-    """Return the prediction of `fastest`, with a codec that keeps every bit of the weights where it is worth it.
+def fastest_with_codecs(question: Question) -> tuple[Question, Prediction]:
+    """Return ``question`` with the codec that is worth it, if any that keeps every bit of the weights is, and `fastest`.
 
     Raises:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits.
     """
-    best = fastest(question)
+    best, encoded = fastest(question), question
     for spec in (LOSSLESS4, LOSSLESS3):
         if best.home != "host":
             break
-        asked = replace(question, transport=Transport(weights=spec.name), microbatches=best.microbatches)
+        candidate = replace(question, transport=Transport(weights=spec.name))
         try:
-            found = fastest(asked)
+            found = fastest(replace(candidate, microbatches=best.microbatches))
         except InfeasiblePlanError:
             continue
         if worth_it(best.step_s, found.step_s):
             best = replace(found, assumptions=(*found.assumptions, ENCODED.format(spec.name)))
-    return best
+            encoded = candidate
+    return encoded, best
 
 
 def _predicted(question: Question, candidate: Candidate) -> Prediction:

@@ -128,7 +128,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
     Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to a
-    GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
+    GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an optimizer state of 8
     bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring. And so are
     MLPs that take their tokens in parts, where what a block needs at once is a quarter of the device.
     """
@@ -137,7 +137,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
-    codec = (f"weights={LOSSLESS4.name}",) if base.home == "host" and base.binding == LINK_UP else ()
+    encodes = base.home == "host" and question.transport.is_raw("weights")
+    codec = (f"weights={LOSSLESS4.name}",) if encodes and base.binding == LINK_UP else ()
     state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
     parts = ("mlp_parts=4",) if large and base.num_gpus == 1 and question.in_mlp_parts is not None else ()
