@@ -208,7 +208,7 @@ def test_a_compute_bound_step_takes_what_its_compute_takes():
 
 
 def test_weights_that_step_are_encoded_once_when_all_of_them_have_changed():
-    """Frozen parts never are; a unit in tiles is behind the last one, and one that nodes share when it is whole again."""
+    """Frozen parts never are; a unit in tiles is behind the last one, one that nodes share when it is whole again."""
     frozen = pack_part(PartKind(plane="frozen_bf16", dtype="bf16"), [("base", (8 * SIZE,))])
     unit = pack_unit(0, "u", "block", [("w", (4 * SIZE,), True, True)], (frozen,))
     model = ModelSpec(units=(unit,) * 4, dtype="bf16")

@@ -54,7 +54,9 @@ def _answer(
     question = asked.question
     with _uncollected():
         try:
-            if asked.config.transport.weights == "auto":  # what is asked next goes on from the codec that was found
+            if (
+                asked.config.transport.weights == "auto"
+            ):  # what is asked next goes on from the codec that was found
                 question, prediction = fastest_with_codecs(question)
             else:
                 prediction = fastest(question)

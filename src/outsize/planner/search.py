@@ -58,7 +58,7 @@ def fastest(question: Question) -> Prediction:
 
 
 def fastest_with_codecs(question: Question) -> tuple[Question, Prediction]:
-    """Return ``question`` with the codec that is worth it, if any that keeps every bit of the weights is, and `fastest`.
+    """Return ``question``, with a codec that keeps every bit of the weights where one is worth it, and its `fastest`.
 
     Raises:
         ConfigError: what is asked for cannot be.

@@ -128,9 +128,10 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
     Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to a
-    GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an optimizer state of 8
-    bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring. And so are
-    MLPs that take their tokens in parts, where what a block needs at once is a quarter of the device.
+    GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an
+    optimizer state of 8 bits, where the home is on disk for want of host memory; but for nodes its gradients pass
+    through a ring. And so are MLPs that take their tokens in parts, where what a block needs at once is a quarter of
+    the device.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
