@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
 from outsize.hardware.from_probe import read_machine
+from outsize.hardware.spec import Peer
 from outsize.planner.costs import UnitTimes
+from outsize.planner.recalibrate import Trace
 from outsize.testing import in_ranks
 from outsize.train import forecast as module
 from outsize.train import rates
@@ -60,6 +63,18 @@ def test_rates_of_another_device_do_not_serve(finished, tmp_path):
     assert kept_rates(Path(result.run_dir), prepare(run, tmp_path, lambda _: None)) is None
     (tmp_path / "machine.json").write_text("{")
     assert kept_rates(tmp_path, prepare(config, tmp_path, lambda _: None)) is None
+
+
+def test_copies_between_devices_go_by_the_trace_and_by_what_throttles_them(finished, tmp_path):
+    config, result, _ = finished
+    found = read_machine(Path(result.run_dir) / "machine.json")
+    figure = found.links[0].up_bytes_per_s
+    pairs = (Peer(source=a, target=1 - a, bytes_per_s=figure, own_wire=True) for a in range(2))
+    machine = replace(found, gpus=found.gpus[:1] * 2, links=found.links[:1] * 2, peers=tuple(pairs))
+    traced = module.with_rates(machine, Trace(rates={"peer:w1-w0": 5.0}))
+    assert [peer.bytes_per_s.value for peer in traced.peers] == [figure.value, 5.0]
+    throttled = make_run(tmp_path, memory=config.memory.model_dump() | {"peer_gb_per_s": 2.0})
+    assert kept_rates(Path(result.run_dir), prepare(throttled, tmp_path, lambda _: None)) is None
 
 
 def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):

@@ -122,7 +122,8 @@ def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
             found.name == prepared.machine.device and found.host.memory_bytes == psutil.virtual_memory().total
         )
         disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
-        limited = prepared.config.memory.link_gb_per_s is not None
+        memory = prepared.config.memory
+        limited = memory.link_gb_per_s is not None or memory.peer_gb_per_s is not None
         peers = all(found.peer(*pair) is not None for pair in prepared.plan.layout.peers)
         if same and disk and peers and not limited:
             return found
