@@ -151,3 +151,17 @@ def test_ranks_are_predicted_with_the_slowest_of_them(tmp_path, monkeypatch):
     first, second, _ = in_ranks(3, work)
     assert first.times == second.times == UnitTimes(forward_s=(2.0, 0.0), backward_s=(4.0, 8.0))
     assert first.net_bytes_per_s == second.net_bytes_per_s == 4.0
+
+
+def test_ranks_are_compared_by_their_steps_not_by_their_microbatches():
+    """The first has one microbatch, and the second, a little slower, four."""
+
+    def work(group):
+        count, share = (4, 0.3) if group.rank else (1, 1.0)
+        times = UnitTimes(forward_s=(share,), backward_s=(2 * share,))
+        alone = rates.Rates(None, times, microbatches=count)
+        return rates.of_slowest(group, alone, rates.Exchanged()).times.forward_s
+
+    first, second = in_ranks(2, work)
+    assert first == pytest.approx((1.2,))
+    assert second == pytest.approx((0.3,))
