@@ -481,13 +481,17 @@ def main() -> None:
         "--namespaces", action="store_true", help="throttle a veth of each rank with tc; needs root"
     )
     parser.add_argument("--gradients", nargs="+", default=["fp32", "bf16", "int8-ef"], metavar="CODEC")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of unthrottled and throttled steps")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="of unthrottled and throttled steps, two at least"
+    )
     parser.add_argument("--phase-steps", type=int, default=PHASE_STEPS, help="in a row, two at least")
     parser.add_argument("--curve", action="store_true", help="compare losses of 300 steps instead")
     parser.add_argument("--simulated", action="store_true", help="what the simulator makes of larger models")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.rounds < 2 or args.phase_steps < 2:
+        parser.error("--rounds and --phase-steps are two at least")
     if args.child:
         print(json.dumps(Rank(json.loads(args.child)).run()))
         return

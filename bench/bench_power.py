@@ -419,6 +419,7 @@ def main() -> None:
     common.finish(
         {
             "bench": "power",
+            "optimizer": arguments.optimizer,
             "machine": common.machine(),
             "steps": arguments.steps,
             "save_every": arguments.save_every,

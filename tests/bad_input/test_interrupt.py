@@ -15,7 +15,7 @@ from bad_input.traps import Trap, while_saving
 from bad_input.world import World, half_written, names_below, run_well
 from outsize.config import dump_config
 from outsize.planner.ops import Kind
-from outsize.runtime import engine
+from outsize.runtime.compute import ComputeOps
 from outsize.train import run
 from outsize.train.interrupt import Interrupt
 
@@ -61,9 +61,7 @@ def test_the_first_signal_finishes_the_step_and_saves(
     world: World, monkeypatch: pytest.MonkeyPatch, send: Callable[[int], None], number: int
 ) -> None:
     with monkeypatch.context() as patched:
-        Trap(patched, Kind.FORWARD, microbatch=1, unit=1).put(
-            engine.ComputeOps, "_find", lambda: send(number)
-        )
+        Trap(patched, Kind.FORWARD, microbatch=1, unit=1).put(ComputeOps, "_find", lambda: send(number))
         outcome = world.command(world.config(train=SIX))
     assert (outcome.status, outcome.result["steps"]) == (0, 2)
     assert "interrupted after step 2; saving" in outcome.err
@@ -82,7 +80,7 @@ def test_the_second_signal_stops_at_once(
     every_step = {"save_every": 1, **SIX}
     with monkeypatch.context() as patched:
         trap = Trap(patched, Kind.FORWARD, microbatch=1, unit=1, step=2)
-        trap.put(engine.ComputeOps, "_find", lambda: (send(number), send(number)))
+        trap.put(ComputeOps, "_find", lambda: (send(number), send(number)))
         outcome = world.command(world.config(train=every_step))
     check_stopped(outcome.status, outcome.err, world.root / "run", "step-0000000[12]")
     again = world.command(world.config(train=every_step), "--resume", "auto")

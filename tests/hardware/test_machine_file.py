@@ -53,7 +53,7 @@ def test_a_file_that_is_none_is_refused(found, tmp_path):
     with pytest.raises(ConfigError, match="surprise: Extra inputs"):
         parse(changed(found, surprise=1))
     for text in ("", "[]", "{}"):
-        with pytest.raises(ConfigError, match=r"not a machine\.json"):
+        with pytest.raises(ConfigError, match=r"not what `outsize probe` found"):
             parse(text)
     with pytest.raises(ConfigError, match="cannot read"):
         read(tmp_path / "absent.json")

@@ -76,7 +76,7 @@ def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
 
 
 def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():
-    question = ask("4xh100", sequences=32)
+    question = ask("2xh100", sequences=16, microbatches=8)
     found = fastest(question)
     alone = fastest(replace(question, machine=replace(question.machine, peers=())))
     assert any("from GPU to GPU" in line for line in found.assumptions)

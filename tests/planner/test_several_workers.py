@@ -85,9 +85,12 @@ def test_what_is_short_is_said():
     with pytest.raises(InfeasiblePlanError, match=r"first try") as raised:
         several_workers(ask("2x4090", budgets=budgets), 16)
     assert raised.value.short_by["device"] > 0
+    short = Budgets(device=20 * GIB, host=GIB)
     with pytest.raises(InfeasiblePlanError, match="first try the home on disk") as raised:
-        several_workers(ask("2x4090", budgets=Budgets(device=20 * GIB, host=GIB)), 16)
+        several_workers(ask("2x4090", budgets=short, home="host"), 16)
     assert raised.value.short_by["host"] > 0
+    with pytest.raises(InfeasiblePlanError, match=r"first try a host budget of 9\.\d+ GiB"):
+        several_workers(ask("2x4090", budgets=short), 16)  # which is on disk by itself where it has to be
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -4,7 +4,7 @@ import pytest
 
 from outsize.optim.spec import StateLayout
 from outsize.planner.sizing import PlanOptions
-from outsize.planner.smaller import smaller_states
+from outsize.planner.smaller import smaller_microbatches, smaller_states
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,19 @@ def test_settings_that_lose_nothing_come_first_and_each_takes_less(state, settin
     sizes = [layout.bytes_per_parameter, *(other.state.bytes_per_parameter for _, other in found)]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "advice"),
+    [
+        ({}, None, "more microbatches than 4, or shorter sequences"),
+        ({"most_microbatches": 8}, None, "more microbatches than 4"),
+        ({"most_microbatches": 8}, "head", "more microbatches than 4, or a smaller train.head_chunk_tokens"),
+        ({"most_microbatches": 4, "can_part": True}, "block", "train.mlp_parts=4, or shorter sequences"),
+        ({"most_microbatches": 4}, "block", "shorter sequences"),
+        ({"most_microbatches": 4, "can_part": True}, "embedding", "shorter sequences"),
+    ],
+)
+def test_only_what_can_be_done_and_would_help_is_advised(known, kind, advice):
+    options = PlanOptions(home="host", below="host", microbatches=4, **known)
+    assert smaller_microbatches(options, kind) == advice

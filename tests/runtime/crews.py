@@ -42,6 +42,7 @@ def plan_crew(
     microbatches: int,
     clip: bool,
     kept: Extent | None = None,
+    peers: frozenset[tuple[int, int]] = frozenset(),
 ) -> Plan:
     count = parts.spec.num_streamed
     # What blocks of `oddities` return of products has room in this; theirs is no fused attention.
@@ -60,6 +61,7 @@ def plan_crew(
             clip=clip,
             microbatches=microbatches,
             activations="auto" if kept is None else OFFLOADED[kept].value,
+            peers=peers,
         ),
         StageOptions(
             num_workers=num_workers,
@@ -86,12 +88,13 @@ def crew_over(
     devices: Sequence[Device] | None = None,
     settings: dict[str, Any] | None = None,
     kept: Extent | None = None,
+    peers: frozenset[tuple[int, int]] = frozenset(),
     room_bytes: int | None = None,
 ) -> Iterator[Rig]:
     """An engine of ``num_workers`` that trains ``model`` in fp32."""
     decaying = set(Trainer.get_decay_parameter_names(None, model))
     parts = split(model, decays=decaying.__contains__, freeze=freeze)
-    plan = plan_crew(parts, num_workers, stages, users, microbatches, max_grad_norm > 0, kept)
+    plan = plan_crew(parts, num_workers, stages, users, microbatches, max_grad_norm > 0, kept, peers)
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena())
         home = stack.enter_context(HostHome(parts.spec, planes_for("fp32"), arena))

@@ -180,6 +180,50 @@ def test_what_finds_no_room_below_is_computed_again():
         assert all(torch.equal(got[name], weight) for name, weight in want.weights.items())
 
 
+def ring(num_workers: int) -> frozenset[tuple[int, int]]:
+    """All pairs of which one worker hands over to the other."""
+    return frozenset((w, (w + 1) % num_workers) for w in range(num_workers) if num_workers > 1)
+
+
+@pytest.mark.parametrize("kept", [None, Extent.PRODUCTS])
+@pytest.mark.parametrize(
+    ("num_workers", "stages", "peers"),
+    [
+        (2, cut([1, 1, 1], [1, 1, 1, 1], 2), ring(2)),
+        (2, cut([3], [1, 3], 2), frozenset({(1, 0)})),
+        (3, cut([1, 2], [1, 2, 1], 5), ring(3)),
+        (3, cut([2], [2, 2], 1), frozenset({(0, 1), (2, 0)})),
+        (4, cut([1, 1], [2, 1, 1], 2), ring(4)),
+    ],
+)
+def test_what_goes_from_device_to_device_changes_no_bit(
+    num_workers: int, stages: Stages, peers: frozenset[tuple[int, int]], kept: Extent | None
+):
+    options = {"stages": stages, "peers": peers, "kept": kept, "max_grad_norm": 0.5}
+    got = train_crew(make(), batches(5), num_workers, **options)
+    assert_same(got, resident(5, max_grad_norm=0.5))
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_code_between_units_goes_backward_from_what_has_moved_to_another_device(num_workers: int):
+    options = {"users": USERS_OF_TIED, "max_grad_norm": 0.5}
+    got = train_crew(make(Tied), batches(3), num_workers, peers=ring(num_workers), **options)
+    assert_same(got, train_crew(make(Tied), batches(3), num_workers, **options))
+
+
+def test_bytes_from_device_to_device_are_those_of_the_plan():
+    options = {"stages": cut([2], [2, 2], 2), "peers": ring(2)}
+    with crew_over(make(), 2, microbatches=4, **options) as rig:
+        (context,) = contexts([[batch(seed=m, rows=2) for m in range(4)]])
+        rig.engine.finish(rig.engine.begin(context))
+        crossed = rig.engine.link_bytes()
+        moves = [op for op in rig.engine.plan.program if op.target is not None]
+        assert {op.kind for op in moves} == {Kind.PASS, Kind.RETURN}
+        assert rig.engine.plan.traffic.across == len(moves) * 2**10
+        across = sum(size for lane, size in crossed.items() if lane.startswith("peer"))
+        assert across == len(moves) * 2 * 5 * WIDTH * 4
+
+
 @pytest.mark.parametrize("freeze", [("embed.*",), ("embed.*", "blocks.0.*"), ("embed.*", "blocks.*")])
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
@@ -225,6 +269,7 @@ def test_nothing_deadlocks_whatever_the_lanes_wait_for(data: st.DataObject):
     rng = random.Random(data.draw(st.integers(0, 2**16)))
     slow = {kind: rng.choice([0.0, 0.0, 0.001, 0.004]) for kind in Kind}
     options = {"kept": data.draw(st.sampled_from([None, Extent.PRODUCTS])), "max_grad_norm": 0.5}
+    options["peers"] = frozenset(pair for pair in sorted(ring(num_workers)) if data.draw(st.booleans()))
     with crew_over(make(), num_workers, stages=stages, microbatches=count, **options) as rig:
         executor = rig.engine._executor
         inner = executor._handler

@@ -7,7 +7,8 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.planner.choice import Choice
 from outsize.planner.ops import Kind
-from outsize.runtime.unit_clock import _num_samples, time_units
+from outsize.runtime.allocator import ResidentLimit
+from outsize.runtime.unit_clock import _num_samples, _num_waiting, time_units
 from runtime.oddities import VOCAB, Odd
 from runtime.test_calibrate import skeleton
 
@@ -25,7 +26,8 @@ def clock(model, seq_len=16, chunk_tokens=None, num_kept=0, **inputs):
             given,
             chunk_tokens=chunk_tokens,
             device=torch.device("cpu"),
-            num_kept=num_kept,
+            num_kept=[num_kept] * parts.spec.num_streamed if num_kept else [],
+            limit=ResidentLimit(0, 2**40) if num_kept else None,
         )
 
 
@@ -68,4 +70,5 @@ def test_forwards_that_keep_all_and_their_backwards_are_timed_where_a_plan_has_t
 
 
 def test_the_number_of_samples_follows_from_the_first():
+    assert [_num_waiting(first_s) for first_s in (1.0, 0.4, 0.1, 0.01, 0.0)] == [0, 2, 5, 50, 64]
     assert [_num_samples(first_s) for first_s in (1.0, 0.4, 0.1, 0.01, 0.001, 0.0)] == [0, 2, 3, 5, 5, 1000]

@@ -36,7 +36,6 @@ EXACT: dict[str, dict[str, Any]] = {
         "optimizer": SPLIT,
         "memory": {**DISK, **EMULATED},
     },
-    "bf16, by unit, on disk": {"model": BF16, "optimizer": {**SPLIT, **RING}, "memory": DISK},
     "gradients in bf16": {"model": BF16, "optimizer": {**SPLIT, "gradients": "bf16"}},
     "gradients in bf16 on disk": {
         "optimizer": {**NAME, "gradients": "bf16"},
@@ -54,9 +53,8 @@ def test_streamed_is_resident_bit_for_bit(case: str, tmp_path: Path) -> None:
     assert result.loss_streamed[-1] < result.loss_streamed[0]
 
 
-@pytest.mark.parametrize("memory", [EMULATED, DISK])
-def test_a_weight_that_units_share_steps_once(memory: dict[str, Any], tmp_path: Path) -> None:
-    run = make_run(tmp_path, "llama_tied", train={"microbatches": 2}, optimizer=NAME, memory=memory)
+def test_a_weight_that_units_share_steps_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "llama_tied", train={"microbatches": 2}, optimizer=NAME, memory=DISK)
     result = verify(run)
     assert (result.equal, result.differing) == (True, [])
 
@@ -136,10 +134,19 @@ def test_state_is_rows_and_columns_and_scratches_are_in_the_plan(tmp_path: Path)
 
 
 def test_a_budget_without_room_for_a_scratch_is_refused_before_the_run(tmp_path: Path) -> None:
-    config = make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=EMULATED)
-    found = plan(config)
+    found = plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=EMULATED))
     needed, scratch = sum(found.memory["host"].values()), found.memory["host"]["optimizer scratch"]
     memory = {**EMULATED, "host_memory": needed - scratch // 2}
     with pytest.raises(InfeasiblePlanError) as error:
         plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=memory))
     assert 0 < error.value.short_by["host"] <= scratch
+
+
+def test_a_disk_home_without_room_for_a_whole_unit_says_what_to_try(tmp_path: Path) -> None:
+    memory = {**DISK, **EMULATED}
+    found = plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=memory)).memory["host"]
+    short = {**memory, "host_memory": found["optimizer scratch"] + 4096}
+    with pytest.raises(
+        InfeasiblePlanError, match=r"for optimizer tiles; .* or optimizer.name=lion, which steps"
+    ):
+        plan(make_run(tmp_path, model=BF16, optimizer=SPLIT, memory=short))

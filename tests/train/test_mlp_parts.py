@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outsize.errors import ModelError
+from outsize.errors import InfeasiblePlanError, ModelError
 from outsize.train.prepare import prepare
 from outsize.train.run import plan
 from outsize.train.verify import verify
@@ -54,3 +54,12 @@ def test_a_block_s_backward_needs_less_memory(tmp_path: Path) -> None:
 def test_a_model_without_such_mlps_is_refused_before_work_starts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"train.mlp_parts: .* leave it at 1"):
         plan(make_run(tmp_path, "bert", train={"mlp_parts": 2, "loss": "model"}))
+
+
+def test_parts_are_advised_where_blocks_lack_room_and_can_go_in_parts(tmp_path: Path) -> None:
+    """Not where they go in parts already, and not where the head is what is large."""
+    tight = {"memory": {"device_memory": "1KiB"}}
+    for train, advised in ({"mlp_parts": 1}, True), ({"mlp_parts": 4}, False):
+        with pytest.raises(InfeasiblePlanError) as raised:
+            plan(make_run(tmp_path / str(advised), train={**train, "head_chunk_tokens": 4}, **tight))
+        assert ("train.mlp_parts=4" in str(raised.value)) == advised, str(raised.value)

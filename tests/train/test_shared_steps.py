@@ -167,6 +167,9 @@ def test_what_other_ranks_have_lost_is_not_gone_on_with_and_that_is_said(model_d
     run(3, saved, tmp_path / "three", batches, first=1, resume=saved, announce=said.append, **options)
     assert len(said) == 3
     assert all("holds that of 2 ranks" in line and "not bit for bit" in line for line in said)
+    run(1, saved, tmp_path / "one", batches, first=1, resume=saved, announce=said.append, **options)
+    assert "of 2 ranks" in said[3]
+    assert "dropped" in said[3]
 
 
 def test_damaged_residuals_are_refused(model_dir, tmp_path):

@@ -11,7 +11,6 @@ from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
 from outsize.cli.plan_options import PlanOptions
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
-from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
 from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
@@ -250,6 +249,8 @@ def _machine(gpus: str | None, file: Path | None) -> Machine:
     if gpus is not None:
         return parse_gpus(gpus)
     assert file is not None
+    from outsize.hardware.from_probe import read_machine  # the form of a probe's file takes a while to load
+
     return read_machine(file)
 
 

@@ -378,7 +378,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "few microbatches for the number of workers: the pipeline fills and drains in every step",
             "units that cannot be dealt out evenly",
         ),
-        fix="train.microbatches larger, with train.tokens_per_step; fewer workers where units are few",
+        fix="train.tokens_per_step larger, in as many more microbatches; fewer workers where units are few",
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
     ),
     Rule(
@@ -394,7 +394,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=compute_rules.tiny_microbatch,
         causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
-        fix="fewer microbatches (train.microbatches down), or more tokens per step with as many",
+        fix="more tokens per step in as many microbatches; with one worker train.microbatches down",
         verify="mfu in heartbeat.jsonl",
     ),
     Rule(

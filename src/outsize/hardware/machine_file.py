@@ -243,7 +243,8 @@ def parse(text: str) -> MachineFile:
         version = found["schema_version"]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            "not a machine.json; write one with `outsize probe --output machine.json`"
+            "not what `outsize probe` found; write that with `outsize probe --output FILE` (the machine.json of a run "
+            "holds the rates of its lanes alone, for `outsize plan`)"
         ) from error
     if version != SCHEMA_VERSION:
         raise ConfigError(

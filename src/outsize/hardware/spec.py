@@ -67,7 +67,9 @@ class Gpu:
         """
         if dtype not in self.peak_flops_per_s:
             known = ", ".join(self.peak_flops_per_s)
-            raise ConfigError(f"no rate for {dtype} on {self.name}; there is {known}")
+            raise ConfigError(
+                f"no rate for {dtype} on {self.name}; there is {known}: name one of these (--dtype of `outsize plan`)"
+            )
         return self.peak_flops_per_s[dtype].value * self.efficiency.value
 
 

@@ -45,6 +45,15 @@ def take_in_parts(split: Split, num_parts: int) -> None:
         mlp.__class__ = type(f"{own.__name__}InParts", (_InParts, own), {"num_parts": num_parts})
 
 
+def can_take_in_parts(split: Split) -> bool:
+    """Return whether `take_in_parts` takes the MLPs of ``split``."""
+    try:
+        list(_mlps(split))
+    except ModelError:
+        return False
+    return True
+
+
 def parts_of(split: Split) -> int:
     """Return in how many parts the MLPs of ``split`` take their tokens."""
     blocks = (

@@ -33,15 +33,14 @@ def count_workload(
     table = shape.vocabulary * shape.hidden * size
     chunk = min(chunk_tokens, tokens)
     # The norm before the head is computed in fp32, twice as wide as the hidden state in all.
-    # Two products for each of the forward's, and an MLP in parts once more.
-    again = 6.0 * tokens * shape.hidden * shape.intermediate * (shape.mlp_parts > 1)
-    gradient = (2 * forward + again * (0 < unit <= shape.layers) for unit, forward in enumerate(flops))
+    mlp = 6.0 * tokens * shape.hidden * shape.intermediate
     head = LOGIT_BYTES * chunk * shape.vocabulary + tokens * shape.hidden * (8 + 2 * size)
     return Workload(
         tokens=tokens,
         forward_flops=flops,
         recompute_flops=recompute_flops(shape, sequences, seq_len),
-        gradient_flops=tuple(gradient),
+        gradient_flops=tuple(2 * forward for forward in flops),  # two products for each of the forward's
+        again_flops=(0.0, *[mlp] * shape.layers, 0.0) if shape.mlp_parts > 1 else (),
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
         backward_workspace_bytes={

@@ -9,7 +9,7 @@ second of one core. They are taken to use one core at a time, and compute to sha
 from collections.abc import Iterable
 from dataclasses import replace
 
-from outsize.planner.costs import UnitTimes
+from outsize.planner.costs import EXCHANGE_S, UnitTimes
 from outsize.planner.discrete import Cost
 from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.simulate import CostModel
@@ -43,8 +43,8 @@ def crowded(
         cost = costs.cost_of(op)
         if op.kind in COMPUTE_KINDS:
             compute_s += cost.seconds
-        elif op.kind in _NETWORK:  # but for waits, which no core does
-            lanes_s += cost.amount * core_s_per_byte
+        elif op.kind in _NETWORK:  # codecs and messages, but no waits
+            lanes_s += max(0.0, cost.seconds - EXCHANGE_S) + cost.amount * core_s_per_byte
         elif op.kind not in _DISK:
             lanes_s += _alone_s(cost, costs)
     if not compute_s:

@@ -92,25 +92,29 @@ class _Flow:
     done_s: float = inf
 
 
+# More flows than this many bits can count never take one path: each is of a lane of its own.
+_BITS = 16
+
+
 class _Rates:
     """Fair rates of flows, by the numbers of their paths: the same flows meet again and again."""
 
     def __init__(self, capacity: Mapping[str, float]) -> None:
         self._capacity = capacity
         self._paths: dict[tuple[str, ...], int] = {}
-        self._known: dict[tuple[int, ...], dict[int, float]] = {}
+        self._known: dict[int, dict[int, float]] = {}
 
     def number(self, path: tuple[str, ...]) -> int:
         return self._paths.setdefault(path, len(self._paths))
 
-    def of(self, flows: list[_Flow]) -> dict[int, float]:
-        key = tuple(sorted([flow.path for flow in flows]))
-        rates = self._known.get(key)
+    def of(self, meeting: int, flows: list[_Flow]) -> dict[int, float]:
+        """Return the rate of each path; ``meeting`` has a digit of so many flows for each path."""
+        rates = self._known.get(meeting)
         if rates is None:
             names = list(self._paths)
-            paths = sorted(names[number] for number in key)
+            paths = sorted(names[flow.path] for flow in flows)
             fair = zip(paths, fair_rates(paths, self._capacity), strict=True)
-            rates = self._known[key] = {self._paths[path]: rate for path, rate in fair}
+            rates = self._known[meeting] = {self._paths[path]: rate for path, rate in fair}
         return rates
 
 
@@ -125,19 +129,23 @@ class _Clock:
         self.pending = [0] * count
         self.dependents: list[list[int]] = [[] for _ in work]
         self.lanes = [item.lane for item in work]
+        self.seconds = [item.cost.seconds for item in work]
+        self.moves = [item.cost.amount > 0 for item in work]
         turn: defaultdict[str, deque[int]] = defaultdict(deque)
-        for index, item in enumerate(work):
-            after = set(item.after)
+        for index, (lane, _, waits) in enumerate(work):
+            after = set(waits) if len(waits) > 1 else waits
             self.pending[index] = len(after)
             for earlier in after:
                 if not 0 <= earlier < index:
                     raise ValueError(f"work {index} waits for {earlier}, which does not come before it")
                 self.dependents[earlier].append(index)
-            turn[item.lane].append(index)
+            turn[lane].append(index)
         turn.pop("", None)
         self.turn = dict(turn)
         self.fixed: list[tuple[float, int]] = []
         self.flows: list[_Flow] = []
+        self.flow_s = inf  # when the first of them is done
+        self.meeting = 0  # their paths, see `_Rates.of`
         self.rates = _Rates(capacity)
         self.now = 0.0
         self.busy: set[str] = set()
@@ -149,9 +157,9 @@ class _Clock:
 
     def advance(self) -> bool:
         """Go to the next end of something; False when all is done."""
-        fixed, flows, work = self.fixed, self.flows, self.work
-        flow_s = min([flow.done_s for flow in flows], default=inf)
-        now = min(fixed[0][0], flow_s) if fixed else flow_s
+        fixed, flows, moves = self.fixed, self.flows, self.moves
+        flow_s = self.flow_s
+        now = fixed[0][0] if fixed and fixed[0][0] < flow_s else flow_s
         if now == inf:
             return False
         self.now = now
@@ -159,27 +167,34 @@ class _Clock:
         started: list[int] = []
         while fixed and fixed[0][0] <= now:
             index = heappop(fixed)[1]
-            (started if work[index].cost.amount else done).append(index)
+            (started if moves[index] else done).append(index)
         if started or flow_s <= now:
-            done += [flow.index for flow in flows if flow.done_s <= now]
-            self.flows = [flow for flow in flows if flow.done_s > now]
+            if flow_s <= now:
+                ended = [flow for flow in flows if flow.done_s <= now]
+                done += [flow.index for flow in ended]
+                self.meeting -= sum([1 << _BITS * flow.path for flow in ended])
+                self.flows = flows = [flow for flow in flows if flow.done_s > now]
             for index in started:
-                cost = work[index].cost
-                self.flows.append(_Flow(index, cost.amount, self.rates.number(cost.through), since_s=now))
+                cost = self.work[index].cost
+                path = self.rates.number(cost.through)
+                self.meeting += 1 << _BITS * path
+                flows.append(_Flow(index, cost.amount, path, since_s=now))
             self._share()
-        for index in sorted(done):
+        for index in sorted(done) if len(done) > 1 else done:
             self._finish(index)
         return True
 
     def _share(self) -> None:
         """Give every flow its fair rate from now on."""
-        now, rates = self.now, self.rates.of(self.flows)
+        now, rates, first_s = self.now, self.rates.of(self.meeting, self.flows), inf
         for flow in self.flows:
             rate = rates[flow.path]
             if rate != flow.rate:
                 flow.left -= flow.rate * (now - flow.since_s)
                 flow.since_s, flow.rate = now, rate
                 flow.done_s = now + max(flow.left, 0.0) / rate
+            first_s = min(first_s, flow.done_s)
+        self.flow_s = first_s
 
     def _begin_if_its_turn(self, index: int, cause: int) -> None:
         """Begin work that waits for nothing else, unless its lane is at something else."""
@@ -189,7 +204,7 @@ class _Clock:
                 return
             self.busy.add(lane)
         self.start[index], self.cause[index] = self.now, cause
-        heappush(self.fixed, (self.now + self.work[index].cost.seconds, index))
+        heappush(self.fixed, (self.now + self.seconds[index], index))
 
     def _finish(self, index: int) -> None:
         self.end[index] = self.now

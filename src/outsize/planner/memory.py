@@ -131,6 +131,12 @@ class Demand:
             (*self.forward_workspace_bytes.values(), *self.backward_workspace_bytes.values()), default=0
         )
 
+    @property
+    def largest_kind(self) -> str | None:
+        """The kind of the unit that allocates it; None where none is known."""
+        both = [*self.forward_workspace_bytes.items(), *self.backward_workspace_bytes.items()]
+        return max(both, key=lambda item: item[1])[0] if both else None
+
 
 __all__ = [
     "Demand",

@@ -100,6 +100,8 @@ def _options(question: Question, microbatches: int, home: Tier) -> PlanOptions:
         may_skip=question.model.compute_dtype == "fp16",
         state=question.state_layout(whole_gradients=question.nodes > 1 or not transport.is_raw("gradients")),
         microbatches=microbatches,
+        most_microbatches=question.sequences,
+        can_part=question.in_mlp_parts is not None,
         transport=transport,
         activations=question.activations,
         nodes=question.nodes,

@@ -148,13 +148,15 @@ class _Search:
 
     def step_s(self, cut: _Cut) -> float:
         """Return the time of a step; infinity where a cut is not allowed."""
-        if cut not in self.known:
-            if not self.allowed(*cut[:2]):
-                return inf
-            stages = self.pipeline.stages(*cut)
-            self.left -= stages.num_stages * -(-self.pipeline.num_microbatches // cut[2])
-            self.known[cut] = self.pipeline.step_s(stages)
-        return self.known[cut]
+        seconds = self.known.get(cut)
+        if seconds is None:
+            seconds = inf
+            if self.allowed(*cut[:2]):
+                stages = self.pipeline.stages(*cut)
+                self.left -= stages.num_stages * -(-self.pipeline.num_microbatches // cut[2])
+                seconds = self.pipeline.step_s(stages)
+            self.known[cut] = seconds
+        return seconds
 
     def numbers_s(self, numbers: _Numbers) -> float:
         """Return the time of a step of even stages; infinity where they are not allowed."""
@@ -185,12 +187,15 @@ class _Search:
                 for down in {self._pack_down(fused, limit): None for limit in limits(downs, NUM_DRAWN)}:
                     yield from ((up, (fused, *down), size) for size in self.round_sizes[-2:])
 
-    def near_cuts(self, cut: _Cut) -> Iterator[_Cut]:
-        """Yield what lies next to a cut."""
+    def near_cuts(self, cut: _Cut, up_fits: bool = True, down_fits: bool = True) -> Iterator[_Cut]:
+        """Yield what lies next to a cut, and may be allowed; what changes nothing of what does not fit is not."""
         forward, backward, size = cut
-        yield from ((forward, backward, other) for other in self.round_sizes if other != size)
-        yield from ((changed, backward, size) for changed in neighbours(forward))
-        yield from ((forward, (backward[0], *changed), size) for changed in neighbours(backward[1:]))
+        if up_fits and down_fits:
+            yield from ((forward, backward, other) for other in self.round_sizes if other != size)
+        if down_fits:
+            yield from ((changed, backward, size) for changed in neighbours(forward))
+        if up_fits:
+            yield from ((forward, (backward[0], *changed), size) for changed in neighbours(backward[1:]))
         if len(backward) > 1:  # the fused stage takes a unit from its neighbours, or gives them one
             taken = (backward[0] + 1, *without_first_unit(backward[1:]))
             yield without_first_unit(forward[::-1])[::-1], taken, size
@@ -202,7 +207,11 @@ class _Search:
 
     def two_changes(self, cut: _Cut) -> Iterator[_Cut]:
         """Yield what lies next to what lies next to a cut."""
-        return (other for one in self.near_cuts(cut) for other in self.near_cuts(one))
+        return (
+            other
+            for one in self.near_cuts(cut)
+            for other in self.near_cuts(one, self.ups_fit(one[0]), self.downs_fit(one[1]))
+        )
 
     def climb(
         self,

@@ -34,7 +34,7 @@ from outsize.planner.sizing import (
     PlanOptions,
     Sizing,
 )
-from outsize.planner.smaller import smaller_states
+from outsize.planner.smaller import smaller_microbatches, smaller_states
 from outsize.planner.spending import as_asked, kept_for_the_host, spend
 from outsize.planner.traffic import Traffic, count_traffic
 from outsize.units import format_bytes
@@ -146,7 +146,8 @@ class Plan:
                 parts = self.home_parts if name == "home" else {}
                 lines += [f"    {part:<22}{format_bytes(size):>12}" for part, size in parts.items()]
         lines.append("per step")
-        lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in asdict(self.traffic).items()]
+        moved = {name: size for name, size in asdict(self.traffic).items() if size or name != "across"}
+        lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in moved.items()]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,7 +205,8 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     if short_by:
         shortage = partial(shortage_of, model, demand, budgets)
         raise InfeasiblePlanError(
-            _what_to_try(memory_of(knobs), short_by, options, sizing.state, shortage), short_by
+            _what_to_try(memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind),
+            short_by,
         )
     knobs = spend(sizing, demand, knobs, lambda knobs: not short(knobs))
     return _make(sizing, demand, budgets, knobs, memory_of(knobs))
@@ -322,6 +324,7 @@ def _what_to_try(
     options: PlanOptions,
     state: StateLayout,
     shortage: Callable[[PlanOptions], Mapping[str, int]],
+    largest_kind: str | None,
 ) -> str:
     """Return the message for the first tier that is short: what takes the most there, what to try first."""
     tier = next(iter(short_by))
@@ -332,9 +335,9 @@ def _what_to_try(
     if chosen and not shortage(replace(options, activations="auto")):
         advice = "memory.activations=auto, which keeps what has room"
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
-        in_parts = largest == "workspace" and not options.cut
-        shorter = "train.mlp_parts=4, or shorter sequences" if in_parts else "or shorter sequences"
-        advice = f"more microbatches than {options.microbatches}, {shorter}"
+        advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
+    elif state.factored and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
+        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=lion, which steps units piece by piece"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"

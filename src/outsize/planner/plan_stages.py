@@ -20,6 +20,7 @@ from outsize.planner.partition import Pipeline, partition
 from outsize.planner.plan import Budgets, Plan, Table
 from outsize.planner.schedule import successive_steps
 from outsize.planner.sizing import PlanOptions
+from outsize.planner.smaller import smaller_microbatches
 from outsize.planner.spending import ENOUGH
 from outsize.planner.stage_layout import (
     ARRIVALS,
@@ -85,7 +86,7 @@ def plan_stages(
         if not short_by:
             break
     else:
-        raise InfeasiblePlanError(_what_to_try(memory, short_by, options), short_by)
+        raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
 
     found: list[tuple[float, StepLayout]] = []
     for way in ways:
@@ -218,7 +219,9 @@ def _memory(
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 
-def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) -> str:
+def _what_to_try(
+    memory: Table, short_by: dict[str, int], options: PlanOptions, largest_kind: str | None
+) -> str:
     tier = next(iter(short_by))
     classes = memory[tier]
     largest = max(classes, key=lambda name: classes[name])
@@ -227,7 +230,7 @@ def _what_to_try(memory: Table, short_by: dict[str, int], options: PlanOptions) 
         "weight slots": "devices with more memory",
         "gradient accumulators": "devices with more memory",
         "home": "the home on disk" if options.home == "host" else "a larger disk budget",
-    }.get(largest, f"more microbatches than {options.microbatches}, or shorter sequences")
+    }.get(largest) or smaller_microbatches(options, largest_kind if largest == "workspace" else None)
     needed = format_bytes(sum(classes.values()))
     where = "each worker" if tier == "device" else f"the {tier}"
     return (

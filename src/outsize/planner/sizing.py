@@ -48,6 +48,8 @@ class PlanOptions:
         state: how a trained unit lies at home; None for the plain layout of the model's dtype. Where it keeps no
             gradients, they pass through a ring.
         microbatches: microbatches per step.
+        most_microbatches: how many there may be; None where that is not known.
+        can_part: whether MLPs could take their tokens in parts, and do not yet.
         slots: units that the device holds at once.
         prefetch: how many units ahead of their use LOADs start.
         tile_elements: elements per tile of the optimizer step, a multiple of 2048.
@@ -72,6 +74,8 @@ class PlanOptions:
     may_skip: bool = False
     state: StateLayout | None = None
     microbatches: int = 1
+    most_microbatches: int | None = None
+    can_part: bool = False
     slots: int | None = None
     prefetch: int | None = None
     tile_elements: int | None = None

@@ -35,5 +35,25 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
         yield _joined(keys), replace(options, state=replace(state, moments="int8"))
 
 
+def smaller_microbatches(options: PlanOptions, largest_kind: str | None) -> str:
+    """Return what makes a microbatch take less of the device, of what can still be done, as a user writes it.
+
+    Args:
+        options: as they are.
+        largest_kind: of the unit whose workspace is the most of it; None where something else is.
+    """
+    most = options.most_microbatches
+    ideas = []
+    if most is None or options.microbatches < most:
+        ideas.append(f"more microbatches than {options.microbatches}")
+    if largest_kind == "head" and not options.cut:
+        ideas.append("a smaller train.head_chunk_tokens")
+    if largest_kind == "block" and options.can_part:
+        ideas.append("train.mlp_parts=4")
+    if most is None or options.microbatches >= most:
+        ideas.append("shorter sequences")
+    return ", or ".join([", ".join(ideas[:-1]), ideas[-1]] if ideas[1:] else ideas)
+
+
 def _joined(keys: list[str]) -> str:
     return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)

@@ -49,7 +49,7 @@ def fit(task: Task, max_visits: int) -> Fitted:
         ways = task.ways(fits)
         if sum(device_memory_of(task, ways[-1], single).values()) <= budgets.device:
             break
-    check(table(ways[-1], single), budgets)
+    check(table(ways[-1], single), task)
     found = []
     for way in filter(fits, ways):
         stages = _cut(task, way, single, halves, max_visits)

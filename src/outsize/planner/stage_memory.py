@@ -13,7 +13,7 @@ from outsize.planner.candidate import Table
 from outsize.planner.layout import StepLayout
 from outsize.planner.leaving import Way, most_on_its_way
 from outsize.planner.memory import offload_rooms
-from outsize.planner.plan import Budgets
+from outsize.planner.smaller import smaller_microbatches
 from outsize.planner.stage_layout import activation_bytes, staged_layout
 from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
 from outsize.planner.stage_task import Task
@@ -86,16 +86,17 @@ def memory_of(task: Task, below: Table, way: Way, stages: Stages) -> dict[str, d
     return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
 
 
-def check(memory: Table, budgets: Budgets) -> None:
-    """Check the least plan.
+def check(memory: Table, task: Task) -> None:
+    """Check the least plan of ``task``, which takes ``memory``.
 
     Raises:
         InfeasiblePlanError: it does not fit.
     """
+    budgets, kind = task.question.budgets, task.demand.largest_kind
     device, host, disk = (sum(memory[tier].values()) for tier in ("device", "host", "disk"))
     if device > budgets.device:
         largest = max(memory["device"], key=lambda name: memory["device"][name])
-        advice = "more microbatches, or shorter sequences"
+        advice = smaller_microbatches(task.options, kind if largest == "workspace" else None)
         if largest in ("weight slots", "gradient accumulators"):
             advice = f"GPUs with {format_bytes(device)}"
         raise InfeasiblePlanError(
@@ -106,10 +107,13 @@ def check(memory: Table, budgets: Budgets) -> None:
     for tier, needed, budget in (("host", host, budgets.host), ("disk", disk, budgets.disk)):
         if budget is not None and needed > budget:
             largest = max(memory[tier], key=lambda name: memory[tier][name])
-            at_home = tier == "host" and largest == "home"
+            advice = f"a {tier} budget of {format_bytes(needed)}"
+            if largest in ("saved activations", "offloaded activations"):
+                advice = "fewer tokens per step"
+            elif tier == "host" == task.question.home and largest == "home":
+                advice = "the home on disk"
             raise InfeasiblePlanError(
                 f"the smallest plan needs {format_bytes(needed)} on the {tier}, "
-                f"{format_bytes(memory[tier][largest])} of it for {largest}; first try "
-                + ("the home on disk" if at_home else f"a {tier} budget of {format_bytes(needed)}"),
+                f"{format_bytes(memory[tier][largest])} of it for {largest}; first try {advice}",
                 {tier: needed - budget},
             )

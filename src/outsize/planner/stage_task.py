@@ -107,6 +107,8 @@ def task_of(question: Question, model: ModelSpec, microbatches: int, home: Tier)
         clip=question.clip,
         unit_clip=question.unit_clip,
         microbatches=microbatches,
+        most_microbatches=question.sequences,
+        can_part=question.in_mlp_parts is not None,
         state=question.state_layout(whole_gradients=True),
         wire=question.wire,
         transport=question.transport if home == "host" else NO_CODECS,

@@ -26,7 +26,8 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
         flops / rate if down else 2 * looked_up_s
         for down, flops in zip(work.forward_flops, work.gradient_flops, strict=True)
     )
-    backward = tuple(up + down for up, down in zip(recompute, gradient, strict=True))
+    again = (flops / rate for flops in work.again_flops or [0.0] * len(recompute))
+    backward = tuple(sum(parts) for parts in zip(recompute, gradient, again, strict=True))
     return UnitTimes(
         forward_s=forward,
         backward_s=backward,

@@ -140,7 +140,9 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     encodes = base.home == "host" and question.transport.is_raw("weights")
     codec = (f"weights={LOSSLESS4.name}",) if encodes and base.binding == LINK_UP else ()
-    state = ("state=int8",) if on_disk and base.num_gpus == 1 and question.home != "disk" else ()
+    rounds = question.state is None or question.state.num_moments > 0
+    short = on_disk and base.num_gpus == 1 and question.home != "disk"
+    state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
     parts = ("mlp_parts=4",) if large and base.num_gpus == 1 and question.in_mlp_parts is not None else ()
     return (
@@ -208,9 +210,10 @@ def _with_state(name: str) -> Change:
         if len(question.machine.gpus) > 1:
             raise ConfigError("what-if state: priced for one GPU only")
         former = question.state or StateLayout(dtype=question.model.dtype)
+        if not former.num_moments:
+            raise ConfigError("what-if state: this optimizer keeps no moments that could be rounded")
         masters: Masters = "split" if former.dtype == "bf16" else former.masters
-        moments = cast(Moments, name) if former.num_moments else former.moments
-        state = replace(former, moments=moments, masters=masters)
+        state = replace(former, moments=cast(Moments, name), masters=masters)
         if question.model.compute_dtype == "fp16" or question.nodes > 1:
             return replace(question, state=state)
         return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)

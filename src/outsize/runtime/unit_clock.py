@@ -11,14 +11,14 @@ and shapes that are called alike are timed once. It takes the memory of one unit
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
@@ -30,10 +30,9 @@ from outsize.planner.costs import UnitTimes
 from outsize.runtime.allocator import ResidentLimit
 from outsize.runtime.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.boundary import hand_out, is_differentiable
-from outsize.runtime.compute import seed_of
 from outsize.runtime.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.keeping import Keeping
-from outsize.runtime.microbatch import MicrobatchRun, Visit, visit_of
+from outsize.runtime.one_unit import OneUnit
 from outsize.runtime.trial_pass import signature
 from outsize.runtime.trial_weights import bind_trial_weights
 
@@ -43,9 +42,10 @@ SLOW_S = 0.5
 REPEATED_S = 0.005
 FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
+# Forwards that wait for their backwards at once: so many that no cache holds what they keep, as in a step.
+MOST_WAITING, WAITING_S = 64, 0.5
 # Seconds of the parts of a sample.
 Sample = tuple[float, ...]
-_NO_LIMIT_BYTES = 2**62
 
 
 def time_units(
@@ -55,7 +55,8 @@ def time_units(
     *,
     chunk_tokens: int | None,
     device: torch.device,
-    num_kept: int = 0,
+    num_kept: Sequence[int] = (),
+    limit: ResidentLimit | None = None,
     pace: Pace | None = None,
 ) -> UnitTimes:
     """Return the seconds that each streamed unit computes for a microbatch such as ``inputs``.
@@ -66,8 +67,10 @@ def time_units(
         inputs: of one microbatch, with labels, [B, S] each.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss, of which the head's part is timed.
         device: that computes.
-        num_kept: how many forwards may keep all that their backward needs, at once, on the device; with room for one at
-            least, such forwards and their backwards are timed as well.
+        num_kept: of each unit, how many forwards may keep all that their backward needs, at once, on the device, one at
+            least; empty where none does, and nothing of that is timed.
+        limit: of resident memory, which a run on a CPU looks at wherever autograd saves or uses a tensor; None where it
+            is nobody's promise.
         pace: of the ranks that time the same units at the same time; None for a single process.
 
     Raises:
@@ -77,7 +80,9 @@ def time_units(
     num_threads = torch.get_num_threads()
     kept_to = pace or Pace(SingleGroup())
     with ThreadPoolExecutor(1, "unit-clock", lambda: torch.set_num_threads(num_threads)) as thread:
-        timing = thread.submit(_time_units, split, forwards, inputs, chunk_tokens, device, num_kept, kept_to)
+        timing = thread.submit(
+            _time_units, split, forwards, inputs, chunk_tokens, device, num_kept, limit, kept_to
+        )
         return timing.result()
 
 
@@ -87,7 +92,8 @@ def _time_units(
     inputs: Mapping[str, Tensor],
     chunk_tokens: int | None,
     device: torch.device,
-    num_kept: int,
+    num_kept: Sequence[int],
+    limit: ResidentLimit | None,
     pace: Pace,
 ) -> UnitTimes:
     sums = GradientSums()
@@ -101,7 +107,7 @@ def _time_units(
             for unit in split.spec.units:
                 sums.open(unit, gradient[: unit.numel])
             on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
-            clock = _Clock(split, forwards, on_device, chunk_tokens, device, pace, weights, num_kept)
+            clock = _Clock(split, forwards, on_device, chunk_tokens, device, pace, weights, num_kept, limit)
             return clock.run()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
@@ -110,32 +116,6 @@ def _time_units(
     finally:
         torch.set_rng_state(state)
         binder.close()
-
-
-class _OneUnit(MicrobatchRun):
-    """Passages of one microbatch through one unit, again and again."""
-
-    def __init__(self, model: nn.Module, call: UnitCall, num_units: int) -> None:
-        def reseed(unit: int, glue: bool) -> None:
-            torch.default_generator.manual_seed(seed_of(0, 0, unit, 0, glue))
-
-        super().__init__(model, {}, (True,) * num_units, reseed)
-        self._call = call
-
-    def _arrive(self, unit: int) -> Visit:
-        visit = self._visits[unit] = visit_of(self._call)
-        return visit
-
-    @property
-    def outputs(self) -> Any:
-        """What the unit handed out last."""
-        return self._waiting
-
-    def bring_gradients(self, unit: int) -> None:
-        """Have gradients of all outputs, zeros, arrive at the unit."""
-        leaves = pytree.tree_leaves(self._waiting)
-        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in leaves]
-        self._visits[unit].box.values = values
 
 
 class _Clock:
@@ -150,7 +130,8 @@ class _Clock:
         device: torch.device,
         pace: Pace,
         weights: Tensor,
-        num_kept: int,
+        num_kept: Sequence[int],
+        limit: ResidentLimit | None,
     ) -> None:
         self._split = split
         self._forwards = forwards
@@ -160,8 +141,7 @@ class _Clock:
         self._pace = pace
         self._weights = weights
         self._num_kept = num_kept
-        # On a CPU a run looks at its memory wherever autograd saves or uses a tensor; here, with nothing to keep to.
-        self._limit = ResidentLimit(0, _NO_LIMIT_BYTES) if device.type == "cpu" else None
+        self._limit = limit
         self._known: dict[Any, tuple[Sample, Sample, Any]] = {}
 
     def run(self) -> UnitTimes:
@@ -210,15 +190,14 @@ class _Clock:
             made = pytree.tree_map_only(Tensor, Tensor.detach, run.outputs)
             kept_s: Sample = ()
             if self._num_kept:
-                warm = min(self._num_kept, WANTED)  # memory for all that wait at once is touched
-                kept_s = self._timed(f"unit {unit}, kept", lambda count: self._kept(unit, call, count), warm)
+                kept_s = self._timed_kept(unit, call)
             self._known[key] = seconds, kept_s, made
         return self._known[key]
 
-    def _passage(self, call: UnitCall) -> _OneUnit:
-        return _OneUnit(self._split.model, call, len(self._forwards))
+    def _passage(self, call: UnitCall) -> OneUnit:
+        return OneUnit(self._split.model, call, len(self._forwards))
 
-    def _recomputed(self, unit: int, run: _OneUnit, count: int) -> list[Sample]:
+    def _recomputed(self, unit: int, run: OneUnit, count: int) -> list[Sample]:
         """F, and a B that recomputes."""
         forward, samples = self._forwards[unit], list[Sample]()
         for _ in range(count):
@@ -233,7 +212,7 @@ class _Clock:
         look = self._limit.keep if self._limit is not None else _nothing
         while len(samples) < count:
             waiting = []
-            for _ in range(min(self._num_kept, count - len(samples))):
+            for _ in range(min(self._num_kept[unit], count - len(samples))):
                 run, keeping = self._passage(call), Keeping(planes, planes.__getitem__, look)
                 waiting.append((run, self._once(partial(run.forward_keep, unit, forward, keeping))))
                 run.bring_gradients(unit)
@@ -256,16 +235,26 @@ class _Clock:
         work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)
         return self._timed("the head", lambda count: [(self._once(work),) for _ in range(count)])[0]
 
-    def _timed(self, what: str, sampled: Callable[[int], list[Sample]], warm: int = 1) -> Sample:
+    def _timed_kept(self, unit: int, call: UnitCall) -> Sample:
+        """Return the seconds of FK and its B, the median of as many as may wait; a first round touches their memory."""
+        what = f"unit {unit}, kept"
+        self._pace.meet(what)
+        samples = self._kept(unit, call, 1)
+        wanted = min(self._num_kept[unit], _num_waiting(sum(samples[0])))
+        for _ in range(2):
+            count = int(self._pace.most(what, wanted))
+            samples = self._kept(unit, call, count) or samples
+        return _median(samples)
+
+    def _timed(self, what: str, sampled: Callable[[int], list[Sample]]) -> Sample:
         """Return the seconds of each part of a sample, the median of a few where they are short.
 
-        All ranks take as many, beginning at the same time. The ``warm`` first ones do not count, unless they are slow.
+        All ranks take as many, beginning at the same time.
         """
         self._pace.meet(what)
-        first = sampled(warm)
-        count = int(self._pace.most(what, _num_samples(min(map(sum, first)))))
-        samples = sampled(count) or first
-        return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+        first = sampled(1)
+        count = int(self._pace.most(what, _num_samples(sum(first[0]))))
+        return _median(sampled(count) or first)
 
     def _once(self, work: Callable[[], object]) -> float:
         self._finish()
@@ -284,6 +273,15 @@ class _Clock:
             torch.cuda.synchronize(self._device)
 
 
+def _median(samples: list[Sample]) -> Sample:
+    return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+
+
+def _num_waiting(first_s: float) -> int:
+    """How many forwards to keep at once where one and its backward take ``first_s``; none where that is long."""
+    return 0 if first_s > SLOW_S else max(FEWEST, min(MOST_WAITING, int(WAITING_S / max(first_s, 1e-9))))
+
+
 def _num_samples(first_s: float) -> int:
     """How many samples to take behind one of ``first_s``; none where it is long enough to be its own warm-up."""
     if first_s > SLOW_S:
@@ -293,4 +291,4 @@ def _num_samples(first_s: float) -> int:
 
 
 def _nothing() -> None:
-    """A GPU has no resident memory to look at."""
+    """Where resident memory is nobody's promise, nobody looks at it."""

@@ -91,7 +91,10 @@ def restore(trainer: StreamedTrainer, directory: Path | None, announce: Callable
     """
     prepared, exchange = trainer.prepared, trainer.engine.exchange
     residuals = None if exchange is None else exchange.residuals
-    if residuals is None or not trainer.position.step:
+    if residuals is None:
+        _say_dropped(directory, announce)
+        return
+    if not trainer.position.step:
         return
     why, state = _missing(trainer, directory)
     if why or directory is None:
@@ -104,6 +107,18 @@ def restore(trainer: StreamedTrainer, directory: Path | None, announce: Callable
         name = files_of(prepared, unit).get(prepared.group.rank)
         if name is not None:
             _fill(residuals, unit, directory / name, state["files"].get(name))
+
+
+def _say_dropped(directory: Path | None, announce: Callable[[str], None]) -> None:
+    """Say where a run that encodes nothing goes on from one that did."""
+    if directory is None or trainer_checkpoint.is_trainers(directory):
+        return
+    size = read_state(directory).get(RANKS, 0)
+    if size:
+        announce(
+            f"{directory.name} holds what the encodings of {size} ranks have lost of gradients; nothing encodes them "
+            "here, so it is dropped, and this run is not bit for bit the one that was stopped"
+        )
 
 
 def _missing(trainer: StreamedTrainer, directory: Path | None) -> tuple[str, Mapping[str, Any]]:

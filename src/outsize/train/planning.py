@@ -9,6 +9,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.group.group import Group
 from outsize.hardware.spec import CUBLAS_BYTES
+from outsize.model.parted import can_take_in_parts
 from outsize.model.split import Split
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent
@@ -74,6 +75,8 @@ def options_of(
         may_skip=may_skip(config, parts.spec),
         state=state,
         microbatches=config.microbatches,
+        most_microbatches=-(-config.sequences_per_step // num_ranks),
+        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=_tile_elements(memory.tile_elements, state, machine),

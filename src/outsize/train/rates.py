@@ -23,7 +23,7 @@ from outsize.model.walk import Boundaries
 from outsize.planner.choice import Choice, Extent
 from outsize.planner.costs import UnitTimes
 from outsize.planner.crowding import scaled
-from outsize.runtime.allocator import set_thresholds
+from outsize.runtime.allocator import ResidentLimit, set_thresholds, trim
 from outsize.runtime.unit_clock import time_units
 from outsize.train.lane_rates import kept_rates, lane_rates
 from outsize.train.machine import home_file
@@ -111,6 +111,14 @@ def _memory_of_the_run(prepared: Prepared) -> Iterator[None]:
         yield
     finally:
         set_thresholds(heap=False)
+        trim()
+
+
+def _limit(prepared: Prepared) -> ResidentLimit | None:
+    """The limit of resident memory that a run on a CPU keeps to; nothing lies at home yet."""
+    if prepared.machine.device != "cpu":
+        return None
+    return ResidentLimit(prepared.before_bytes, prepared.machine.device_bytes)
 
 
 def cores_of(prepared: Prepared) -> float:
@@ -147,12 +155,7 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
     device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
     few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
-    choices = [choice for each in prepared.plan.layout.kept for choice in each]
-    num_kept = choices.count(Choice.KEEP)
-    if pace.most("kept", float(num_kept + choices.count(Choice.OFFLOAD))):
-        num_kept = max(
-            1, num_kept
-        )  # what other ranks time, this one does too: a recompute takes as much memory
+    num_kept = _num_kept(prepared, pace)
     with Boundaries(prepared.split.modules) as boundaries:
         prepared.split.model.train()
         times = time_units(
@@ -162,6 +165,7 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
             chunk_tokens=prepared.chunk_tokens,
             device=device,
             num_kept=num_kept,
+            limit=_limit(prepared),
             pace=pace,
         )
     flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
@@ -169,6 +173,16 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
     found = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
     return replace(found, spared_s=_spared_s(prepared, found.forward_s, flops)), flops
+
+
+def _num_kept(prepared: Prepared, pace: Pace) -> tuple[int, ...]:
+    """Return how many forwards of each unit fit where the plan keeps some whole; none where no rank keeps any."""
+    kept, saved = prepared.plan.layout.kept, prepared.measured.saved_bytes
+    keeps = any(choice.extent is Extent.WHOLE for choices in kept for choice in choices)
+    if not pace.most("kept", float(keeps)):
+        return ()
+    room = sum(saved[unit] * choices.count(Choice.KEEP) for unit, choices in enumerate(kept))
+    return tuple(max(1, room // max(1, size)) for size in saved)  # one has the memory of a recompute
 
 
 def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
