@@ -79,6 +79,12 @@ def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_
     assert 0 <= found["what_if"][0]["gain"] < 0.01
 
 
+def test_changes_that_cannot_be_are_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
+    monkeypatch.setattr("outsize.planner.search.fastest", lambda question: pytest.fail("searched"))
+    assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int8") == 2
+    assert "priced for one GPU only; leave it out" in capsys.readouterr().err
+
+
 def test_the_timeline_opens_in_perfetto(model_dir, tmp_path):
     file = tmp_path / "timeline.json"
     assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", "--timeline", file) == 0

@@ -41,7 +41,7 @@ def _answer(
     """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
 
     Raises:
-        ConfigError: something that is no change.
+        ConfigError: something that is no change, or none of this machine and model.
         InfeasiblePlanError: nothing fits; what the changes would bring has been said.
     """
     from outsize.cli import plan_table
@@ -49,9 +49,9 @@ def _answer(
     from outsize.planner.search import fastest, fastest_with_codecs
     from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 
-    for change in changes:
-        parse_change(change)
     question = asked.question
+    for change in changes:
+        parse_change(change)(question)  # what is no change of this one is said before anything is searched
     with _uncollected():
         try:
             if (

@@ -208,7 +208,7 @@ def _with_state(name: str) -> Change:
 
     def change(question: Question) -> Question:
         if len(question.machine.gpus) > 1:
-            raise ConfigError("what-if state: priced for one GPU only")
+            raise ConfigError("what-if state: priced for one GPU only; leave it out, or ask about one")
         former = question.state or StateLayout(dtype=question.model.dtype)
         if not former.num_moments:
             raise ConfigError("what-if state: this optimizer keeps no moments that could be rounded")
