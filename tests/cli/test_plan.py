@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -63,6 +64,25 @@ def test_a_machine_of_one_s_own(model_dir, tmp_path, capsys):
     assert "not the description of a machine" in capsys.readouterr().err
     assert run(*options, "--machine", tmp_path / "none.json") == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_path, capsys):
+    """Of frozen weights on a slow link, where another rate of compute changes nothing."""
+    machine = parse_gpus("4090")
+    link = machine.links[0]
+    slow = replace(link, up_bytes_per_s=replace(link.up_bytes_per_s, value=1e6))
+    file = tmp_path / "machine.json"
+    file.write_text(replace(machine, links=(slow,)).to_json())
+    options = (model_dir, "--machine", file, "--seq-len", 8, "--tokens-per-step", 8, "--method", "lora")
+    found = answer(capsys, *options, "--transport-weights", "auto", "--what-if", "compute=x2", "--no-advice")
+    assert any("weights go over links as lossless" in line for line in found["assumptions"])
+    assert 0 <= found["what_if"][0]["gain"] < 0.01
+
+
+def test_changes_that_cannot_be_are_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
+    monkeypatch.setattr("outsize.planner.search.fastest", lambda question: pytest.fail("searched"))
+    assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int8") == 2
+    assert "priced for one GPU only; leave it out" in capsys.readouterr().err
 
 
 def test_the_timeline_opens_in_perfetto(model_dir, tmp_path):

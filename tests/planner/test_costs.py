@@ -6,10 +6,10 @@ from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure, Peer
-from outsize.model.spec import ModelSpec, pack_unit
+from outsize.model.spec import ModelSpec, PartKind, pack_part, pack_unit
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice, Extent
-from outsize.planner.costs import UnitTimes, cost_model
+from outsize.planner.costs import EXCHANGE_S, UnitTimes, cost_model
 from outsize.planner.discrete import Cost
 from outsize.planner.program import parse_op
 from outsize.planner.schedule import build_step
@@ -205,3 +205,23 @@ def test_a_compute_bound_step_takes_what_its_compute_takes():
     done = simulate([build_step(LAYOUT)] * 4, LAYOUT, costs)
     compute = 3 * 0.1 + 4 * 0.3
     assert compute <= done.step_s < compute * 1.01
+
+
+def test_weights_that_step_are_encoded_once_when_all_of_them_have_changed():
+    """Frozen parts never are; a unit in tiles is behind the last one, one that nodes share when it is whole again."""
+    frozen = pack_part(PartKind(plane="frozen_bf16", dtype="bf16"), [("base", (8 * SIZE,))])
+    unit = pack_unit(0, "u", "block", [("w", (4 * SIZE,), True, True)], (frozen,))
+    model = ModelSpec(units=(unit,) * 4, dtype="bf16")
+    rates = CodecRates(encode_bytes_per_s=1e9, decode_bytes_per_s=1e12)
+
+    def seconds(text, layout=LAYOUT):
+        changes = {"transport": LOSSLESS, "codec_rates": rates, "tile_elements": SIZE}
+        costs = cost_model(MACHINE, model, layout, TIMES, (0, 7, 7, 7), **changes)
+        return costs.cost_of(parse_op(text)).seconds
+
+    encode_s = 4 * SIZE * 2 / 1e9
+    assert seconds("STEP 2") == seconds("STEP 2#3@t0") == pytest.approx(encode_s)
+    assert seconds("STEP 2#0@t0") == seconds("STEP 2#2@t0") == 0.0
+    nodes = replace(LAYOUT, num_nodes=2, own_elements=(2 * SIZE,) * 4, num_host_buffers=1)
+    assert seconds("STEP 2", nodes) == 0.0
+    assert seconds("GATHER 2", nodes) == pytest.approx(encode_s + EXCHANGE_S)

@@ -102,24 +102,49 @@ def test_what_arrives_has_to_have_room():
     assert "arrivals from devices" not in tight.memory["device"]
 
 
-@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
-def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
-    """Slow links, few tokens, and units that do not train but for two: no core has to encode them again."""
-    question = ask(gpus, sequences=8, seq_len=128, clip=False)
+def mostly_frozen(gpus, **changes):
+    question = ask(gpus, sequences=8, seq_len=128, clip=False, **changes)
     frozen = [
         replace(unit, tensors=tuple(replace(tensor, trainable=False) for tensor in unit.tensors))
         for unit in question.model.units[:-2]
     ]
-    question = replace(question, model=replace(question.model, units=(*frozen, *question.model.units[-2:])))
+    return replace(question, model=replace(question.model, units=(*frozen, *question.model.units[-2:])))
+
+
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
+    """Slow links, few tokens, and units that do not train but for two: no core has to encode them again."""
+    question = mostly_frozen(gpus)
     links = tuple(
         replace(link, up_bytes_per_s=replace(link.up_bytes_per_s, value=1e9))
         for link in question.machine.links
     )
     slow = replace(question, machine=replace(question.machine, links=links))
-    raw, found = fastest(slow), fastest_with_codecs(slow)
+    raw, (encoded, found) = fastest(slow), fastest_with_codecs(slow)
     assert found.step_s < 0.97 * raw.step_s
     assert any("weights go over links as lossless" in line for line in found.assumptions)
     assert found.memory["host"]["encoded weights"] > 0
     assert found.memory["device"]["codecs"] > 0
+    assert encoded.microbatches is None
+    assert fastest(encoded).step_s <= found.step_s
     many = ask(gpus, sequences=64)
-    assert fastest_with_codecs(many).step_s == fastest(many).step_s
+    assert fastest_with_codecs(many) == (many, fastest(many))
+
+
+@pytest.mark.parametrize("disk", [True, False])
+@pytest.mark.parametrize(("gpus", "short_bytes"), [("4090", 2**29), ("2x4090", 2**27)])
+def test_weights_that_do_not_train_are_encoded_where_host_memory_holds_them_only_so(gpus, short_bytes, disk):
+    roomy = fastest(mostly_frozen(gpus)).memory["host"]
+    tight = Budgets(device=20 * GIB, host=sum(roomy.values()) - short_bytes, disk=1000 * GIB)
+    question = mostly_frozen(gpus, budgets=tight)
+    if disk:
+        assert fastest(question).home == "disk"
+    else:
+        question = replace(question, machine=replace(question.machine, disk=None))
+        with pytest.raises(InfeasiblePlanError):
+            fastest(question)
+    encoded, found = fastest_with_codecs(question)
+    assert found.home == "host"
+    assert encoded.transport.weights in ("lossless4", "lossless3")
+    assert sum(found.memory["host"].values()) <= tight.host
+    assert "weights" in found.memory["host"]

@@ -149,6 +149,9 @@ def test_codecs_are_asked_about_where_the_link_ends_a_step_and_only_there():
     brought = outcome(slow, base, "weights=lossless4")
     assert 0.02 < brought.gain < 1 / LOSSLESS4.expected_ratio("bf16") - 1
     assert "encoded weights" in brought.prediction.memory["host"]
+    assert brought.prediction.binding == LINK_UP
+    encoded = parse_change("weights=lossless4")(slow)
+    assert "weights=lossless4" not in usual_changes(encoded, brought.prediction)
     fast = ask()
     assert "weights=lossless4" not in usual_changes(fast, fastest(fast))
     with pytest.raises(ConfigError, match="keeps every bit"):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
 from outsize.hardware.from_probe import read_machine
+from outsize.hardware.spec import Peer
 from outsize.planner.costs import UnitTimes
+from outsize.planner.recalibrate import Trace
 from outsize.testing import in_ranks
 from outsize.train import forecast as module
 from outsize.train import rates
@@ -60,6 +63,18 @@ def test_rates_of_another_device_do_not_serve(finished, tmp_path):
     assert kept_rates(Path(result.run_dir), prepare(run, tmp_path, lambda _: None)) is None
     (tmp_path / "machine.json").write_text("{")
     assert kept_rates(tmp_path, prepare(config, tmp_path, lambda _: None)) is None
+
+
+def test_copies_between_devices_go_by_the_trace_and_by_what_throttles_them(finished, tmp_path):
+    config, result, _ = finished
+    found = read_machine(Path(result.run_dir) / "machine.json")
+    figure = found.links[0].up_bytes_per_s
+    pairs = (Peer(source=a, target=1 - a, bytes_per_s=figure, own_wire=True) for a in range(2))
+    machine = replace(found, gpus=found.gpus[:1] * 2, links=found.links[:1] * 2, peers=tuple(pairs))
+    traced = module.with_rates(machine, Trace(rates={"peer:w1-w0": 5.0}))
+    assert [peer.bytes_per_s.value for peer in traced.peers] == [figure.value, 5.0]
+    throttled = make_run(tmp_path, memory=config.memory.model_dump() | {"peer_gb_per_s": 2.0})
+    assert kept_rates(Path(result.run_dir), prepare(throttled, tmp_path, lambda _: None)) is None
 
 
 def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):
@@ -136,3 +151,17 @@ def test_ranks_are_predicted_with_the_slowest_of_them(tmp_path, monkeypatch):
     first, second, _ = in_ranks(3, work)
     assert first.times == second.times == UnitTimes(forward_s=(2.0, 0.0), backward_s=(4.0, 8.0))
     assert first.net_bytes_per_s == second.net_bytes_per_s == 4.0
+
+
+def test_ranks_are_compared_by_their_steps_not_by_their_microbatches():
+    """The first has one microbatch, and the second, a little slower, four."""
+
+    def work(group):
+        count, share = (4, 0.3) if group.rank else (1, 1.0)
+        times = UnitTimes(forward_s=(share,), backward_s=(2 * share,))
+        alone = rates.Rates(None, times, microbatches=count)
+        return rates.of_slowest(group, alone, rates.Exchanged()).times.forward_s
+
+    first, second = in_ranks(2, work)
+    assert first == pytest.approx((1.2,))
+    assert second == pytest.approx((0.3,))

@@ -93,6 +93,25 @@ def test_a_number_of_its_own_or_of_another_step_is_left_alone(tmp_path):
     assert told(microbatches=None, tokens_per_step=4 * SEQ_LEN, resume="auto") is None
 
 
+def test_each_rank_goes_on_with_the_number_that_its_memory_wanted(tmp_path):
+    """Rank 1 had less of it; rank 2 was not there."""
+    run, checkpoint = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000001"
+    (run / "rank-001").mkdir(parents=True)
+    (run / "config.yaml").write_text("{model: {path: m}, data: {path: d}, train: {microbatches: 1}}")
+    (run / "rank-001" / "plan.json").write_text('{"microbatches": 4}')
+
+    def told(rank_dir, run_dir=run, resumed=None, **train):
+        config = make_run(tmp_path / "other", data=DATA, train={**CUT, "resume": "auto", **train})
+        return as_before(config, run_dir, resumed, rank_dir).train.microbatches
+
+    assert [told(name) for name in ("", "rank-001", "rank-002")] == [1, 4, 1]
+    assert told("rank-001", tmp_path / "new", checkpoint, resume=str(checkpoint)) == 4
+    (run / "rank-001" / "plan.json").write_text("{")
+    assert told("rank-001") == 1
+    (run / "config.yaml").unlink()  # of another machine, which has no such disk
+    assert told("rank-001") is None
+
+
 def test_the_plan_of_a_run_that_goes_on_from_another_has_its_microbatches(tmp_path):
     train(make_run(tmp_path, data=DATA, train={**CUT, "microbatches": 2, "steps": 1}))
     again = {**CUT, "steps": 2, "run_dir": str(tmp_path / "again"), "resume": str(tmp_path / "run")}

@@ -10,6 +10,7 @@ from outsize.train import peers as module
 from outsize.train.machine import Machine
 from outsize.train.peers import measured_peers, peers_of
 from outsize.train.prepare import prepare
+from outsize.train.rates import measure_rates
 from support import make_run
 
 RING = frozenset({(0, 1), (1, 2), (2, 0)})
@@ -60,11 +61,16 @@ def test_inputs_that_are_rounded_on_their_way_below_go_that_way():
 
 
 def test_what_arrives_has_to_have_room_or_goes_by_way_of_host_memory(tmp_path):
-    def planned(handover: str, device_bytes: int | None = None) -> Any:
+    """Where it has none, copies are timed all the same: another plan, with a codec, may have room."""
+
+    def prepared(handover: str, device_bytes: int | None = None) -> Any:
         memory: dict[str, Any] = {"device": "emulated:2", "peer_gb_per_s": 1.0}
         memory |= {} if device_bytes is None else {"device_memory": device_bytes}
         sections = {"parallel": {"handover": handover}, "train": {"microbatches": 4}}
-        return prepare(make_run(tmp_path, memory=memory, **sections), tmp_path / "run", lambda _: None).plan
+        return prepare(make_run(tmp_path, memory=memory, **sections), tmp_path / "run", lambda _: None)
+
+    def planned(*arguments: Any) -> Any:
+        return prepared(*arguments).plan
 
     with pytest.raises(InfeasiblePlanError) as raised:
         planned("host", 1)
@@ -73,3 +79,5 @@ def test_what_arrives_has_to_have_room_or_goes_by_way_of_host_memory(tmp_path):
     with pytest.raises(InfeasiblePlanError, match="needs room for 4 microbatches that arrive"):
         planned("peer", least)
     assert planned("peer").layout.peers == planned("auto").layout.peers == {(0, 1), (1, 0)}
+    rates = measure_rates(prepared("auto", least), tmp_path / "run")
+    assert {(peer.source, peer.target) for peer in rates.machine.peers} == {(0, 1), (1, 0)}

@@ -41,7 +41,7 @@ def _answer(
     """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
 
     Raises:
-        ConfigError: something that is no change.
+        ConfigError: something that is no change, or none of this machine and model.
         InfeasiblePlanError: nothing fits; what the changes would bring has been said.
     """
     from outsize.cli import plan_table
@@ -49,23 +49,28 @@ def _answer(
     from outsize.planner.search import fastest, fastest_with_codecs
     from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 
+    question = asked.question
     for change in changes:
-        parse_change(change)
+        parse_change(change)(question)  # what is no change of this one is said before anything is searched
     with _uncollected():
         try:
-            search = fastest_with_codecs if asked.config.transport.weights == "auto" else fastest
-            prediction = search(asked.question)
+            if (
+                asked.config.transport.weights == "auto"
+            ):  # what is asked next goes on from the codec that was found
+                question, prediction = fastest_with_codecs(question)
+            else:
+                prediction = fastest(question)
         except InfeasiblePlanError:
-            for found in (outcome(asked.question, None, change) for change in changes):
+            for found in (outcome(question, None, change) for change in changes):
                 output.say(f"what if {found.change}: {plan_table.in_short(found)}")
             raise
-        usual = usual_changes(asked.question, prediction) if advice else ()
-        outcomes = [outcome(asked.question, prediction, change) for change in changes]
+        usual = usual_changes(question, prediction) if advice else ()
+        outcomes = [outcome(question, prediction, change) for change in changes]
         # A step of several GPUs takes a second to simulate; what would help is told from estimates then, which know
         # links and host memory, but no disk.
         estimated = prediction.num_gpus > 1 and prediction.home == "host"
         judge = estimated_outcome if estimated else outcome
-        helps = [judge(asked.question, prediction, change) for change in usual if change not in changes]
+        helps = [judge(question, prediction, change) for change in usual if change not in changes]
     return prediction, outcomes, helps
 
 

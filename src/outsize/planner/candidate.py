@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from outsize.codecs.transport import Transport
 from outsize.model.spec import ModelSpec, Workload
 from outsize.optim.spec import StateLayout
 from outsize.planner.layout import StepLayout
@@ -23,6 +24,7 @@ class Candidate:
         model: as it is planned.
         state: how a trained unit lies at home.
         home: where weights and optimizer state rest.
+        transport: codecs on the links, as which weights that do not train rest in host memory.
         memory: bytes by tier and class; the device's are those of each GPU.
         layout: of the last of ``programs``.
         programs: steps that follow one another.
@@ -35,6 +37,7 @@ class Candidate:
     model: ModelSpec
     state: StateLayout
     home: Tier
+    transport: Transport
     memory: Table
     layout: StepLayout
     programs: Sequence[Program]

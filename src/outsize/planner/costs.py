@@ -256,11 +256,19 @@ class _Pricing:
         return gradient_bytes(self.transport, size) * ITEM_BYTES.get(self.state.gradients, 4) // 4
 
     def _encode_s(self, op: Op) -> float:
-        """Return what encoding the weights of a unit takes after its STEP, on one core."""
-        if self.transport.is_raw("weights"):
+        """Return what encoding the weights of a unit takes on one core, once all of them have changed.
+
+        That is behind its STEP, or its last one where it goes in tiles; of several nodes behind its GATHER. Frozen
+        parts were encoded before the run.
+        """
+        last = Kind.STEP if self.layout.num_nodes == 1 else Kind.GATHER
+        if op.kind is not last or self.transport.is_raw("weights"):
             return 0.0
-        size = self.model.units[op.unit or 0].weight_bytes(self.model.dtype)
-        return size / (self.codec_rates or self.transport.spec("weights")).encode_bytes_per_s
+        numel = self.model.units[op.unit or 0].numel
+        if op.tile is not None and (op.tile + 1) * self.tile_elements < numel:
+            return 0.0
+        rates = self.codec_rates or self.transport.spec("weights")
+        return numel * ITEMSIZE[self.model.dtype] / rates.encode_bytes_per_s
 
     def _decode_s(self, op: Op, sent_bytes: int) -> float:
         """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
@@ -298,7 +306,8 @@ class _Pricing:
                 self.wire.weight_s(share, numel - share, dtype),
             )
         sent = size * (nodes - 1) / nodes
-        return Cost(seconds=EXCHANGE_S + coding_s, amount=sent, through=("network", "host memory"))
+        seconds = EXCHANGE_S + coding_s + self._encode_s(op)
+        return Cost(seconds=seconds, amount=sent, through=("network", "host memory"))
 
     def _across(self, op: Op) -> Cost:
         """Return the cost of a copy from device to device: over a wire of its own, or over the links of both."""

@@ -41,7 +41,7 @@ def simulated_cuts(sequences: int, seq_len: int, num_workers: int) -> Iterator[i
 
 
 def step_cuts(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
-    """Yield numbers of microbatches to run with, of which the first that fits is taken.
+    """Yield numbers of microbatches to run with; one device takes the first that fits, several compare them.
 
     Args:
         sequences: of a step.

@@ -57,6 +57,7 @@ def one_worker(question: Question, microbatches: int, home: Tier) -> Candidate:
         model=model,
         state=plan.state,
         home=home,
+        transport=options.transport,
         memory=plan.memory,
         layout=layout,
         programs=[build_step(layout)] * NUM_STEPS,

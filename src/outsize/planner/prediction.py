@@ -164,6 +164,7 @@ def _by_plane(candidate: Candidate) -> Table:
         commits=layout.commits,
         own=layout.own_elements,
         whole=layout.whole_planes,
+        transport=candidate.transport,
     )
     return {
         tier: {

@@ -27,6 +27,7 @@ from outsize.planner.several_workers import (
     several_workers,
     with_peers,
 )
+from outsize.planner.transport import packed_bytes
 
 ENCODED = "weights go over links as {}, which keeps every bit and is decoded as fast as it arrives"
 
@@ -57,25 +58,39 @@ def fastest(question: Question) -> Prediction:
     )
 
 
-def fastest_with_codecs(question: Question) -> Prediction:
-    """Return the prediction of `fastest`, with a codec that keeps every bit of the weights where it is worth it.
+def fastest_with_codecs(question: Question) -> tuple[Question, Prediction]:
+    """Return ``question``, with a codec that keeps every bit of the weights where one is worth it, and its `fastest`.
 
     Raises:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits.
     """
-    best = fastest(question)
+    best: Prediction | None = None
+    failure: InfeasiblePlanError | None = None
+    encoded = question
+    try:
+        best = fastest(question)
+    except InfeasiblePlanError as error:
+        failure = error
     for spec in (LOSSLESS4, LOSSLESS3):
-        if best.home != "host":
+        candidate = replace(question, transport=Transport(weights=spec.name))
+        if best is not None and best.home == "host":
+            asked = replace(candidate, microbatches=best.microbatches)
+        elif question.home != "disk" and packed_bytes(candidate.transport, question.model):
+            asked = candidate  # what does not train rests encoded, and may fit host memory so
+        else:
             break
-        asked = replace(question, transport=Transport(weights=spec.name), microbatches=best.microbatches)
         try:
             found = fastest(asked)
         except InfeasiblePlanError:
             continue
-        if worth_it(best.step_s, found.step_s):
+        if best is None or worth_it(best.step_s, found.step_s):
             best = replace(found, assumptions=(*found.assumptions, ENCODED.format(spec.name)))
-    return best
+            encoded = candidate
+    if best is None:
+        assert failure is not None
+        raise failure
+    return encoded, best
 
 
 def _predicted(question: Question, candidate: Candidate) -> Prediction:

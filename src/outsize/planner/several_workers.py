@@ -56,6 +56,7 @@ def several_workers(question: Question, microbatches: int, home: Tier = "host") 
         model=task.model,
         state=question.state_layout(whole_gradients=True),
         home=home,
+        transport=task.options.transport,
         memory=fitted.memory,
         layout=layout,
         programs=programs,

@@ -128,16 +128,18 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """Return the changes that people ask about first: more of each thing that a plan runs on.
 
     Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to a
-    GPU ends a step, weights that go over it in fewer bytes are asked about, too. So is an optimizer state of 8
-    bits, where the home is on disk for want of host memory; but for nodes its gradients pass through a ring. And so are
-    MLPs that take their tokens in parts, where what a block needs at once is a quarter of the device.
+    GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an
+    optimizer state of 8 bits, where the home is on disk for want of host memory; but for nodes its gradients pass
+    through a ring. And so are MLPs that take their tokens in parts, where what a block needs at once is a quarter of
+    the device.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
-    codec = (f"weights={LOSSLESS4.name}",) if base.home == "host" and base.binding == LINK_UP else ()
+    encodes = base.home == "host" and question.transport.is_raw("weights")
+    codec = (f"weights={LOSSLESS4.name}",) if encodes and base.binding == LINK_UP else ()
     rounds = question.state is None or question.state.num_moments > 0
     short = on_disk and base.num_gpus == 1 and question.home != "disk"
     state = ("state=int8",) if short and rounds else ()
@@ -206,7 +208,7 @@ def _with_state(name: str) -> Change:
 
     def change(question: Question) -> Question:
         if len(question.machine.gpus) > 1:
-            raise ConfigError("what-if state: priced for one GPU only")
+            raise ConfigError("what-if state: priced for one GPU only; leave it out, or ask about one")
         former = question.state or StateLayout(dtype=question.model.dtype)
         if not former.num_moments:
             raise ConfigError("what-if state: this optimizer keeps no moments that could be rounded")

@@ -172,6 +172,10 @@ def with_rates(machine: Machine, trace: Trace) -> Machine:
         replace(gpu, peak_flops_per_s={d: computed(peak) for d, peak in gpu.peak_flops_per_s.items()})
         for gpu in machine.gpus
     )
+    peers = tuple(
+        replace(peer, bytes_per_s=rate(f"peer:w{peer.source}-w{peer.target}", peer.bytes_per_s))
+        for peer in machine.peers
+    )
     host = machine.host
     host = replace(host, adamw_params_per_s=rate("optimizer", host.adamw_params_per_s, ADAMW_BYTES))
     disk = machine.disk
@@ -181,7 +185,7 @@ def with_rates(machine: Machine, trace: Trace) -> Machine:
             read_bytes_per_s=rate("disk read", disk.read_bytes_per_s),
             write_bytes_per_s=rate("disk write", disk.write_bytes_per_s),
         )
-    return replace(machine, gpus=gpus, links=links, host=host, disk=disk)
+    return replace(machine, gpus=gpus, links=links, peers=peers, host=host, disk=disk)
 
 
 def _traced(value: float) -> Figure:

@@ -31,7 +31,7 @@ from outsize.probe.host import measure_dram
 from outsize.probe.link import measure_links
 from outsize.probe.stepping import measure_adamw
 from outsize.runtime.workers import device_names
-from outsize.train.peers import measured_peers
+from outsize.train.peers import measured_peers, peers_of
 from outsize.train.prepare import Prepared
 
 MACHINE_FILE = "machine.json"
@@ -99,7 +99,8 @@ def lane_rates(
             adamw_params_per_s=adamw,
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
-        peers=measured_peers(prepared.config, machine, prepared.plan.layout.peers),
+        # Also those that this plan has no room for: another one, with a codec, may.
+        peers=measured_peers(prepared.config, machine, peers_of(prepared.config, machine)),
     )
 
 
@@ -122,8 +123,9 @@ def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
             found.name == prepared.machine.device and found.host.memory_bytes == psutil.virtual_memory().total
         )
         disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
-        limited = prepared.config.memory.link_gb_per_s is not None
-        peers = all(found.peer(*pair) is not None for pair in prepared.plan.layout.peers)
+        memory = prepared.config.memory
+        limited = memory.link_gb_per_s is not None or memory.peer_gb_per_s is not None
+        peers = all(found.peer(*pair) is not None for pair in peers_of(prepared.config, prepared.machine))
         if same and disk and peers and not limited:
             return found
     return None

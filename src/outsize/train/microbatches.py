@@ -1,20 +1,27 @@
 """The microbatches of a run that goes on: as many as it had, since another number sums gradients in another order."""
 
+import contextlib
+import json
 from pathlib import Path
 
 from outsize.config import Config, load_config
 from outsize.train.checkpoint_dir import CHECKPOINTS
 
 CONFIG_FILE = "config.yaml"
+PLAN_FILE = "plan.json"
 
 
-def as_before(config: Config, run_dir: Path, resumed: Path | None) -> Config:
+def as_before(config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "") -> Config:
     """Return ``config`` with the microbatches that its run had so far, where it names none itself.
+
+    Of several ranks each has chosen its own number, as its memory wants it. Where a rank was not there before, it takes
+    that of rank 0.
 
     Args:
         config: of a run that begins or goes on.
         run_dir: its directory.
         resumed: checkpoint that it goes on from, ``RUN/checkpoints/NAME`` if it is one of ours; None for none.
+        rank_dir: name of the directory of this rank within that of the run; empty for rank 0, whose is the run's.
 
     Raises:
         ConfigError: the configuration of the run so far cannot be read.
@@ -26,11 +33,18 @@ def as_before(config: Config, run_dir: Path, resumed: Path | None) -> Config:
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
-        former = load_config(run / CONFIG_FILE, environ={}) if (run / CONFIG_FILE).is_file() else config
-        if (
-            former.train.microbatches is not None
-        ):  # what a run has written names them; a user's own file may not
+        count = _number_of(run, rank_dir)
+        if count is not None:
             # A run of other steps is refused later, in words.
-            fits = former.microbatches <= config.sequences_per_step
-            return config.in_microbatches(former.microbatches) if fits else config
+            return config.in_microbatches(count) if count <= config.sequences_per_step else config
     return config
+
+
+def _number_of(run: Path, rank_dir: str) -> int | None:
+    """Return the microbatches of a rank in a run so far; None where there is no run, or a file that a user wrote."""
+    if rank_dir:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or not a whole one
+            return int(json.loads((run / rank_dir / PLAN_FILE).read_text())["microbatches"])
+    if not (run / CONFIG_FILE).is_file():
+        return None
+    return load_config(run / CONFIG_FILE, environ={}).train.microbatches

@@ -46,6 +46,7 @@ class Rates:
     Attributes:
         machine: rates of its lanes.
         times: of its units, for one of its microbatches.
+        microbatches: of a step; of several ranks, each may have another number.
         net_bytes_per_s: of several ranks, what each sends while all do.
         core_s_per_byte: what a core computes to send a byte, and to receive and add one meanwhile.
         cores: of this process, on a CPU that it may share with other ranks; none where a GPU computes.
@@ -53,6 +54,7 @@ class Rates:
 
     machine: Machine
     times: UnitTimes
+    microbatches: int = 1
     net_bytes_per_s: float = 0.0
     core_s_per_byte: float = 0.0
     cores: float = math.inf
@@ -86,12 +88,12 @@ def measure_rates(prepared: Prepared, run_dir: Path) -> Rates:
         kept = kept_rates(run_dir, prepared)
         if pace.most("lanes", float(kept is None)) or kept is None:
             kept = lane_rates(prepared, home_file(prepared.config.memory, run_dir).parent, times, flops, pace)
-    return Rates(kept, times, cores=cores)
+    return Rates(kept, times, microbatches=prepared.config.microbatches, cores=cores)
 
 
 def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:
     """Return ``rates`` with what all ranks wait for: the compute of the slowest, and the network of the slowest."""
-    own_s = sum((*rates.times.forward_s, *rates.times.backward_s))
+    own_s = rates.microbatches * sum((*rates.times.forward_s, *rates.times.backward_s))
     told = [found for found in group.gather_objects([own_s, net.bytes_per_s]) if found is not None]
     compute_s, slowest_net = max(s for s, _ in told), min(rate for _, rate in told)
     times = scaled(rates.times, compute_s / own_s) if own_s else rates.times

@@ -34,7 +34,7 @@ from outsize.train.home_file import newest_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.loop import Progress, Run
 from outsize.train.machine import choose_device
-from outsize.train.microbatches import as_before
+from outsize.train.microbatches import PLAN_FILE, as_before
 from outsize.train.near_device import bound, placement_of
 from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
@@ -149,7 +149,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
         checkpoint.check_same_method(resumed, config)
-    config = as_before(config, ranks.run_dir, resumed)
+    config = as_before(config, ranks.run_dir, resumed, "" if ranks.is_first else own_dir.name)
     started = config if resumed is None else _from_checkpoint(config, resumed)
     replicated = _is_replicated(config, ranks)
     if replicated:
@@ -254,7 +254,7 @@ def _write_facts(
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:
         write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
-    write_json(ranks.own_dir / "plan.json", prepared.plan.to_dict())
+    write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     facts = about(prepared, *computing)
     write_json(
         ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
