@@ -30,8 +30,8 @@ ADAMW_BYTES = 28
 # How fast a step over moments of fewer bits moves its bytes beside one over fp32: what it saves in memory it spends in
 # part on rounding. Two cores, bench/results/optimizer_2core_2026-11.json: 19.3 and 18.8 of 24.1 GB/s.
 STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
-# The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes. Two cores,
-# bench/results/adafactor_2core_2026-11.json: 0.52 G parameters/s beside 1.40 of AdamW.
+# The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes. Two
+# cores, bench/results/adafactor_2core_2026-11.json: 0.52 G parameters/s beside 1.40 of AdamW.
 FACTORED_PACE = 0.69
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
