@@ -23,6 +23,7 @@ import common
 import torch
 
 from outsize.config import load_config
+from outsize.runtime.allocator import begin_run
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.sources import open_dataset
@@ -99,6 +100,7 @@ def measured_s(
     with tempfile.TemporaryDirectory(dir=directory) as store:
         with open_dataset(config, prepared, Path(store), lambda _: None) as dataset:
             batches = [dataset.batch(step, config.sequences_per_step) for step in range(steps)]
+        begin_run(heap=prepared.heap)  # as `outsize train` does
         with StreamedTrainer(prepared, Path(store)) as trainer:
             trainer.fill()
             seconds = []
