@@ -157,3 +157,34 @@ _, status = os.waitpid(child, 0)
 print(status)
 """
     assert run_script(text) == ["0"]
+
+
+@needs_kernels
+@pytest.mark.skipif(os.getpriority(os.PRIO_PROCESS, 0) > 18, reason="nothing is nicer than this process")
+def test_what_gives_way_is_helped_by_threads_that_do_so_too():
+    """Else those that a checkpoint starts, at its niceness, would step the optimizer from then on."""
+    # Kernels alone are called: torch starts threads of its own.
+    text = """
+master = torch.ones(300_000)
+parts = torch.empty(300_000, dtype=torch.bfloat16), torch.empty(300_000, dtype=torch.int16)
+
+def count(wanted):
+    tasks = map(int, os.listdir('/proc/self/task'))
+    return sum(os.getpriority(os.PRIO_PROCESS, task) == wanted for task in tasks)
+
+def give_way():
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    split_master(master, *parts, None)
+    done.set()
+    counted.wait()
+
+done, counted = threading.Event(), threading.Event()
+threading.Thread(target=give_way).start()
+done.wait()
+own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+before = count(own)
+split_master(master, *parts, None)
+print(count(19), count(own) - before)
+counted.set()
+"""
+    assert run_script(text) == ["4", "3"]  # one of which is the caller

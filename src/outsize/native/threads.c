@@ -1,12 +1,17 @@
 /* Threads that are started once, when they are first wanted, and wait from then on. Starting them anew for every range
  * costs more than a wake-up, and the new ones begin behind the caller on its own processor: a training run's optimizer
- * took 1.4 times as long over units of 3 million parameters (docs/log.md). */
+ * took 1.4 times as long over units of 3 million parameters (docs/log.md).
+ *
+ * A thread is as nice as the one that starts it, and no less ever after. So there is a pool for each niceness: what a
+ * checkpoint computes beside training is helped by threads that give way as it does, and these help nobody else. */
 #include "threads.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/resource.h>
 
-enum { MOST_THREADS = 256 };
+/* Niceness is -20 to 19. */
+enum { MOST_THREADS = 256, NUM_POOLS = 40 };
 
 struct deal {
     range_function function;
@@ -19,11 +24,15 @@ struct deal {
     struct deal *after;
 };
 
+struct pool {
+    pthread_cond_t offered;
+    struct deal *open_deals;
+    int num_threads_started, num_busy, num_wanted;
+};
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows, `wanted` and `inside` too */
-static pthread_cond_t offered = PTHREAD_COND_INITIALIZER;
 static pthread_cond_t finished = PTHREAD_COND_INITIALIZER;
-static struct deal *open_deals;
-static int num_threads_started, num_busy, num_wanted;
+static struct pool pools[NUM_POOLS] = {[0 ... NUM_POOLS - 1] = {.offered = PTHREAD_COND_INITIALIZER}};
 
 static void take_chunks(struct deal *deal)
 {
@@ -36,65 +45,72 @@ static void take_chunks(struct deal *deal)
     }
 }
 
-static void withdraw(struct deal *deal)
+static void withdraw(struct pool *pool, struct deal *deal)
 {
-    num_wanted -= deal->wanted;
+    pool->num_wanted -= deal->wanted;
     deal->wanted = 0;
-    for (struct deal **place = &open_deals; *place; place = &(*place)->after)
+    for (struct deal **place = &pool->open_deals; *place; place = &(*place)->after)
         if (*place == deal) {
             *place = deal->after;
             return;
         }
 }
 
-static void *work(void *nothing)
+static void *work(void *of_pool)
 {
-    (void)nothing;
+    struct pool *pool = of_pool;
     pthread_mutex_lock(&lock);
     for (;;) {
-        while (!open_deals)
-            pthread_cond_wait(&offered, &lock);
-        struct deal *deal = open_deals;
+        while (!pool->open_deals)
+            pthread_cond_wait(&pool->offered, &lock);
+        struct deal *deal = pool->open_deals;
         deal->inside++;
         deal->wanted--;
-        num_wanted--;
-        num_busy++;
+        pool->num_wanted--;
+        pool->num_busy++;
         if (!deal->wanted)
-            withdraw(deal);
+            withdraw(pool, deal);
         pthread_mutex_unlock(&lock);
         take_chunks(deal);
         pthread_mutex_lock(&lock);
-        num_busy--;
+        pool->num_busy--;
         if (!--deal->inside)
             pthread_cond_broadcast(&finished);
     }
     return NULL;
 }
 
-static void offer(struct deal *deal, int wanted)
+/* That of the calling thread, by its niceness; on Linux each has its own. */
+static struct pool *own_pool(void)
+{
+    int level = getpriority(PRIO_PROCESS, 0) + NUM_POOLS / 2;
+    return &pools[level < 0 ? 0 : level < NUM_POOLS ? level : NUM_POOLS - 1];
+}
+
+static void offer(struct pool *pool, struct deal *deal, int wanted)
 {
     pthread_mutex_lock(&lock);
     deal->wanted = wanted;
-    deal->after = open_deals;
-    open_deals = deal;
-    num_wanted += wanted;
-    while (num_threads_started - num_busy < num_wanted && num_threads_started < MOST_THREADS) {
+    deal->after = pool->open_deals;
+    pool->open_deals = deal;
+    pool->num_wanted += wanted;
+    while (pool->num_threads_started - pool->num_busy < pool->num_wanted && pool->num_threads_started < MOST_THREADS) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, work, NULL))
+        if (pthread_create(&thread, NULL, work, pool))
             break;
         pthread_detach(thread);
-        num_threads_started++;
+        pool->num_threads_started++;
     }
     for (int i = 0; i < wanted; i++)
-        pthread_cond_signal(&offered);
+        pthread_cond_signal(&pool->offered);
     pthread_mutex_unlock(&lock);
 }
 
-static void finish(struct deal *deal)
+static void finish(struct pool *pool, struct deal *deal)
 {
     pthread_mutex_lock(&lock);
     if (deal->wanted)
-        withdraw(deal);
+        withdraw(pool, deal);
     while (deal->inside)
         pthread_cond_wait(&finished, &lock);
     pthread_mutex_unlock(&lock);
@@ -104,10 +120,11 @@ static void finish(struct deal *deal)
 static void begin_anew(void)
 {
     pthread_mutex_init(&lock, NULL);
-    pthread_cond_init(&offered, NULL);
     pthread_cond_init(&finished, NULL);
-    open_deals = NULL;
-    num_threads_started = num_busy = num_wanted = 0;
+    for (int i = 0; i < NUM_POOLS; i++) {
+        pools[i] = (struct pool){.open_deals = NULL};
+        pthread_cond_init(&pools[i].offered, NULL);
+    }
 }
 
 __attribute__((constructor)) static void watch_forks(void)
@@ -122,9 +139,10 @@ void outsize_parallel(range_function function, const void *arguments, size_t cou
     int wanted = num_threads - 1;
     if (wanted > 0 && (size_t)wanted + 1 > num_chunks)
         wanted = num_chunks ? (int)num_chunks - 1 : 0;
-    if (wanted > 0)
-        offer(&deal, wanted);
+    struct pool *pool = wanted > 0 ? own_pool() : NULL;
+    if (pool)
+        offer(pool, &deal, wanted);
     take_chunks(&deal);
-    if (wanted > 0)
-        finish(&deal);
+    if (pool)
+        finish(pool, &deal);
 }
