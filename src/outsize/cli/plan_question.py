@@ -9,6 +9,7 @@ from typing import Any
 from outsize.cli.model_config import read_config
 from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
 from outsize.cli.plan_options import PlanOptions
+from outsize.codecs.spec import LOSSLESS3
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
@@ -77,9 +78,11 @@ def ask_what_fits(options: PlanOptions) -> Asked:
 
 
 def _fits(asked: Asked) -> bool:
-    """Whether any plan fits, of microbatches of one sequence where the user names none."""
+    """Whether any plan fits: of microbatches of one sequence, and of encoded weights, where the user names neither."""
     question = asked.question
-    return fits_at_all(replace(question, microbatches=question.microbatches or question.sequences))
+    plain = replace(question, microbatches=question.microbatches or question.sequences)
+    encoded = replace(plain, transport=replace(plain.transport, weights=LOSSLESS3.name))
+    return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_at_all(encoded))
 
 
 def ask(options: PlanOptions) -> Asked:

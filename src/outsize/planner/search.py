@@ -75,6 +75,8 @@ def fastest_with_codecs(question: Question) -> tuple[Question, Prediction]:
     for spec in (LOSSLESS4, LOSSLESS3):
         candidate = replace(question, transport=Transport(weights=spec.name))
         if best is not None and best.home == "host":
+            if question.nodes > 1:  # which encode no more than it takes to have the home there
+                break
             asked = replace(candidate, microbatches=best.microbatches)
         elif question.home != "disk" and packed_bytes(candidate.transport, question.model):
             asked = candidate  # what does not train rests encoded, and may fit host memory so
