@@ -9,7 +9,6 @@ from typing import Any
 from outsize.cli.model_config import read_config
 from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
 from outsize.cli.plan_options import PlanOptions
-from outsize.codecs.spec import LOSSLESS3
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.presets import parse_gpus
@@ -22,7 +21,7 @@ from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.planner.memory import NO_CODECS
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
-from outsize.planner.search import fits_at_all
+from outsize.planner.search import fits_at_all, fits_encoded
 from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
@@ -81,8 +80,7 @@ def _fits(asked: Asked) -> bool:
     """Whether any plan fits: of microbatches of one sequence, and of encoded weights, where the user names neither."""
     question = asked.question
     plain = replace(question, microbatches=question.microbatches or question.sequences)
-    encoded = replace(plain, transport=replace(plain.transport, weights=LOSSLESS3.name))
-    return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_at_all(encoded))
+    return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
 
 
 def ask(options: PlanOptions) -> Asked:

@@ -147,6 +147,11 @@ def fits_at_all(question: Question) -> bool:
     return any(fits(question, question.microbatches, tier) for tier in _tiers(question))
 
 
+def fits_encoded(question: Question) -> bool:
+    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
+    return fits_at_all(replace(question, transport=Transport(weights=LOSSLESS3.name)))
+
+
 def missing_host_bytes(question: Question, microbatches: int) -> int:
     """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
     refusal = host_refusal(question, microbatches)
