@@ -85,6 +85,20 @@ def test_changes_that_cannot_be_are_said_before_anything_is_searched(model_dir, 
     assert "priced for one GPU only; leave it out" in capsys.readouterr().err
 
 
+def test_tokens_are_as_many_where_encoded_weights_fit(tmp_path, capsys):
+    """On a machine without a disk, whose memory lacks 8 MiB of 50."""
+    config, machine = tmp_path / "config.json", tmp_path / "machine.json"
+    config.write_text(json.dumps(LLAMA | {"hidden_size": 1024, "intermediate_size": 2048}))
+    machine.write_text(replace(parse_gpus("4090"), disk=None).to_json())
+    options = (config, "--machine", machine, "--seq-len", 8, "--method", "lora", "--no-advice")
+    roomy = answer(capsys, *options)
+    tight = ("--host-memory", sum(roomy["memory_bytes"]["host"].values()) - 2**23)
+    assert run(*options, *tight) != 0
+    capsys.readouterr()
+    found = answer(capsys, *options, *tight, "--transport-weights", "auto")
+    assert found["tokens_per_step"] == roomy["tokens_per_step"]
+
+
 def test_the_timeline_opens_in_perfetto(model_dir, tmp_path):
     file = tmp_path / "timeline.json"
     assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", "--timeline", file) == 0

@@ -5,6 +5,7 @@ import pytest
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
 from outsize.hardware.spec import Figure
+from outsize.planner.assumptions import figures_used
 from outsize.planner.microbatches import FULL_TOKENS, NEAR, PER_GPU, simulated_cuts
 from outsize.planner.plan import Budgets
 from outsize.planner.search import fastest, fastest_with_codecs, missing_host_bytes
@@ -84,6 +85,8 @@ def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():
     assert found.memory["device"]["arrivals from devices"] > 0
     assert found.usage["link between GPUs"] > 0
     assert "link between GPUs" not in alone.usage
+    told = [[each.name for each in figures_used(question, plan)] for plan in (found, alone)]
+    assert ["link between GPUs" in names for names in told] == [True, False]
     crawling = tuple(
         replace(peer, bytes_per_s=Figure(value=1e7, source="test")) for peer in question.machine.peers
     )
@@ -129,6 +132,8 @@ def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
     assert fastest(encoded).step_s <= found.step_s
     many = ask(gpus, sequences=64)
     assert fastest_with_codecs(many) == (many, fastest(many))
+    shared = replace(slow, nodes=2, clip=True, net_bytes_per_s=Figure(value=1e11, source="test"))
+    assert fastest_with_codecs(shared) == (shared, fastest(shared))
 
 
 @pytest.mark.parametrize("disk", [True, False])

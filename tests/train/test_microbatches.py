@@ -100,12 +100,13 @@ def test_each_rank_goes_on_with_the_number_that_its_memory_wanted(tmp_path):
     (run / "config.yaml").write_text("{model: {path: m}, data: {path: d}, train: {microbatches: 1}}")
     (run / "rank-001" / "plan.json").write_text('{"microbatches": 4}')
 
-    def told(rank_dir, run_dir=run, resumed=None, **train):
+    def told(rank_dir, run_dir=run, resumed=None, num_ranks=2, **train):
         config = make_run(tmp_path / "other", data=DATA, train={**CUT, "resume": "auto", **train})
-        return as_before(config, run_dir, resumed, rank_dir).train.microbatches
+        return as_before(config, run_dir, resumed, rank_dir, num_ranks).train.microbatches
 
     assert [told(name) for name in ("", "rank-001", "rank-002")] == [1, 4, 1]
     assert told("rank-001", tmp_path / "new", checkpoint, resume=str(checkpoint)) == 4
+    assert told("rank-001", num_ranks=4) is None  # eight sequences are too few for as many now
     (run / "rank-001" / "plan.json").write_text("{")
     assert told("rank-001") == 1
     (run / "config.yaml").unlink()  # of another machine, which has no such disk

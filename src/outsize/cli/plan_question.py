@@ -21,7 +21,7 @@ from outsize.optim.spec import StateLayout, masters_for, num_moments_of
 from outsize.planner.memory import NO_CODECS
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
-from outsize.planner.search import fits_at_all
+from outsize.planner.search import fits_at_all, fits_encoded
 from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
@@ -77,9 +77,10 @@ def ask_what_fits(options: PlanOptions) -> Asked:
 
 
 def _fits(asked: Asked) -> bool:
-    """Whether any plan fits, of microbatches of one sequence where the user names none."""
+    """Whether any plan fits: of microbatches of one sequence, and of encoded weights, where the user names neither."""
     question = asked.question
-    return fits_at_all(replace(question, microbatches=question.microbatches or question.sequences))
+    plain = replace(question, microbatches=question.microbatches or question.sequences)
+    return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
 
 
 def ask(options: PlanOptions) -> Asked:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from outsize.planner.prediction import Prediction
 from outsize.planner.question import Question
+from outsize.planner.stage_layout import ARRIVALS
 
 ALWAYS = (
     "a backward takes two forwards, and the recompute before it one",
@@ -32,7 +33,7 @@ class UsedFigure:
 
 
 def figures_used(question: Question, prediction: Prediction) -> tuple[UsedFigure, ...]:
-    """Return the figures of the first GPU, its link, the host, and the disk where anything is on it."""
+    """Return the figures of the first GPU, its link and the host; of the disk and copies between GPUs where used."""
     machine, dtype = question.machine, question.model.compute_dtype
     gpu, link, host, disk = machine.gpus[0], machine.links[0], machine.host, machine.disk
     rows = [
@@ -49,6 +50,8 @@ def figures_used(question: Question, prediction: Prediction) -> tuple[UsedFigure
             ("disk reads", disk.read_bytes_per_s, "B/s"),
             ("disk writes", disk.write_bytes_per_s, "B/s"),
         ]
+    if machine.peers and ARRIVALS in prediction.memory["device"]:
+        rows.append(("link between GPUs", machine.peers[0].bytes_per_s, "B/s"))
     return tuple(
         UsedFigure(name=name, value=figure.value, unit=unit, source=figure.source, measured=figure.measured)
         for name, figure, unit in rows

@@ -156,9 +156,8 @@ class Hazards:
         self._slot_of.pop((op.worker, op.unit), None)
 
     def _acc(self, op: Op, seq: int, deps: Deps) -> None:
-        deps.add(
-            self._gradient_homes[op.unit].writer
-        )  # a unit's sum ends before the next one begins, elsewhere
+        # A unit's sum ends before the next one begins, elsewhere.
+        deps.add(self._gradient_homes[op.unit].writer)
         accumulator = self._cell("acc", op.worker, op.slot)
         accumulator.write(seq, deps)
         self._accumulator_of[op.worker, op.unit] = accumulator
@@ -211,17 +210,15 @@ class Hazards:
 
     def _fetch(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("act", op.unit, op.microbatch).write(seq, deps)
-        self._leave_place(
-            "act", op.unit, op.microbatch
-        )  # of a unit that no backward needs it stays where it was
+        # What no backward needs has stayed where it arrived.
+        self._leave_place("act", op.unit, op.microbatch)
         self._make_room(op, deps)
 
     def _make_room(self, op: Op, deps: Deps) -> None:
         deps.add(self._last_compute.get(op.worker, -1))
+        # Lanes are in order: what left before these is done as well.
         for leaves in (False, True):
-            deps.update(
-                self._saves[op.worker, leaves]
-            )  # the lane is in order: those before them are done as well
+            deps.update(self._saves[op.worker, leaves])
 
     def _send(self, op: Op, seq: int, deps: Deps) -> None:
         self._cell("dact", op.unit, op.microbatch).write(seq, deps)

@@ -17,6 +17,8 @@ from outsize.planner.stages import Stages
 NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
     "whole, each node steps its share of the unit, and the weights are gathered; both overlap with what else goes on",
+    "several nodes: what forwards keep leaves the GPUs where that shortens a step; ranks of a run do so only where "
+    "`memory.activations` says so",
 )
 NODES_OF_SEVERAL = (
     "several nodes of several GPUs: `outsize train` gives each process one GPU, and is told of all of them as nodes",

@@ -75,6 +75,8 @@ def fastest_with_codecs(question: Question) -> tuple[Question, Prediction]:
     for spec in (LOSSLESS4, LOSSLESS3):
         candidate = replace(question, transport=Transport(weights=spec.name))
         if best is not None and best.home == "host":
+            if question.nodes > 1:  # which encode no more than it takes to have the home there
+                break
             asked = replace(candidate, microbatches=best.microbatches)
         elif question.home != "disk" and packed_bytes(candidate.transport, question.model):
             asked = candidate  # what does not train rests encoded, and may fit host memory so
@@ -143,6 +145,11 @@ def fits_at_all(question: Question) -> bool:
     assert question.microbatches is not None
     fits = fits_several_workers if len(question.machine.gpus) > 1 else fits_one_worker
     return any(fits(question, question.microbatches, tier) for tier in _tiers(question))
+
+
+def fits_encoded(question: Question) -> bool:
+    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
+    return fits_at_all(replace(question, transport=Transport(weights=LOSSLESS3.name)))
 
 
 def missing_host_bytes(question: Question, microbatches: int) -> int:

@@ -11,7 +11,9 @@ CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 
 
-def as_before(config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "") -> Config:
+def as_before(
+    config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "", num_ranks: int = 1
+) -> Config:
     """Return ``config`` with the microbatches that its run had so far, where it names none itself.
 
     Of several ranks each has chosen its own number, as its memory wants it. Where a rank was not there before, it takes
@@ -22,6 +24,7 @@ def as_before(config: Config, run_dir: Path, resumed: Path | None, rank_dir: str
         run_dir: its directory.
         resumed: checkpoint that it goes on from, ``RUN/checkpoints/NAME`` if it is one of ours; None for none.
         rank_dir: name of the directory of this rank within that of the run; empty for rank 0, whose is the run's.
+        num_ranks: that share a step now; of more than there were, each may have too few sequences for as many.
 
     Raises:
         ConfigError: the configuration of the run so far cannot be read.
@@ -36,7 +39,8 @@ def as_before(config: Config, run_dir: Path, resumed: Path | None, rank_dir: str
         count = _number_of(run, rank_dir)
         if count is not None:
             # A run of other steps is refused later, in words.
-            return config.in_microbatches(count) if count <= config.sequences_per_step else config
+            fits = num_ranks * count <= config.sequences_per_step
+            return config.in_microbatches(count) if fits else config
     return config
 
 

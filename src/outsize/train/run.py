@@ -149,7 +149,8 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
         checkpoint.check_same_method(resumed, config)
-    config = as_before(config, ranks.run_dir, resumed, "" if ranks.is_first else own_dir.name)
+    rank_dir = "" if ranks.is_first else own_dir.name
+    config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size)
     started = config if resumed is None else _from_checkpoint(config, resumed)
     replicated = _is_replicated(config, ranks)
     if replicated:
