@@ -22,7 +22,7 @@ import torch
 from common import Spread, Usage, finish, machine, print_table
 
 from outsize.model.spec import ModelSpec, pack_unit
-from outsize.optim.spec import planes_for, step_read_planes, step_write_planes
+from outsize.optim.spec import StateLayout, planes_for
 from outsize.storage.arena import Arena
 from outsize.storage.disk import DEFAULT_REQUEST_BYTES
 from outsize.storage.home import DiskHome
@@ -128,7 +128,8 @@ def tiles(
     home: DiskHome, model: ModelSpec, arena: Arena, tile: int, *, written: bool
 ) -> tuple[int, Callable[[], None]]:
     """The planes of a step, tile by tile, through two tile buffers in turn."""
-    planes = (step_write_planes if written else step_read_planes)("fp32")
+    layout = StateLayout(dtype="fp32")
+    planes = layout.write_planes if written else layout.read_planes
     buffers = [
         {plane: arena.take(tile * 4, "tile").view(torch.float32).fill_(1) for plane in planes}
         for _ in range(2)

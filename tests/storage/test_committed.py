@@ -19,7 +19,6 @@ from outsize.optim.spec import (
     commit_record_bytes,
     committed_bytes,
     planes_for,
-    step_write_planes,
 )
 from outsize.storage import record as record_module
 from outsize.storage.arena import Arena
@@ -69,7 +68,7 @@ class Place:
         """Write every plane that a step changes, and return what was written."""
         written: Planes = {}
         for unit in model.units:
-            for plane in step_write_planes(model.dtype) if unit.trainable else ():
+            for plane in StateLayout(dtype=model.dtype).write_planes if unit.trainable else ():
                 dtype = torch.bfloat16 if plane == "weights" and model.dtype == "bf16" else torch.float32
                 key = (unit.index, plane)
                 written[key] = pattern(unit.numel, dtype, seed * 100 + len(written), self.arena)
