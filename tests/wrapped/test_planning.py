@@ -7,8 +7,7 @@ import zoo
 from outsize.optim.spec import StateLayout
 from outsize.planner.choice import Choice
 from outsize.runtime.allocator import ResidentLimit
-from outsize.train import unit_times
-from outsize.wrapped import tiers
+from outsize.train import session, unit_times
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.planning import Shape, held_copies, shape_of
@@ -83,7 +82,7 @@ def test_free_memory_goes_back_where_a_cpu_is_over_its_budget(monkeypatch: pytes
             looks.append(1)
             super().keep()
 
-    monkeypatch.setattr(tiers, "ResidentLimit", Watched)
+    monkeypatch.setattr(session, "ResidentLimit", Watched)
     with wrapped(zoo.build("llama"), device_memory="64MiB") as model:
         streamed_backward(model, BATCH)
         ((before, budget, host),) = limits

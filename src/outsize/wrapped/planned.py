@@ -21,11 +21,11 @@ from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.apart import dtype_and_parts
 from outsize.model.split import split
-from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
 from outsize.optim.spec import Moments, StateLayout
 from outsize.planner.cut import Passes, cut_step
 from outsize.planner.layout import StepLayout
+from outsize.planner.memory import home_bytes
 from outsize.planner.plan import Plan
 from outsize.planner.program import Program
 from outsize.runtime.context import slots_used
@@ -37,9 +37,10 @@ from outsize.runtime.shortcut import Needed
 from outsize.storage.home import HostHome
 from outsize.train.crossings import check_transport
 from outsize.train.frozen import summary
+from outsize.train.machine import describe_machine
+from outsize.train.session import Session, Store
 from outsize.wrapped import planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.tiers import Tiers
 
 RAW_TRANSPORT = Transport()
 _log = logging.getLogger(__name__)
@@ -91,7 +92,6 @@ class Planned:
         self.optimizer: AdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
-        self._engine: Engine | None = None
         self._plan: Plan | None = None
         self._extent_bytes = 0
         self._measured: Measured | None = None
@@ -101,7 +101,6 @@ class Planned:
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
-        self._engine_stack = contextlib.ExitStack()
         self._flags = tuple(p.requires_grad for p in model.parameters())
         dtype, self._apart = dtype_and_parts(model, *codecs)
         self._with_head = with_head
@@ -109,21 +108,21 @@ class Planned:
         self.split = split(model, dtype, apart=self._apart, with_head=with_head)
         self.state = StateLayout(dtype=self.split.spec.dtype, moments=moments)
         with contextlib.ExitStack() as stack:
-            tiers = Tiers(self.split.spec, memory, store_dir, self.state)
-            self.tiers = stack.enter_context(contextlib.closing(tiers))
-            check_transport(transport, self.tiers.machine)
-            self.boundaries = stack.enter_context(Boundaries(self.split.modules))
-            self.parameters = HomeParameters(self.split, self.tiers.home, fill, self.state)
+            self.session = stack.enter_context(self._open_session(store_dir))
+            self.parameters = HomeParameters(self.split, self.session.home, fill, self.state)
             if self.parameters.errors:
                 _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
-            stack.enter_context(self.tiers.buffers_of(model))
             stack.callback(self._close_engine)
             self._stack = stack.pop_all()
-        self._device = torch.device(self.tiers.machine.device if self.tiers.on_cuda else "cpu")
+        self._device = self.session.torch_device
         self._ids = tuple(id(p) for p in model.parameters())
         at_exit = getattr(threading, "_register_atexit", None)
         if at_exit is not None:  # a script that ends without `unwrap` would wait for the lanes for ever
             at_exit(_close_if_alive, weakref.ref(self))
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self.session.engine
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
@@ -161,6 +160,18 @@ class Planned:
         self._closed = True
         self._stack.close()
 
+    def _open_session(self, store_dir: Path) -> Session:
+        """Return the session of the model, without an engine."""
+        memory, spec = self._memory, self.split.spec
+        state_bytes = sum(home_bytes(unit, self.state) for unit in spec.units)
+        machine = describe_machine(memory, state_bytes, store_dir)
+        if machine.num_workers > 1:
+            raise ConfigError(f"device={memory.device!r}: outsize.wrap streams to one device; name one")
+        check_transport(self._transport, machine)
+        prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
+        store = Store(state=self.state, directory=store_dir, prefix=prefix, setting="store_dir")
+        return Session(self.split, machine, memory, store)
+
     def _check(self) -> nn.Module:
         model = self._model()
         if model is None or self._closed:
@@ -185,7 +196,7 @@ class Planned:
             self._split_anew(model, flags)
         if not any(known.covers(shape) for known in self._known):
             self.settle()
-            forwards = self.boundaries.forwards
+            forwards = self.session.boundaries.forwards
             former = self._measured
             kind = self._device.type
             self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
@@ -221,8 +232,8 @@ class Planned:
             apart=self._apart,
             with_head=self._with_head,
         )
-        if isinstance(self.tiers.home, HostHome):
-            self.tiers.extend(parts.spec)
+        if isinstance(self.session.home, HostHome):
+            self.session.extend(parts.spec)
         elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
             raise ConfigError(
                 'requires_grad_(True) after wrap needs room for optimizer state, which a home="disk" lays out when it '
@@ -234,7 +245,7 @@ class Planned:
         assert self._measured is not None
         plan = planning.make_plan(
             self.split,
-            self.tiers.machine,
+            self.session.machine,
             self._memory,
             self._measured,
             self.microbatches,
@@ -251,21 +262,16 @@ class Planned:
             return
         self._close_engine()
         self._plan, self._extent_bytes = plan, extent
-        with contextlib.ExitStack() as stack:
-            settings = EngineSettings(
-                optimizer=self.optimizer or AdamW(),
-                max_grad_norm=float("inf"),
-                graph_in_forward=self._measured.graph_matters,
-                num_threads=torch.get_num_threads(),
-            )
-            self._engine = self.tiers.open_engine(
-                stack, self.split, self.boundaries, plan, self._measured, settings
-            )
-            self._engine.optimizer.updates.update(
-                {name: n for name, n in self._updates.items() if name in self._engine.optimizer.updates}
-            )
-            self._shortened_for = None
-            self._engine_stack = stack.pop_all()
+        settings = EngineSettings(
+            optimizer=self.optimizer or AdamW(),
+            max_grad_norm=float("inf"),
+            graph_in_forward=self._measured.graph_matters,
+            num_threads=torch.get_num_threads(),
+        )
+        engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)
+        known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
+        engine.optimizer.updates.update(known)
+        self._shortened_for = None
 
     def _close_engine(self) -> None:
         self._programs.clear()
@@ -275,8 +281,7 @@ class Planned:
             self.settle()
         finally:
             self._remember_updates()
-            self._engine = None
-            self._engine_stack.close()
+            self.session.close_engine()
 
     def _remember_updates(self) -> None:
         if self._engine is not None:

@@ -264,13 +264,13 @@ class Runner(Inferring):
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is None or not any(held.values()):
             return
-        if not isinstance(self.tiers.home, HostHome):
+        if not isinstance(self.session.home, HostHome):
             raise ConfigError(
                 "backward after clip_grad_norm_ and before step: gradients on disk are clipped in the step"
             )
         for index, positions in held.items():
             if positions:
-                self.tiers.home.view(index, "gradient").mul_(coefficient)
+                self.session.home.view(index, "gradient").mul_(coefficient)
 
 
 def _is_pending(passage: "weakref.ref[Passage] | None") -> bool:
