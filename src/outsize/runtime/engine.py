@@ -112,7 +112,7 @@ class Engine:
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
         )
         spec = split.spec
-        encoded = encode_weights(plan.transport, split.spec, home, host)
+        self._encoded = encoded = encode_weights(plan.transport, split.spec, home, host)
         self.exchange = None
         if shared is not None:
             self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
@@ -210,6 +210,11 @@ class Engine:
         See `EngineSettings` for both.
         """
         self._crew.workers[0].compute.shorten(needed, num_products)
+
+    def weights_changed(self, unit: int) -> None:
+        """Take notice that somebody else has changed the weights of ``unit`` at home; between programs only."""
+        if self._encoded is not None:
+            self._encoded.forget(unit)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""

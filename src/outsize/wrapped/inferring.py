@@ -18,7 +18,6 @@ from outsize.inference.measure import ordinary
 from outsize.inference.session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
 from outsize.runtime.decoding import decoding_bytes
-from outsize.storage.home import HostHome
 from outsize.wrapped.planned import Planned
 
 
@@ -26,7 +25,7 @@ class Inferring(Planned):
     """A planned model that can infer; arguments as of `Planned`."""
 
     _scan: InferenceSession | None = None
-    _scan_weights: tuple[int, int] = (0, 0)
+    _scan_weights = 0
     _depth = 0
 
     @property
@@ -82,14 +81,10 @@ class Inferring(Planned):
         super()._plan_anew()
 
     def _rests_where_it_computes(self) -> bool:
-        encoded = any(part.codec is not None for unit in self.split.spec.units for part in unit.frozen)
-        return (
-            isinstance(self.session.home, HostHome) and self.session.machine.device == "cpu" and not encoded
-        )
+        return self.parameters.in_memory and self.session.machine.device == "cpu"
 
     def _open_scan(self, model: nn.Module) -> InferenceSession:
-        versions = sum(parameter._version for parameter in self.parameters.named.values())
-        weights = (self.parameters.num_writes, versions)
+        weights = self.parameters.version_of_all
         if self._scan is not None and weights != self._scan_weights:
             self._close_scan()
         if self._scan is None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from outsize.errors import ConfigError, ModelError
 from outsize.model.apart import dtype_and_parts
 from outsize.model.split import split
 from outsize.optim.adamw import AdamW
-from outsize.optim.spec import Moments, StateLayout
+from outsize.optim.spec import WEIGHTS, Moments, StateLayout
+from outsize.planner.choice import Extent, Kept
 from outsize.planner.cut import Passes, cut_step
 from outsize.planner.layout import StepLayout
 from outsize.planner.memory import home_bytes
@@ -54,6 +55,30 @@ class _Programs:
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SetAside:
+    """What an engine is made for.
+
+    Attributes:
+        layout: of the step, without what a forward keeps on the device, which lies in no memory that is set aside.
+        leaving: what a forward keeps and leaves the device, by unit and microbatch.
+        offload_rooms: the room for that.
+        extent_bytes: of the largest input that is saved below the device.
+    """
+
+    layout: StepLayout
+    leaving: Kept
+    offload_rooms: Mapping[Extent, tuple[int, int]]
+    extent_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, measured: Measured) -> Self:
+        """Return what an engine for ``plan`` is made for."""
+        leaving = plan.layout.kept if plan.layout.any_leaves else ()
+        extent = extent_bytes(plan, measured.boundary_bytes)
+        return cls(replace(plan.layout, kept=()), leaving, plan.offload_rooms, extent)
 
 
 class Planned:
@@ -93,11 +118,12 @@ class Planned:
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
         self._plan: Plan | None = None
-        self._extent_bytes = 0
+        self._set_aside: _SetAside | None = None
         self._measured: Measured | None = None
         self._known: list[planning.Shape] = []
         self._needed: dict[planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
         self._shortened_for: planning.Saving | None = None  # what the engine has been told of that
+        self._encoded_of: dict[int, int] = {}  # version of the weights that the engine has encoded, by unit
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
@@ -169,7 +195,13 @@ class Planned:
             raise ConfigError(f"device={memory.device!r}: outsize.wrap streams to one device; name one")
         check_transport(self._transport, machine)
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
-        store = Store(state=self.state, directory=store_dir, prefix=prefix, setting="store_dir")
+        store = Store(
+            state=self.state,
+            directory=store_dir,
+            prefix=prefix,
+            transport=self._transport,
+            setting="store_dir",
+        )
         return Session(self.split, machine, memory, store)
 
     def _check(self) -> nn.Module:
@@ -212,6 +244,8 @@ class Planned:
                 raise
         elif self._engine is None:
             self._plan_anew()
+        if not self._transport.is_raw("weights"):
+            self._note_changes()
         for number in self._abandoned:
             assert self._engine is not None
             self._engine.forget_saved(number)
@@ -223,6 +257,20 @@ class Planned:
             self._shortened_for = shape.saving
         return self._engine, self._plan
 
+    def _note_changes(self) -> None:
+        """Have weights encoded anew that somebody else has changed.
+
+        Kernels of torch's fused optimizers leave no mark on what they change: where `outsize.AdamW` does not step,
+        anything that trains may be another since the last pass.
+        """
+        assert self._engine is not None
+        for unit in self.split.spec.units:
+            version = self.parameters.version(unit)
+            unseen = self.optimizer is None and unit.trainable
+            if self._encoded_of.setdefault(unit.index, version) != version or unseen:
+                self._encoded_of[unit.index] = version
+                self._engine.weights_changed(unit.index)
+
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays
         parts = split(
@@ -232,7 +280,13 @@ class Planned:
             apart=self._apart,
             with_head=self._with_head,
         )
-        if isinstance(self.session.home, HostHome):
+        home = self.session.home
+        if isinstance(home, HostHome):
+            if any(unit.trainable and home.packed(unit.index, WEIGHTS) for unit in parts.spec.units):
+                raise ConfigError(
+                    "requires_grad_(True) after wrap: transport weights keeps units that do not train encoded; set it "
+                    "before wrap, or leave transport weights out"
+                )
             self.session.extend(parts.spec)
         elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
             raise ConfigError(
@@ -253,15 +307,14 @@ class Planned:
             self._known,
             self.state,
         )
-        extent = extent_bytes(plan, self._measured.boundary_bytes)
-        former = self._plan
-        same = former is not None and (_set_aside(plan), extent) == (_set_aside(former), self._extent_bytes)
+        set_aside = _SetAside.of(plan, self._measured)
+        same, self._set_aside = set_aside == self._set_aside, set_aside
         if self._engine is not None and same:
             self._plan = plan
             self._programs.clear()
             return
         self._close_engine()
-        self._plan, self._extent_bytes = plan, extent
+        self._plan = plan
         settings = EngineSettings(
             optimizer=self.optimizer or AdamW(),
             max_grad_norm=float("inf"),
@@ -272,6 +325,7 @@ class Planned:
         known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
         engine.optimizer.updates.update(known)
         self._shortened_for = None
+        self._encoded_of.clear()
 
     def _close_engine(self) -> None:
         self._programs.clear()
@@ -300,11 +354,6 @@ class Planned:
                 slots_used(passes.inference),
             )
         return self._programs[count]
-
-
-def _set_aside(plan: Plan) -> StepLayout:
-    """What an engine is made for: what a forward keeps lies in none of the memory that it has set aside."""
-    return replace(plan.layout, kept=())
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

@@ -85,6 +85,8 @@ class Runner(Inferring):
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)
+        lean = _is_pending(self._keeping)  # what is kept has room for one forward
+        leaves = saves or (keeps and not lean and plan.layout.any_leaves)
         if saves and _is_pending(self._saving):
             raise ConfigError(
                 "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
@@ -103,21 +105,22 @@ class Runner(Inferring):
             slots=programs.warm_slots if keeps else programs.inference_slots,
             deliver=joined.add,
         )
-        lean = _is_pending(self._keeping)  # what is kept has room for one forward
         passes = programs.passes
         self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
         self._end(joined)
         if not keeps or not joined.differentiable:
-            if saves:
+            if leaves:
                 self._abandoned.append(context.number)
             return joined.build({})
-        keeping = not lean and plan.layout.keeps_any
-        return self._passage(engine, context, joined, saves=saves, keeping=keeping).output()
+        passage = self._passage(engine, context, joined, abandoned=self._abandoned if leaves else [])
+        if saves:
+            self._saving = weakref.ref(passage)
+        if not lean and plan.layout.keeps_any:
+            self._keeping = weakref.ref(passage)
+        return passage.output()
 
-    def _passage(
-        self, engine: Engine, context: StepContext, joined: Joined, *, saves: bool, keeping: bool
-    ) -> Passage:
-        """Return what the caller's backward will come to."""
+    def _passage(self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]) -> Passage:
+        """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
 
         def backward(roots: Roots) -> None:
@@ -128,13 +131,7 @@ class Runner(Inferring):
             self._backward(engine, context, roots, warm=engine.num_submitted == mark)
 
         number = context.number
-        abandoned = self._abandoned if saves else []
-        passage = Passage(joined, backward, lambda: abandoned.append(number))
-        if saves:
-            self._saving = weakref.ref(passage)
-        if keeping:
-            self._keeping = weakref.ref(passage)
-        return passage
+        return Passage(joined, backward, lambda: abandoned.append(number))
 
     def _backward(self, engine: Engine, context: StepContext, roots: Roots, warm: bool) -> None:
         model = self._check()
@@ -257,7 +254,7 @@ class Runner(Inferring):
 
     def _weights_now(self) -> tuple[int, int]:
         """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
-        return self._num_steps, sum(parameter._version for parameter in self.parameters.named.values())
+        return self._num_steps, self.parameters.version_of_all
 
     def apply_coefficient(self, held: Mapping[int, frozenset[int]]) -> None:
         """Multiply the gradients that are held by the coefficient of a clipping that no step has used yet."""
