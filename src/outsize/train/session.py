@@ -198,8 +198,10 @@ class Session:
         self._engine_stack.close()
 
     def open_device(self, limit: ResidentLimit | None = None) -> Device:
-        """Return the device that computes, within its budget; the caller closes it."""
-        return open_device(self.machine.device, self.ledger, _per_s(self._memory.link_gb_per_s), limit)
+        """Return the device that computes, the first of several, within its budget; the caller closes it."""
+        name = device_names(self.machine.device)[0]
+        tier = tier_of(0, self.machine.num_workers)
+        return open_device(name, self.ledger, _per_s(self._memory.link_gb_per_s), limit, tier=tier)
 
     def extend(self, spec: ModelSpec) -> None:
         """Make room for the state of units that train by now; only over a host home."""

@@ -32,6 +32,7 @@ from outsize.planner.program import Program
 from outsize.runtime.context import slots_used
 from outsize.runtime.engine import Engine
 from outsize.runtime.engine_settings import EngineSettings
+from outsize.runtime.handover import FetchCounts, count_fetches
 from outsize.runtime.measured import Measured
 from outsize.runtime.scratches import extent_bytes
 from outsize.runtime.shortcut import Needed
@@ -49,12 +50,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Programs:
-    """The passes for a number of microbatches, and where each op finds its units."""
+    """The passes for a number of microbatches, where each op finds its units, and how often inputs are fetched."""
 
     passes: Passes
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
+    inference_fetches: FetchCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +193,6 @@ class Planned:
         memory, spec = self._memory, self.split.spec
         state_bytes = sum(home_bytes(unit, self.state) for unit in spec.units)
         machine = describe_machine(memory, state_bytes, store_dir)
-        if machine.num_workers > 1:
-            raise ConfigError(f"device={memory.device!r}: outsize.wrap streams to one device; name one")
         check_transport(self._transport, machine)
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(
@@ -352,6 +352,7 @@ class Planned:
                 warm[0] | warm[1],
                 slots_used(passes.cold_backward),
                 slots_used(passes.inference),
+                count_fetches(passes.inference),
             )
         return self._programs[count]
 

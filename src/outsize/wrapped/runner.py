@@ -84,13 +84,13 @@ class Runner(Inferring):
         shape = planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
-        saves = keeps and bool(plan.layout.offload)
+        saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
         lean = _is_pending(self._keeping)  # what is kept has room for one forward
         leaves = saves or (keeps and not lean and plan.layout.any_leaves)
         if saves and _is_pending(self._saving):
             raise ConfigError(
                 "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
-                "before, or give outsize.wrap more device_memory, or offload=False"
+                "before, or wrap the model for one device, with more device_memory or offload=False"
             )
         parts = batching.cut(inputs, rows, sizes)
         weights = batching.divisors(parts, sizes, self._measured.shifted)
@@ -103,6 +103,7 @@ class Runner(Inferring):
             ambient=autocast.enter,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
+            fetches=None if keeps else programs.inference_fetches,
             deliver=joined.add,
         )
         passes = programs.passes
@@ -208,6 +209,7 @@ class Runner(Inferring):
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
+            engine.follow()
             engine.submit(program, context)
             engine.settle()
         except BaseException:  # Ctrl-C as well
@@ -215,6 +217,10 @@ class Runner(Inferring):
             context.runs.clear()
             if context.keeps:  # what waits below the device for a backward that will not end
                 engine.forget_saved(context.number)
+            if (
+                self.session.machine.num_workers > 1
+            ):  # what their threads have begun ends with the engine alone
+                self._close_engine()
             raise
         finally:
             engine.let_go()
