@@ -97,27 +97,24 @@ def test_smaller_batches_and_forwards_that_are_dropped():
         assert_equal(gradients(model), gradients(plain))
 
 
-def test_after_an_error_in_a_layer_the_next_call_works():
-    plain, calls = zoo.build("llama"), []
-    inner = type(plain.model.layers[2]).forward
+def test_after_an_error_in_a_layer_the_next_call_works(monkeypatch: pytest.MonkeyPatch):
+    resident, streamed = zoo.build("llama"), zoo.build("llama")
+    kind, planted = type(streamed.model.layers[2]), []
+    inner = kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            raise IndexError("planted")
+        if planted:
+            raise IndexError(planted.pop())
         return inner(self, *args, **kwargs)
 
-    resident = zoo.build("llama")
-    with wrapped(plain, microbatches=2, **FOUR) as model:
+    monkeypatch.setattr(kind, "forward", forward)
+    with wrapped(streamed, microbatches=2, **FOUR) as model:
         streamed_backward(model, BATCH)
         model.zero_grad()
-        kind = type(plain.model.layers[2])
-        kind.forward, calls[:] = forward, []
-        try:
-            with pytest.raises(ModelError, match="IndexError: planted"):
-                streamed_backward(model, BATCH)
-        finally:
-            kind.forward = inner
+        planted.append("planted")
+        with pytest.raises(ModelError, match="IndexError: planted"):
+            streamed_backward(model, BATCH)
+        assert not planted
         model.zero_grad()
         assert torch.equal(streamed_backward(model, BATCH), resident_backward(resident, BATCH, 2))
         assert_equal(gradients(model), gradients(resident))

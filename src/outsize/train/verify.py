@@ -14,6 +14,7 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.storage.directory import needed_directory
+from outsize.train.decide import decide
 from outsize.train.machine import choose_device
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult
@@ -41,7 +42,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
             )
         )
         set_thresholds(heap=False)
-        prepared = prepare(config, directory, announce)
+        prepared, _ = decide(prepare(config, directory, announce), directory, announce)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
         store = Path(config.memory.store_dir or directory / "store")
