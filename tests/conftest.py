@@ -23,6 +23,19 @@ JOIN_TIMEOUT_S = 5.0
 LIBRARY_FILES = (".so", "/dev/urandom", "/dev/null", "/dev/nvidia")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests be run on other processors than the machine's."""
+    parser.addoption("--products", choices=("by-shape", "exact"), help="how products round: see tests/processors.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Become such a processor, for all of this process."""
+    if config.getoption("products"):
+        from processors import compute_as
+
+        compute_as(config.getoption("products"))
+
+
 def open_files() -> dict[str, str]:
     """Return the open file descriptors of this process that tests answer for, with what they point to."""
     found = {}
