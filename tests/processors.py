@@ -1,8 +1,8 @@
 """Products as other processors compute them, to try whether a test of equality would hold there.
 
-How a product rounds is the processor's own affair: its libraries choose kernels by shape, so a product of fewer rows may
-have other bits, or the same. A test that compares a computation with one of other shapes passes on one machine and fails
-on the next; one that wants two bits to differ does so the other way round. Two made-up processors catch both:
+How a product rounds is the processor's own affair: its libraries choose kernels by shape, so a product of fewer rows
+may have other bits, or the same. A test that compares a computation with one of other shapes passes on one machine and
+fails on the next; one that wants two bits to differ does so the other way round. Two made-up processors catch both:
 
 - ``by-shape``: no two shapes of a product round alike. What is equal here is equal since the same products are taken.
 - ``exact``: products are summed in fp64 and rounded once, so that nearly all bits agree whatever the shapes are.

@@ -279,7 +279,9 @@ def test_nested_inputs_and_values_that_are_no_tensors():
     given = {"x": torch.randn(5, 4), "more": [torch.randn(5, 4)], "shared": torch.randn(4)}
     plain = make(Nested)
     # In the same microbatches: a product of other rows may have other bits.
-    parts = [{**given, "x": given["x"][rows], "more": [given["more"][0][rows]]} for rows in (slice(3), slice(3, 5))]
+    parts = [
+        {**given, "x": given["x"][rows], "more": [given["more"][0][rows]]} for rows in (slice(3), slice(3, 5))
+    ]
     made = [plain(part, scale=0.5) for part in parts]
     sum(one["out"].square().sum() + one["pieces"][0].sum() for one in made).backward()
     with wrapped(make(Nested), microbatches=2) as model:
