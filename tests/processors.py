@@ -37,8 +37,8 @@ def compute_as(processor: str) -> None:
 def _round_by_shape(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*tensors: Tensor, **scales: Any) -> Tensor:
         made = _compute(product, tensors, scales)
-        if not made.is_floating_point() or not made.numel():
-            return made
+        if not made.is_floating_point() or not made.numel() or tensors[-1].shape[-2] == 1:
+            return made  # of one term each, which leaves nothing to choose
         mark = hash(tuple(tuple(tensor.shape) for tensor in tensors)) % 1009
         index = torch.arange(made.numel(), dtype=torch.int64).mul_(2654435761).add_(mark * 40503)
         chosen = index.bitwise_right_shift_(7).remainder_(3).eq_(0).view(made.shape)

@@ -307,7 +307,7 @@ def test_a_setting_without_effect_is_noted(overrides, key):
         ["memory.device=emulated:2", "memory.link_gb_per_s=4"],
         ["memory.home=disk", "memory.store_dir=/mnt"],
         ["train.resume=auto", "train.run_dir=run"],
-        ["data.format=jsonl", "data.text_field=body"],
+        ["data.format=text", "data.text_field=body"],
         ["memory.device=emulated:2", "memory.activations=recompute"],
         ["memory.device=emulated:2", "memory.activations=keep"],
         ["memory.device=emulated:1", "memory.offload=false"],
