@@ -62,7 +62,7 @@ def wrap(
         base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
-        transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int4-stochastic"}``, as
+        transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int8"}``, as
             in the section ``transport`` of a run's configuration; None sends everything as it is. With one of weights,
             units that do not train rest encoded.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, 8 bytes per parameter that trains, ``bf16``, 4, or
