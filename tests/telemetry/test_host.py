@@ -16,7 +16,7 @@ HZ, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 def kernel(*, ticks=0, stolen=0, queued_ns=0, throttled_ns=0, pressure_us=0, swapped=0, threads=(7, 8)):
     """The files of a kernel, with a control group of version 1 that has a quota."""
     return {
-        "proc/stat": f"cpu  9 9 9 9 9 9 9 9 0 0\ncpu{CPU} {ticks} 0 0 500 0 0 0 {stolen} 0 0\ncpu9999 77 0 0 0 0 0 0 0 0 0\n",
+        "proc/stat": f"cpu 9 9 9 9 9 9 9 9 0 0\ncpu{CPU} {ticks} 0 0 5 0 0 0 {stolen} 0 0\ncpu9999 7 0 0 0 0 0 0 0\n",
         "proc/pressure/memory": f"some avg10=0.00 avg60=0.00 avg300=0.00 total={pressure_us}\nfull total=5\n",
         "proc/vmstat": f"nr_free_pages 5\npswpin {swapped}\npswpout 3\n",
         **{f"proc/self/task/{thread}/schedstat": f"123 {queued_ns} 4\n" for thread in threads},
