@@ -27,5 +27,7 @@ def test_a_run_with_a_slow_loader_is_told_as_such(tmp_path, monkeypatch):
     result = train(tiny_run(tmp_path, train=settings, memory={"home": "disk"}))
     recorded = read_run(Path(result.run_dir))
     report = examine(Facts(recorded=recorded))
-    assert report.findings[0].id == "loader-bound"
+    # What else it finds, and which of them costs more, is the machine's affair: a busy one computes slowly too.
+    found = {finding.id: finding for finding in report.findings}
+    assert found["loader-bound"].gain_share == recorded.waits()["data"] > 0
     assert sum(recorded.waits().values()) <= 1.0 + 1e-6
