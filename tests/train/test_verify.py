@@ -87,7 +87,9 @@ def test_what_is_verified_is_the_plan_that_is_trained(
     assert verify(config).equal
     trained = plan(config)
     assert trained.transport.weights != "raw"
-    assert [found.to_dict() for found in plans] == [trained.to_dict()]
+    assert [(found.layout, found.programs, found.transport) for found in plans] == [
+        (trained.layout, trained.programs, trained.transport)
+    ]
 
 
 def test_without_a_run_directory_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
