@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from outsize.session.job.prepare import Prepared
 from outsize.train import verify as module
-from outsize.train.prepare import Prepared
 from outsize.train.run import plan
 from outsize.train.verify import run_resident, verify
 from support import make_run

@@ -22,29 +22,29 @@ import torch
 from outsize import files
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
-from outsize.model.spec import ModelSpec
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.optim.spec import StateLayout
-from outsize.planner.plan import Plan
-from outsize.runtime.allocator import ResidentLimit, resident_bytes, trim
-from outsize.runtime.binding import buffers_on
-from outsize.runtime.carriers import packed_codec
-from outsize.runtime.device import Device, open_device
-from outsize.runtime.engine import Engine
-from outsize.runtime.engine_settings import EngineSettings
-from outsize.runtime.exchange import Shared
-from outsize.runtime.scratches import open_rooms, open_scratch
-from outsize.runtime.workers import device_names, open_workers, tier_of
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.device.allocator import ResidentLimit, resident_bytes, trim
+from outsize.runtime.device.device import Device, open_device
+from outsize.runtime.device.device_group import device_names, open_workers, tier_of
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.plan_scratch import open_rooms, open_scratch
+from outsize.runtime.forward.binding import buffers_on
+from outsize.runtime.ops.exchange_ops import Shared
+from outsize.runtime.ops.link_codecs import packed_codec
+from outsize.session.job.machine import RunMachine
 from outsize.storage.arena import Arena, CudaPinner
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
-from outsize.storage.record import Record
+from outsize.storage.record import CommitRecord
 from outsize.storage.scratch import DiskScratch, Scratch
-from outsize.train.machine import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Store:
     own: Sequence[range] | None = None
     granule_elements: int | None = None
     file: Path | None = None
-    record: Record | None = None
+    record: CommitRecord | None = None
     setting: str = "memory.store_dir"
 
     def path(self, name: str) -> Path:
@@ -105,7 +105,7 @@ class Session:
     def __init__(
         self,
         split: Split,
-        machine: Machine,
+        machine: RunMachine,
         memory: MemoryConfig,
         store: Store,
         before_bytes: int | None = None,

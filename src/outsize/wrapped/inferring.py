@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from outsize.hardware.spec import CUBLAS_BYTES
-from outsize.inference.measure import ordinary
+from outsize.hardware.machine_spec import CUBLAS_BYTES
+from outsize.inference.forward_extent import ordinary
 from outsize.inference.session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
-from outsize.runtime.decoding import decoding_bytes
+from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.wrapped.planned import Planned
 
 
