@@ -7,8 +7,8 @@ import zoo
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import ResidentLimit
+from outsize.session import session
 from outsize.session.job import relative_times
-from outsize.train import session
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of

@@ -31,13 +31,13 @@ from outsize.session.job.optimizer_layout import max_norm_of, rule_of
 from outsize.session.job.prepare import Prepared
 from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, Standing, position_in
+from outsize.session.session import Session, Store
 from outsize.session.steps import StepOutcome, microbatches_of, schedule_of
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.record import CommitRecord
-from outsize.train.session import Session, Store
 
 
 class StreamedTrainer:

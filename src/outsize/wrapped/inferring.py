@@ -15,7 +15,7 @@ from torch import nn
 
 from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.inference.forward_extent import ordinary
-from outsize.inference.session import InferenceSession, InferenceStatistics
+from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.wrapped.planned import Planned

@@ -39,8 +39,8 @@ from outsize.runtime.trial.measured import Measured
 from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import describe_machine
 from outsize.session.job.run_codecs import check_transport
+from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
-from outsize.train.session import Session, Store
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.parameters import Fill, HomeParameters
 
