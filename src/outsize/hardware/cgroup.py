@@ -39,6 +39,21 @@ def cpu_quota_cores(root: Path) -> Fact:
     return _tightest(root, "cpu", _cpu_quota)
 
 
+def throttled_s(root: Path) -> Fact:
+    """Return for how long quotas have stopped the group so far, added up over processors: of the group most stopped."""
+    groups = _groups(root, "cpu")
+    if not groups:
+        return Fact.absent(_no_groups(root))
+    return Fact.of(groups[0] / "cpu.stat", lambda: max(map(_throttled_s, groups)))
+
+
+def _throttled_s(group: Path) -> float:
+    """Return what version 2 writes in us, and version 1 in ns; a group without a quota may write nothing."""
+    file = group / "cpu.stat"
+    told = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+    return int(told.get("throttled_usec", 0)) / 1e6 + int(told.get("throttled_time", 0)) / 1e9
+
+
 def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | None]) -> Fact:
     groups = _groups(root, controller)
     if not groups:
