@@ -74,9 +74,9 @@ def variables(**told):
     return {"environment__variables": {name: records.fact(value) for name, value in told.items()}}
 
 
-def starved(directory, **changes):
+def starved(directory, cpu__quota_cores=None, **changes):
     """A run on a CPU that says what its machine is."""
-    about = told(cpu_machine(directory, cpu__load_average=5.9))
+    about = told(cpu_machine(directory, cpu__load_average=5.9, cpu__quota_cores=cpu__quota_cores))
     return run(directory / "run", config={"memory": {"device": "cpu"}}, about=about, **changes)
 
 
@@ -485,8 +485,10 @@ def test_a_host_that_is_short_of_something_is_seen_in_the_run(rule, changes, evi
         # A model whose own code sleeps is not kept from anything.
         {"host": host(queued_s=0.1, others_cpu_s=7.0), "cpu_s": 0.1},
         {"host": None, "cpu_s": 7.6},
+        # A quota of one core that is used up, beside other work.
+        {"host": host(queued_s=5.0, others_cpu_s=5.8), "cpu_s": 1.9, "cpu__quota_cores": 1.0},
     ],
-    ids=["idle-processors", "own-threads", "sleeps", "older-and-busy"],
+    ids=["idle-processors", "own-threads", "sleeps", "older-and-busy", "quota"],
 )
 def test_a_run_that_has_its_processors_is_not_starved(changes, tmp_path):
     assert "cores-taken" not in found(starved(tmp_path, **changes))
