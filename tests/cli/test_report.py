@@ -3,7 +3,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from outsize.cli import watch as watching
+from outsize.cli import watch_command as watching
 from outsize.cli.app import app
 from report.recorded import make_run
 
