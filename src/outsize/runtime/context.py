@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.planner.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program import Program
 from outsize.runtime.microbatch import MicrobatchRun
+from outsize.runtime.moved import Moved
 from outsize.runtime.parcels import Parcel
 
 
@@ -64,6 +65,8 @@ class StepContext:
         slots: see `slots_used`, where the program is not the plan's own.
         deliver: called with what the model returned for each microbatch, in order, where the step is cut.
         output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
+        moved: bytes that the step's ops have moved so far, by lane and what they crossed: the lane's link, or
+            ``disk:read`` and ``disk:write``; each lane writes its own entries.
     """
 
     number: int
@@ -93,6 +96,14 @@ class StepContext:
     slots: Mapping[Op, Mapping[int, int]] | None = None
     deliver: Callable[[Any], None] = lambda _: None
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+    moved: dict[tuple[str, str], Moved] = field(default_factory=dict)
+
+    def bytes_moved(self) -> dict[str, Moved]:
+        """Return what has moved so far, by what it crossed: ``up:w0``, ``net:reduce`` or ``disk:read``."""
+        found: dict[str, Moved] = {}
+        for (_, crossed), moved in dict(self.moved).items():
+            found[crossed] = found.get(crossed, Moved()).and_then(*moved)
+        return found
 
     def norm(self) -> float:
         """Global norm of the gradients before clipping, once all backwards have run; NaN where no norms are taken."""
