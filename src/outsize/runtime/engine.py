@@ -355,7 +355,7 @@ def _on_worker(
     op: Op,
     context: Any,
 ) -> None:
-    with ranges.around(op) if ranges.on else contextlib.nullcontext(), counting.of(op, context):
+    with ranges.around(op), counting.of(op, context):
         run(tables[op.worker or 0], op, context)
 
 

@@ -19,6 +19,7 @@ from outsize.runtime.storing import StoreOps, UnitAtRest
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
 from outsize.train.fill import fill
+from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared
 
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
@@ -28,13 +29,17 @@ class Replica:
     """A model with real parameters, and where they rest. Made by `opened`.
 
     Attributes:
+        prepared: the run.
         home: planes of all units but gradients.
         parameters: that train, by name, fp32.
         updates: how often each of them was stepped.
+        loss_scale: 1, as none computes in fp16.
         state: how a trained unit lies in the home.
     """
 
     def __init__(self, prepared: Prepared, device: torch.device, arena: Arena) -> None:
+        self.prepared = prepared
+        self.loss_scale = LossScale(enabled=False)
         self.spec = prepared.split.spec
         self.state = StateLayout(dtype=self.spec.dtype)
         planes = planes_for(self.spec.dtype)

@@ -24,8 +24,7 @@ from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.codec_choice import choose_codec
-from outsize.train.ddp import one_share
-from outsize.train.ddp_run import run_data_parallel
+from outsize.train.ddp import check_fits, one_share, start_replica
 from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
@@ -46,8 +45,8 @@ from outsize.train.run_dir import choose_run_dir, claimed
 from outsize.train.saver import Saver
 from outsize.train.sources import open_dataset
 from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
 from outsize.train.torch_state import borrowed_torch
+from outsize.train.trainer import Trainer
 from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
@@ -129,17 +128,15 @@ def _train(
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
     asked = asked.in_microbatches(prepared.config.microbatches)
-    if _is_replicated(config, ranks):
-        dataset = _dataset(stack, config, prepared, ranks, resumed)
-        return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
-    record = newest_home(config, own_dir, prepared, resumed, announce)
+    replicated = _is_replicated(config, ranks)
+    record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
     if resumed is not None:
         done = checkpoint.position_of(resumed)
         if done.step >= config.train.steps:
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
-    expected = forecast(prepared, own_dir, announce, rates)
+    expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
     return run.go(dataset, interrupt)
 
@@ -158,7 +155,9 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     shared = None if replicated else ranks.group
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
     rates = None
-    if not replicated:  # which streams nothing
+    if replicated:
+        check_fits(prepared)
+    else:
         prepared, rates = choose_codec(prepared, own_dir, announce)
         prepared, rates = choose_activations(prepared, own_dir, announce, rates)
     config = config.in_microbatches(prepared.config.microbatches)
@@ -209,9 +208,14 @@ def _open(
     aftermath = stack.enter_context(
         Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own)
     )
-    trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
-    tell_costs(prepared, own_dir, announce)
-    _write_facts(ranks, asked, prepared, (flops, peak), placement, trainer.errors)
+    trainer: Trainer
+    if _is_replicated(config, ranks):
+        trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
+    else:
+        trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+        tell_costs(prepared, own_dir, announce)
+        _write_plan(ranks, prepared, trainer.errors)
+    _write_facts(ranks, asked, prepared, (flops, peak), placement)
     heartbeat = stack.enter_context(Heartbeat(own_dir))
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
@@ -250,16 +254,19 @@ def _write_facts(
     prepared: Prepared,
     computing: tuple[float | None, Peak],
     placement: Placement,
-    errors: dict[str, float],
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:
         write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
-    write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     facts = about(prepared, *computing)
     write_json(
         ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
     )
+
+
+def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> None:
+    """Write what a streamed run follows, and what became of frozen weights that a codec has written."""
+    write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     if errors:
         ranks.announce(f"frozen weights are encoded: {summary(errors)}")
         write_json(ranks.own_dir / QUANTISATION, errors)
@@ -290,11 +297,11 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
         bytes_written=0,
         run_dir=str(run_dir),
         skipped_steps=position.skipped,
-        export_dir=str(latest(run_dir)),
+        export_dir=str(saved) if (saved := latest(run_dir)) is not None else None,
     )
 
 
-def _saver(config: Config, trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
+def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     run_dir = ranks.run_dir
     newest = latest(run_dir)
@@ -304,7 +311,7 @@ def _saver(config: Config, trainer: StreamedTrainer, ranks: Ranks, dataset: Pack
         trainer,
         run_dir,
         config.train,
-        commits=trainer.prepared.plan.layout.commits,
+        commits=trainer.prepared.plan.layout.commits and not _is_replicated(config, ranks),
         state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
         announce=ranks.announce,
         decide=ranks.first_decides if ranks.group.size > 1 else None,

@@ -11,7 +11,7 @@ from outsize.runtime.engine import StoreHandle
 from outsize.train.checkpoint_dir import latest
 from outsize.train.saving import Saving
 from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
+from outsize.train.trainer import Trainer
 
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4
 # billion parameters takes 48 s to save: in half an hour 2.7 %, were nothing computed beside.
@@ -20,6 +20,8 @@ DEFAULT_MINUTES = 30.0
 
 class Saver:
     """Starts checkpoints of a run when they are due, one at a time, and says what became of them.
+
+    A step counts as saved once its checkpoint is whole on the disk, and not before.
 
     Args:
         trainer: the run.
@@ -40,7 +42,7 @@ class Saver:
 
     def __init__(
         self,
-        trainer: StreamedTrainer,
+        trainer: Trainer,
         run_dir: Path,
         config: TrainConfig,
         *,
@@ -75,18 +77,15 @@ class Saver:
         Raises:
             OutsizeError: an op failed.
         """
-        if self._under_way is not None and all(task.passed() for task in self._under_way[1].tasks):
-            self._report(self._collect())
+        self._report_if_complete()
         every = self._config.save_every
         counted = bool(every) and position.step % every == 0
-        if (
-            counted
-        ):  # one that is still under way has had the time of all these steps: the disk is slower than they
-            self._report(self._collect())
         due = counted or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
-        if due if self._decide is None else self._decide(due):
+        if self._is_due(due):
+            # One that is still under way has had the time of all the steps since: the disk is slower than they.
             self._report(self._collect())
             self._start(position)
+            self._report_if_complete()
 
     def finish(self, position: Position) -> None:
         """Return when the state after the last step is saved.
@@ -95,8 +94,7 @@ class Saver:
             StorageError: it cannot be; the checkpoint before is untouched.
         """
         self._report(self._collect())
-        due = self._saved_step != position.step
-        if due if self._decide is None else self._decide(due):
+        if self._is_due(self._saved_step != position.step):
             self._start(position)
             saving = self._collect()
             if saving is not None and saving.error is not None:
@@ -137,12 +135,12 @@ class Saver:
             self.rescue()
         self.cancel()
 
+    def _is_due(self, due: bool) -> bool:
+        """Whether a checkpoint is begun now, where this rank would begin one if ``due``: the first one decides."""
+        return due if self._decide is None else self._decide(due)
+
     def _start(self, position: Position) -> None:
-        if self._saved_step == position.step:
-            return
         self._started_s = self._clock()
-        if not self._writes:
-            self._saved_step = position.step
         state, limit = self._state_of(position), self._config.save_total_limit
         engine = self._trainer.engine
         saving = Saving(
@@ -158,6 +156,10 @@ class Saver:
         self._trainer.engine.wait(handle.tasks)
         self._under_way = None
         return saving
+
+    def _report_if_complete(self) -> None:
+        if self._under_way is not None and all(task.passed() for task in self._under_way[1].tasks):
+            self._report(self._collect())
 
     def _report(self, saving: Saving | None) -> None:
         if saving is None or not self._writes:

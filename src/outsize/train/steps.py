@@ -1,5 +1,6 @@
 """What a step of a run is made of, and what it came to."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outsize.config import Config
@@ -7,6 +8,7 @@ from outsize.data.batch import Batch
 from outsize.optim.schedule import Schedule
 from outsize.planner.idle import Window
 from outsize.runtime.context import Microbatch
+from outsize.runtime.moved import Moved
 from outsize.train.model_inputs import model_inputs, num_targets
 
 
@@ -25,6 +27,7 @@ class StepOutcome:
         between_s: of them, before the batch was asked for.
         ended_s: when it was known, on the clock of the timeline.
         skipped: whether no weight changes.
+        moved: asks for the bytes that the step's ops have moved so far, by what they crossed.
     """
 
     number: int
@@ -37,6 +40,7 @@ class StepOutcome:
     between_s: float
     ended_s: float
     skipped: bool
+    moved: Callable[[], Mapping[str, Moved]]
 
     @property
     def window(self) -> Window:
