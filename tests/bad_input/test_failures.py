@@ -300,8 +300,8 @@ def test_data_that_shrinks_while_it_is_read(world: World, monkeypatch: pytest.Mo
             else:
                 outcome = world.command(config)
                 assert (outcome.status, outcome.result["error"]) == (2, "DataError")
-            # Two batches ready and one in the making, at most, were read before the cut.
-            check_unsaved(world, directory, range(1, 4))
+            # The second step was under way; two batches ready and one in the making, at most, were read before the cut.
+            check_unsaved(world, directory, range(1, 6))
 
 
 def test_an_exception_of_the_caller_ends_the_run(world: World) -> None:

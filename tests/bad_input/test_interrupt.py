@@ -64,6 +64,8 @@ def test_the_first_signal_finishes_the_step_and_saves(
         Trap(patched, Kind.FORWARD, microbatch=1, unit=1).put(ComputeOps, "_find", lambda: send(number))
         outcome = world.command(world.config(train=SIX))
     assert (outcome.status, outcome.result["steps"]) == (0, 2)
+    told = r"was heard: the run ends after step 2, in about .*, and saves\. A second one stops it at once: "
+    assert re.search(told, " ".join(outcome.err.split()))
     assert "interrupted after step 2; saving" in outcome.err
     assert "interrupted and saved; --resume auto --run-dir" in outcome.err
     again = world.command(world.config(train=SIX), "--resume", "auto")
@@ -122,6 +124,8 @@ def test_a_signal_before_the_first_step_leaves_nothing(
         patched.setattr(run.StreamedTrainer, "fill", filling)
         outcome = world.command(world.config(train=SIX))
     assert (outcome.status, outcome.err.count("outsize: interrupted")) == (130, 1)
+    assert "interrupted while the machine was timed" in outcome.err
+    assert "nothing is lost" in outcome.err
     assert names_below(world.root) == {"config-of-command.yaml"}
 
 

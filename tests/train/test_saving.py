@@ -85,9 +85,9 @@ def test_the_next_step_computes_while_a_unit_is_stored_and_steps_it_only_then(
         if self.step == 1 and not held.is_set():
             held.set()
             until = time.monotonic() + PATIENCE_S
-            while not ALONE.fullmatch(waiting().get("host", "")) and time.monotonic() < until:
+            while not ALONE.fullmatch(str(waiting().get("host", ""))) and time.monotonic() < until:
                 time.sleep(0.002)
-            seen.append(waiting().get("host", "nothing"))
+            seen.append(str(waiting().get("host", "nothing")))
         write(self, resting, writer)
 
     begin = engine.Engine.begin

@@ -33,7 +33,7 @@ from outsize.runtime.crew import Crew, Worker, make_crew, make_single
 from outsize.runtime.device import Device
 from outsize.runtime.engine_settings import EngineSettings
 from outsize.runtime.exchange import ExchangeOps, Shared
-from outsize.runtime.executor import Executor, Task
+from outsize.runtime.executor import Executor, Task, Waiting
 from outsize.runtime.gradients import GradientOps
 from outsize.runtime.handlers import HandlerTable, handlers_of, lane_thread
 from outsize.runtime.handover import HandoverOps
@@ -275,8 +275,8 @@ class Engine:
         events = self._executor.take_events()
         return Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
 
-    def waiting(self) -> dict[str, str]:
-        """For each lane with unfinished work: its first unfinished op and what it waits for."""
+    def waiting(self) -> dict[str, Waiting]:
+        """Return for each lane with unfinished work its first unfinished op."""
         return self._executor.waiting()
 
     def position(self) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,12 +29,12 @@ class Heartbeat:
             raise explain(error, f"write {self._path}") from error
 
     def beat(self, record: StepRecord) -> None:
-        """Write one record, with the schema's version and the wall-clock time in seconds since 1970.
+        """Write one record, with the schema's version.
 
         Raises:
             StorageError: the line cannot be written.
         """
-        line: dict[str, Any] = {"schema": SCHEMA_VERSION, "time": time.time(), **record.to_dict()}
+        line: dict[str, Any] = {"schema": SCHEMA_VERSION, **record.to_dict()}
         # NaN and infinity are not JSON; a missing number is null.
         clean = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outsize.config import Config
@@ -32,6 +33,7 @@ from outsize.train.standing import Position
 from outsize.train.steps import StepOutcome
 from outsize.train.trainer import Trainer
 from outsize.train.watchdog import Watchdog
+from outsize.units import format_seconds
 
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
@@ -52,6 +54,7 @@ class Run:
     profiler: StepProfiler
     watchdog: Watchdog
     saver: Saver
+    next_start: Callable[[], str]
     progress: Progress | None
     position: Position
     forecast: Forecast | None = None
@@ -59,11 +62,12 @@ class Run:
     seconds: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
+    _known_s: float = field(default_factory=time.monotonic)
     _unwritten: tuple[StepRecord, StepOutcome] | None = None
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
-        interrupt.can_finish = True
+        interrupt.finish = self._awaited
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
             with _batches(dataset, self.config, self.ranks.group, self.position.step) as batches:
@@ -77,6 +81,20 @@ class Run:
         if saved is not None and self.position.step >= self.config.train.steps:
             remove_home(self.config, self.ranks.own_dir, saved, self.ranks.announce)
         return self._result(saved)
+
+    def _awaited(self) -> str:
+        """Say what a run that is asked to end waits for, and what becomes of it if it is not waited for."""
+        if self.watchdog.doing:
+            ends = f"the run ends with {self.watchdog.doing}"
+        else:
+            left_s = max(0.0, self.watchdog.typical_step_s - (time.monotonic() - self._known_s))
+            about = (
+                f"in about {format_seconds(left_s)}"
+                if self.watchdog.typical_step_s
+                else "when that is computed"
+            )
+            ends = f"the run ends after step {self.position.step + 1}, {about}, and saves"
+        return f"{ends}. A second one stops it at once: {self.next_start()}"
 
     def _train(self, batches: Iterator[Batch], interrupt: Interrupt) -> None:
         for outcome in self.trainer.steps(batches, self.position.step, self._write_line):
@@ -129,6 +147,7 @@ class Run:
             former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
         )
         self.watchdog.step_ended(outcome.seconds)
+        self._known_s = time.monotonic()
         self.tokens += outcome.tokens
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()

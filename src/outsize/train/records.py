@@ -3,6 +3,7 @@
 Rates are over wall-clock time. Trained tokens are those that carry loss: neither padding nor masked prompts.
 """
 
+import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -48,6 +49,7 @@ class StepRecord:
         device_bytes: what torch holds on each CUDA device.
         gpus: what the driver says of each GPU.
         fallbacks: what did not go as asked so far, and how often.
+        time: when the step was known, in seconds since 1970.
     """
 
     step: int
@@ -84,6 +86,7 @@ class StepRecord:
     device_bytes: dict[str, int] = field(default_factory=dict)
     gpus: tuple[dict[str, Any], ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
 
     @property
     def tokens_per_s(self) -> float:

@@ -21,7 +21,7 @@ from outsize.group.gloo import GlooGroup
 from outsize.planner.timeline import Event, Timeline
 from outsize.runtime.device import open_device
 from outsize.runtime.engine import StoreHandle
-from outsize.runtime.executor import Task
+from outsize.runtime.executor import Task, Waiting
 from outsize.runtime.moved import Moved
 from outsize.runtime.ranges import OpRanges
 from outsize.train.replica import Replica
@@ -126,10 +126,13 @@ class ReplicaEngine:
         """Return what has gone to other ranks so far, by lane."""
         return {NET: self.reduced}
 
-    def waiting(self) -> dict[str, str]:
-        """For each lane with unfinished work: its first unfinished op."""
+    def waiting(self) -> dict[str, Waiting]:
+        """Return for each lane with unfinished work its first unfinished op."""
         under_way = list(self._under_way.items())
-        return {lane: f"{op} is running" for op, lane in reversed(under_way)}
+        found = {lane: Waiting(op) for op, lane in reversed(under_way)}
+        if NET in found and COMPUTE in found and self._last_sent is not None:
+            found[COMPUTE] = Waiting(found[COMPUTE].op, (found[NET].op,))
+        return found
 
     def position(self) -> str:
         """What is under way; empty between steps."""

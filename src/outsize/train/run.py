@@ -99,7 +99,7 @@ def train(
             announce(f"note: {note}")
     asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
+        interrupt = stack.enter_context(Interrupt(announce))
         ranks = stack.enter_context(together(config, place, announce))
         if ranks.restarted:
             config, asked = _resuming(config), _resuming(asked)
@@ -123,6 +123,7 @@ def _train(
         borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
     )
     set_thresholds(heap=False)
+    interrupt.doing = "the model was built, measured and planned"
     resumed = checkpoint.find(config.train.resume, run_dir)
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
@@ -135,7 +136,9 @@ def _train(
         if done.step >= config.train.steps:
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
+    interrupt.doing = "the data was read and tokenised"
     dataset = _dataset(stack, config, prepared, ranks, resumed)
+    interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
     return run.go(dataset, interrupt)
@@ -201,6 +204,7 @@ def _open(
             factor=config.train.stall_factor,
             floor_s=config.train.stall_floor_s,
             predicted_step_s=expected.step_s if expected is not None else None,
+            links_are_disk=prepared.machine.below == "disk",
         )
     )
     # Entered before what it speaks of, so that it speaks when every lane has ended.
@@ -238,6 +242,7 @@ def _open(
         profiler,
         watchdog,
         saver,
+        aftermath.next_start,
         progress if ranks.is_first else None,
         trainer.position,
         expected,
