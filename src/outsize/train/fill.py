@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.checkpoint import WeightSource
+from outsize.model.checkpoint_planes import pieces
 from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
 from outsize.optim.spec import WEIGHTS, StateLayout
 from outsize.runtime.binding import TORCH_DTYPE
@@ -118,13 +119,8 @@ def _fill_range(
 ) -> None:
     """Fill a range of elements of a plane; padding is zero."""
     values.zero_()
-    stop = start + values.numel()
-    for tensor in plane.tensors:
-        low, high = max(tensor.offset, start), min(tensor.offset + tensor.numel, stop)
-        if low < high:
-            source.read(
-                tensor.name, low - tensor.offset, high - tensor.offset, values[low - start : high - start]
-            )
+    for name, first, piece in pieces(plane.tensors, start, values):
+        source.read(name, first, first + piece.numel(), piece)
     if plane.trains:
         masters.write(plane.unit, start, values)
         return

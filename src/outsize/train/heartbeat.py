@@ -63,20 +63,13 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a text file so that it is there whole or not at all, with ``durable`` after a loss of power too.
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all.
 
     Raises:
         StorageError: it cannot be written; what was there before still is.
     """
-    partial = path.with_name(path.name + ".partial")
     try:
-        files.write_text(partial, text, sync=durable)
-        files.system().rename(partial, path)
-        if durable:
-            files.sync(path.parent)
+        files.write_whole(path, text)
     except OSError as error:
         raise explain(error, f"write {path}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.system().unlink(partial)
