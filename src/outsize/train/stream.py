@@ -226,10 +226,6 @@ class StreamedTrainer:
             buffer[tensor.offset : tensor.offset + tensor.numel].copy_(tensors[tensor.name].reshape(-1))
         self.home.write(unit.index, plane, 0, buffer)
 
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to disk so far."""
-        return self.tiers.disk_bytes()
-
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
         return {**self.tiers.fallbacks(), "recomputed": self.engine.num_let_go}

@@ -19,7 +19,6 @@ from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import Record
-from outsize.storage.scratch import DiskScratch
 from outsize.train.prepare import Prepared
 
 # The file of a disk home whose name goes at once.
@@ -77,18 +76,6 @@ class Tiers:
             for name, kind in itertools.product(names, ("activations", "workspace", "shared")):
                 stack.enter_context(self.ledger.reserve(name, kind, plan.memory["device"].get(kind, 0)))
             self._stack = stack.pop_all()
-
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to disk so far."""
-        read = written = 0
-        if isinstance(self.home, DiskHome):
-            statistics = self.home.statistics()
-            read, written = statistics.bytes_read, statistics.bytes_written
-        for scratch in (self.scratch, *self.rooms.values()):
-            if isinstance(scratch, DiskScratch):
-                moved = scratch.statistics()
-                read, written = read + moved.bytes_out, written + moved.bytes_in
-        return read, written
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O."""
