@@ -26,6 +26,7 @@ from outsize.train import run
 from outsize.train.heartbeat import Heartbeat
 from outsize.train.prepare import Prepared
 from outsize.train.run import train
+from outsize.train.stream import StreamedTrainer
 
 DIRECT = {"device": "cpu", "home": "disk", "offload": True}
 STAGED = {"device": "emulated:1", "home": "disk", "offload": True}
@@ -278,9 +279,9 @@ def test_data_that_shrinks_while_it_is_read(world: World, monkeypatch: pytest.Mo
     tokens = world.root / "own.npy"
     whole = world.tokens.read_bytes()
     tokens.write_bytes(whole)
-    fill, beat = run.StreamedTrainer.fill, Heartbeat.beat
+    fill, beat = StreamedTrainer.fill, Heartbeat.beat
 
-    def restore_and_fill(self: run.StreamedTrainer) -> None:
+    def restore_and_fill(self: StreamedTrainer) -> None:
         tokens.write_bytes(whole)
         fill(self)
 
@@ -289,7 +290,7 @@ def test_data_that_shrinks_while_it_is_read(world: World, monkeypatch: pytest.Mo
         os.truncate(tokens, 128)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.StreamedTrainer, "fill", restore_and_fill)
+        patched.setattr(StreamedTrainer, "fill", restore_and_fill)
         patched.setattr(Heartbeat, "beat", beat_and_cut)
         for directory in ("library", "command"):
             tokens.write_bytes(whole)

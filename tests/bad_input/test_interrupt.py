@@ -16,8 +16,8 @@ from bad_input.world import World, half_written, names_below, run_well
 from outsize.config import dump_config
 from outsize.planner.ops import Kind
 from outsize.runtime.compute import ComputeOps
-from outsize.train import run
 from outsize.train.interrupt import Interrupt
+from outsize.train.stream import StreamedTrainer
 
 SIX = {"steps": 6}
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -115,13 +115,13 @@ def test_the_second_signal_while_saving_leaves_the_checkpoint_before(
 def test_a_signal_before_the_first_step_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch, send: Callable[[int], None], number: int
 ) -> None:
-    def filling(self: run.StreamedTrainer) -> None:
+    def filling(self: StreamedTrainer) -> None:
         fill(self)
         send(number)
 
-    fill = run.StreamedTrainer.fill
+    fill = StreamedTrainer.fill
     with monkeypatch.context() as patched:
-        patched.setattr(run.StreamedTrainer, "fill", filling)
+        patched.setattr(StreamedTrainer, "fill", filling)
         outcome = world.command(world.config(train=SIX))
     assert (outcome.status, outcome.err.count("outsize: interrupted")) == (130, 1)
     assert "interrupted while the machine was timed" in outcome.err
