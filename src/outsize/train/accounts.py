@@ -14,6 +14,7 @@ from outsize.planner.timeline import Event, Timeline
 from outsize.runtime.allocator import resident_bytes
 from outsize.runtime.moved import Moved
 from outsize.runtime.workers import device_names
+from outsize.telemetry.host import HostSampler
 from outsize.telemetry.nvml import GpuSampler
 from outsize.train.flops import Peak
 from outsize.train.lane_times import LaneTimes, lane_times
@@ -37,6 +38,7 @@ class Accounts:
     def __init__(self, trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> None:
         self._trainer = trainer
         self._sampler = sampler
+        self._host = HostSampler()
         self._flops = flops
         self._peak = peak
         machine = trainer.prepared.machine
@@ -61,6 +63,7 @@ class Accounts:
         waits = self._waits(timeline, outcome.window)
         before, self._cpu_s = self._cpu_s, time.process_time()
         kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
+        host = self._host.sample()
         record = StepRecord(
             step=outcome.number + 1,
             loss=outcome.loss,
@@ -89,6 +92,7 @@ class Accounts:
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
+            host=None if host is None else host.model_dump(),
             fallbacks=self._fallbacks(failed),
         )
         return self.counted(record, outcome)

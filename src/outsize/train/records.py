@@ -48,6 +48,7 @@ class StepRecord:
     tiers: dict[str, dict[str, int | None]] = field(default_factory=dict)
     device_bytes: dict[str, int] = field(default_factory=dict)
     gpus: tuple[dict[str, Any], ...] = ()
+    host: dict[str, Any] | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
     time: float = field(default_factory=time.time)
 
