@@ -1,21 +1,50 @@
 """When a checkpoint is due, and what people are told of it; how one is written is in `outsize.train.saving`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
 from outsize.runtime.engine import StoreHandle
+from outsize.runtime.executor import Task
 from outsize.train.checkpoint_dir import latest
+from outsize.train.prepare import Prepared
 from outsize.train.saving import Saving
 from outsize.train.standing import Position
-from outsize.train.trainer import Trainer
 
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4
 # billion parameters takes 48 s to save: in half an hour 2.7 %, were nothing computed beside.
 DEFAULT_MINUTES = 30.0
+
+
+class Stores(Protocol):
+    """What is asked of an engine."""
+
+    def store(self, saving: Saving) -> StoreHandle:
+        """Begin a checkpoint of the state after the steps so far."""
+
+    def store_rest(self, handle: StoreHandle) -> None:
+        """Complete a checkpoint after an op has failed, where that can be done."""
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Return when ``tasks`` are done."""
+
+    def note_progress(self) -> None:
+        """Say that an op which takes long is getting on."""
+
+
+class Stored(Protocol):
+    """Whose state is written."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The run."""
+
+    @property
+    def engine(self) -> Stores:
+        """Hands out its units."""
 
 
 class Saver:
@@ -42,7 +71,7 @@ class Saver:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Stored,
         run_dir: Path,
         config: TrainConfig,
         *,

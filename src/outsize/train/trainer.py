@@ -5,20 +5,18 @@ from typing import Protocol
 
 from outsize.data.batch import Batch
 from outsize.planner.timeline import Timeline
-from outsize.runtime.engine import StoreHandle
-from outsize.runtime.executor import Task
 from outsize.runtime.moved import Moved
 from outsize.runtime.ranges import OpRanges
 from outsize.storage.ledger import Ledger
 from outsize.train.loss_scale import LossScale
 from outsize.train.prepare import Prepared
-from outsize.train.saving import Saving
+from outsize.train.saver import Stores
 from outsize.train.standing import Position
 from outsize.train.steps import StepOutcome
 from outsize.train.watchdog import Watched
 
 
-class StepEngine(Watched, Protocol):
+class StepEngine(Watched, Stores, Protocol):
     """Runs the ops of steps: an `Engine`, or the `ReplicaEngine` of plain data parallel."""
 
     @property
@@ -27,18 +25,6 @@ class StepEngine(Watched, Protocol):
 
     def moved(self) -> Mapping[str, Moved]:
         """Return what went over each link so far, by lane."""
-
-    def store(self, saving: Saving) -> StoreHandle:
-        """Begin a checkpoint of the state after the steps so far."""
-
-    def store_rest(self, handle: StoreHandle) -> None:
-        """Complete a checkpoint after an op has failed, where that can be done."""
-
-    def wait(self, tasks: Iterable[Task]) -> None:
-        """Return when ``tasks`` are done."""
-
-    def note_progress(self) -> None:
-        """Say that an op which takes long is getting on."""
 
 
 class Trainer(Protocol):
