@@ -284,6 +284,28 @@ def test_one_that_cannot_be_written_is_given_up_and_the_next_one_is_written(
     assert names == {"latest", "step-00000002", "step-00000003"}
 
 
+@HOMES
+def test_a_last_one_that_cannot_be_written_fails_the_run_though_it_was_tried_before(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is due after the last step, and is told; then the run ends with it, and does not take it for saved."""
+    begin = Saving._begin
+
+    def begin_on_a_disk(self: Saving) -> Any:
+        if self.step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return begin(self)
+
+    said: list[str] = []
+    monkeypatch.setattr(Saving, "_begin", begin_on_a_disk)
+    with pytest.raises(StorageError, match="step-00000002: No space left on device; free some space"):
+        train(
+            make_run(tmp_path, train={"steps": 2, "save_every": 1}, memory={"home": home}),
+            announce=said.append,
+        )
+    assert any("the run goes on, the newest checkpoint is still step-00000001" in line for line in said)
+
+
 def test_one_that_cannot_be_read_back_is_given_up_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
