@@ -16,10 +16,10 @@ from pathlib import Path
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in every rank)
 
+from outsize.checkpoint.saving import Saving
 from outsize.cli import main
 from outsize.testing.processes import fork_ranks
-from outsize.train.heartbeat import Heartbeat
-from outsize.train.saving import Saving
+from outsize.train.metrics.heartbeat import Heartbeat
 
 
 def run(scenario, root):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, StorageError
-from outsize.train.checkpoint_dir import latest
-from outsize.train.export import export
 from outsize.train.run import train
 from support import make_run
 

@@ -28,25 +28,25 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outsize.checkpoint import run_checkpoint
 from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
-from outsize.planner.timeline import Timeline
-from outsize.runtime.microbatch import loss_of
-from outsize.runtime.moved import Moved
-from outsize.runtime.workers import device_names
+from outsize.planner.simulate.timeline import Timeline
+from outsize.runtime.device.device_group import device_names
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.forward.microbatch import loss_of
+from outsize.session.job.model_inputs import model_inputs, num_targets
+from outsize.session.job.optimizer_layout import max_norm_of
+from outsize.session.job.prepare import Prepared, check_shares
+from outsize.session.run_state import Position
+from outsize.session.steps import StepOutcome, schedule_of
 from outsize.storage.ledger import Ledger
-from outsize.train import checkpoint
-from outsize.train.model_inputs import model_inputs, num_targets
-from outsize.train.prepare import Prepared, check_shares
 from outsize.train.replica import Replica, opened
 from outsize.train.replica_engine import NET, Hook, ReplicaEngine
 from outsize.train.resident import seeding
-from outsize.train.standing import Position
-from outsize.train.state import max_norm_of
-from outsize.train.steps import StepOutcome, schedule_of
 from outsize.units import format_bytes
 
 # fp32 parameters, gradients and two moments.
@@ -189,11 +189,11 @@ def start_replica(
     device = torch.device(name if name.startswith("cuda") else "cpu")
     assert isinstance(group, GlooGroup)
     if resumed is not None:
-        checkpoint.check_files(resumed)
+        run_checkpoint.check_files(resumed)
     replica = stack.enter_context(opened(prepared, device))
     position = Position(0, 0, 0)
     if resumed is not None:
-        position = checkpoint.restore(replica, resumed, announce)
+        position = run_checkpoint.restore(replica, resumed, announce)
         replica.load()
     announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
     averaging, end_waits = stack.enter_context(process_group(group, device))

@@ -16,16 +16,16 @@ import xxhash
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from outsize.checkpoint.saving import Saving
 from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
-from outsize.planner.timeline import Event, Timeline
-from outsize.runtime.device import open_device
-from outsize.runtime.engine import StoreHandle
-from outsize.runtime.executor import Task, Waiting
-from outsize.runtime.moved import Moved
-from outsize.runtime.ranges import OpRanges
+from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.runtime.device.device import open_device
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.profiler_ranges import OpRanges
+from outsize.runtime.engine.engine import StoreHandle
+from outsize.runtime.engine.executor import LaneTask, Waiting
 from outsize.train.replica import Replica
-from outsize.train.saving import Saving
 
 COMPUTE, NET = "compute:w0", "net:reduce"
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -162,7 +162,7 @@ class ReplicaEngine:
     def store_rest(self, handle: StoreHandle) -> None:
         """Nothing: a checkpoint is whole, or given up, when `store` returns."""
 
-    def wait(self, tasks: Iterable[Task]) -> None:
+    def wait(self, tasks: Iterable[LaneTask]) -> None:
         """Nothing, likewise."""
 
     def _check_same(self, step: int) -> None:

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
+from outsize.checkpoint.saver import Stores
 from outsize.data.batch import Batch
-from outsize.planner.timeline import Timeline
-from outsize.runtime.moved import Moved
-from outsize.runtime.ranges import OpRanges
+from outsize.planner.simulate.timeline import Timeline
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.profiler_ranges import OpRanges
+from outsize.session.job.prepare import Prepared
+from outsize.session.loss_scale import LossScale
+from outsize.session.run_state import Position
+from outsize.session.steps import StepOutcome
 from outsize.storage.ledger import Ledger
-from outsize.train.loss_scale import LossScale
-from outsize.train.prepare import Prepared
-from outsize.train.saver import Stores
-from outsize.train.standing import Position
-from outsize.train.steps import StepOutcome
 from outsize.train.watchdog import Watched
 
 

@@ -34,7 +34,7 @@ from typing import Protocol
 
 from outsize import files
 from outsize.errors import StalledError
-from outsize.runtime.executor import Waiting
+from outsize.runtime.engine.executor import Waiting
 from outsize.units import format_seconds
 
 TICK_S = 1.0

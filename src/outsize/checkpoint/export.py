@@ -1,0 +1,37 @@
+"""Write the newest checkpoint of a run out as a plain Hugging Face model, or as adapters of one."""
+
+from pathlib import Path
+
+from outsize import files
+from outsize.checkpoint import merge as merging
+from outsize.checkpoint.checkpoint_dir import STATE, latest
+from outsize.checkpoint.files.checkpoint_writer import new_directory
+from outsize.errors import CheckpointError
+
+
+def export(
+    run_dir: str | Path, out_dir: str | Path, *, merge: bool = False, trust_remote_code: bool = False
+) -> Path:
+    """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
+
+    Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
+    its adapters merged in; ``trust_remote_code`` lets code that comes with that model run.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or there is nothing to merge.
+        ModelError: the adapters cannot be merged.
+        StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
+    """
+    source = latest(Path(run_dir))
+    if source is None:
+        raise CheckpointError(
+            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
+        )
+    target = Path(out_dir)
+    if merge:
+        return merging.merge(source, target, trust_remote_code)
+    with new_directory(target) as partial:
+        for path in source.iterdir():
+            if path.is_file() and path.name != STATE:
+                files.copy(path, partial / path.name)
+    return target

@@ -1,0 +1,151 @@
+"""What a run reports: a record per step, and one result at its end. Plain data; no torch.
+
+Rates are over wall-clock time. Trained tokens are those that carry loss: neither padding nor masked prompts.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What happened in one optimizer step; `outsize.telemetry.heartbeat_schema.Line` says what each field means, and
+    its unit.
+
+    A loss that is not finite is NaN here. Bytes are those that the step's ops have moved so far.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    bytes_up: int = 0
+    bytes_down: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    stall_share: float = 0.0
+    stall_owner: str | None = None
+    skipped: bool = False
+    skipped_steps: int = 0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    data_s: float = 0.0
+    between_s: float = 0.0
+    cpu_s: float = 0.0
+    idle_s: dict[str, float] = field(default_factory=dict)
+    waits_s: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    num_compute_ops: int = 0
+    mfu: float | None = None
+    wire_bytes: dict[str, int] = field(default_factory=dict)
+    logical_bytes: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[dict[str, Any], ...] = ()
+    host: dict[str, Any] | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def up_bytes_per_s(self) -> float:
+        """Mean rate to the device over the whole step."""
+        return self.bytes_up / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        """Mean rate from the device over the whole step."""
+        return self.bytes_down / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes and ``tokens_per_s``, ready for JSON."""
+        # Not asdict, which copies every mapping: this is asked for in every step.
+        told = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**told, "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        steps: optimizer steps done in all, those before a resume included.
+        loss: loss of the last step, in nats per trained token.
+        tokens_per_s: trained tokens per second over all steps of this run.
+        peak_rss_bytes: largest resident memory of the process.
+        budget_bytes: memory that the run was allowed on its device.
+        stall_share: share of the run, 0 to 1, in which the device waited for bytes; of several, the largest.
+        bytes_read: bytes read from disk in all steps.
+        bytes_written: bytes written to disk in all steps.
+        run_dir: directory of the run.
+        skipped_steps: steps whose update was left out because something was not finite.
+        stall_owner: lane that most of the waiting was for.
+        export_dir: directory of the trained model in Hugging Face layout, where one was written.
+        failed_saves: checkpoints on the way that could not be written; the run went on.
+        predicted_step_s: seconds of a step as predicted before the run; None where there was no prediction.
+        measured_step_s: seconds of the first steps but one, which the prediction was compared with; None for fewer.
+        expected_step_s: seconds of a step from the trace of those, or as predicted where there is no trace.
+    """
+
+    steps: int
+    loss: float
+    tokens_per_s: float
+    peak_rss_bytes: int
+    budget_bytes: int
+    stall_share: float
+    bytes_read: int
+    bytes_written: int
+    run_dir: str
+    skipped_steps: int = 0
+    stall_owner: str | None = None
+    export_dir: str | None = None
+    failed_saves: int = 0
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    expected_step_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What the comparison of a streamed with a resident run came to.
+
+    Attributes:
+        equal: whether every loss and every weight has the same bits in both.
+        steps: optimizer steps that were compared.
+        loss_streamed: loss per step of the streamed run.
+        loss_resident: loss per step of the run that holds everything in memory.
+        max_weight_difference: largest absolute difference of two weights.
+        num_weights: weights that were compared.
+        differing: names of the parameters that differ, the largest difference first.
+        digest_streamed: SHA-256 of all weights of the streamed run, by name, as hexadecimal text.
+        digest_resident: the same of the resident run.
+    """
+
+    equal: bool
+    steps: int
+    loss_streamed: list[float]
+    loss_resident: list[float]
+    max_weight_difference: float
+    num_weights: int = 0
+    differing: list[str] = field(default_factory=list)
+    digest_streamed: str = ""
+    digest_resident: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)
