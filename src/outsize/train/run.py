@@ -203,17 +203,7 @@ def _open(
     placement = placement_of(config, prepared, place.local_size if place is not None else 1)
     stack.enter_context(bound(placement))
     # Entered first, so that it still watches while everything else is given back.
-    watchdog = stack.enter_context(
-        Watchdog(
-            own_dir,
-            announce,
-            action=config.train.on_stall,
-            factor=config.train.stall_factor,
-            floor_s=config.train.stall_floor_s,
-            predicted_step_s=expected.step_s if expected is not None else None,
-            links_are_disk=prepared.machine.below == "disk",
-        )
-    )
+    watchdog = stack.enter_context(_watchdog(prepared, ranks, expected))
     # Entered before what it speaks of, so that it speaks when every lane has ended.
     planes = prepared.plan.state.planes
     aftermath = stack.enter_context(
@@ -243,7 +233,7 @@ def _open(
         prepared,
         ranks,
         trainer,
-        Accounts(trainer, sampler, flops, peak),
+        _accounts(trainer, sampler, flops, peak),
         heartbeat,
         writers,
         profiler,
@@ -258,6 +248,26 @@ def _open(
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run
+
+
+def _watchdog(prepared: Prepared, ranks: Ranks, expected: Forecast | None) -> Watchdog:
+    train = prepared.config.train
+    return Watchdog(
+        ranks.own_dir,
+        ranks.announce,
+        action=train.on_stall,
+        factor=train.stall_factor,
+        floor_s=train.stall_floor_s,
+        predicted_step_s=expected.step_s if expected is not None else None,
+        links_are_disk=prepared.machine.below == "disk",
+    )
+
+
+def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> Accounts:
+    machine, links = trainer.prepared.machine, trainer.engine.moved()
+    return Accounts(
+        machine.device, machine.num_workers, links, trainer.ledger, trainer.fallbacks, sampler, flops, peak
+    )
 
 
 def _write_facts(

@@ -10,10 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What happened in one optimizer step; `outsize.telemetry.heartbeat_schema.Line` says what each field means, and
-    its unit.
+    """What happened in one optimizer step.
 
-    A loss that is not finite is NaN here. Bytes are those that the step's ops have moved so far.
+    `outsize.telemetry.heartbeat_schema.Line` says what each field means, and its unit. A loss that is not finite is NaN here. Bytes are those that the step's ops have moved so far.
     """
 
     step: int

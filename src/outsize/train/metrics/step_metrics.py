@@ -3,7 +3,7 @@
 import contextlib
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,12 +15,12 @@ from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.session.steps import StepOutcome
+from outsize.storage.ledger import Ledger
 from outsize.telemetry.host import HostSampler
 from outsize.telemetry.nvml import GpuSampler
 from outsize.train.metrics.flops import Peak
 from outsize.train.metrics.lane_times import LaneTimes, lane_times
 from outsize.train.metrics.run_records import StepRecord
-from outsize.train.trainer import Trainer
 
 _READ, _WRITTEN = "disk:read", "disk:write"
 
@@ -29,22 +29,35 @@ class Accounts:
     """Keeps the counters of a run, and makes the record of a step out of how far they came.
 
     Args:
-        trainer: whose counters they are.
+        device: name of what computes.
+        num_workers: how many of it.
+        links: lanes whose bytes are counted.
+        ledger: what of every budget is used.
+        fallbacks: asks what could not be had as asked so far, and how often.
         sampler: of the GPUs.
         flops: of a step; None where they are not known.
         peak: of the devices.
     """
 
-    def __init__(self, trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        device: str,
+        num_workers: int,
+        links: Iterable[str],
+        ledger: Ledger,
+        fallbacks: Callable[[], Mapping[str, int]],
+        sampler: GpuSampler,
+        flops: float | None,
+        peak: Peak,
+    ) -> None:
+        self._ledger, self._fallen_back = ledger, fallbacks
         self._sampler = sampler
         self._host = HostSampler()
         self._flops = flops
         self._peak = peak
-        machine = trainer.prepared.machine
-        self._lanes = [f"compute:w{worker}" for worker in range(machine.num_workers)]
-        self._cuda = tuple(dict.fromkeys(n for n in device_names(machine.device) if n.startswith("cuda")))
-        self._crossings = (*trainer.engine.moved(), _READ, _WRITTEN)
+        self._lanes = [f"compute:w{worker}" for worker in range(num_workers)]
+        self._cuda = tuple(dict.fromkeys(name for name in device_names(device) if name.startswith("cuda")))
+        self._crossings = (*links, _READ, _WRITTEN)
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
         self._saving_s = 0.0
@@ -136,12 +149,12 @@ class Accounts:
                 "high_water_bytes": tier.high_water_bytes,
                 "budget_bytes": tier.budget_bytes,
             }
-            for name, tier in self._trainer.ledger.statistics().items()
+            for name, tier in self._ledger.statistics().items()
         }
 
     def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""
-        found = {**self._trainer.fallbacks(), **failed}
+        found = {**self._fallen_back(), **failed}
         return {name: count for name, count in found.items() if count}
 
 
