@@ -12,7 +12,8 @@ from typing import Any
 class StepRecord:
     """What happened in one optimizer step.
 
-    `outsize.telemetry.heartbeat_schema.Line` says what each field means, and its unit. A loss that is not finite is NaN here. Bytes are those that the step's ops have moved so far.
+    `outsize.telemetry.heartbeat_schema.Line` says what each field means, and its unit. A loss that is not finite is NaN
+    here; bytes are those that the step's ops have moved so far.
     """
 
     step: int
