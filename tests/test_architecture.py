@@ -223,6 +223,7 @@ ARROWS = {
         "model",
         "optim",
         "planner",
+        "report",
         "runtime",
         "session",
         "storage",

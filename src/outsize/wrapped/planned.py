@@ -42,6 +42,7 @@ from outsize.session.job.run_codecs import check_transport
 from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
+from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.parameters import Fill, HomeParameters
 
 RAW_TRANSPORT = Transport()
@@ -99,6 +100,7 @@ class Planned:
 
     Attributes:
         state: how a trained unit lies at home.
+        records: writes what the loop does; None where nobody asked.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Planned:
         moments: Moments = "fp32",
     ) -> None:
         self._model = weakref.ref(model)
+        self.records: LoopRecords | None = None
         self._memory = memory
         self.microbatches = microbatches
         self.optimizer: PlaneAdamW | None = None
@@ -152,6 +155,11 @@ class Planned:
     def _engine(self) -> Engine | None:
         return self.session.engine
 
+    def record(self, run_dir: Path) -> None:
+        """Write a run directory from now on, see `LoopRecords`."""
+        model = self._check()
+        self.records = LoopRecords(run_dir, self.session, model, self.split.spec.compute_dtype)
+
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
         if self._engine is not None:
@@ -186,6 +194,8 @@ class Planned:
     def close(self) -> None:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
         self._closed = True
+        if self.records is not None:
+            self.records.close()
         self._stack.close()
 
     def _open_session(self, store_dir: Path) -> Session:
@@ -324,6 +334,8 @@ class Planned:
             num_threads=torch.get_num_threads(),
         )
         engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)
+        if self.records is not None:
+            self.records.planned(plan, self.split.spec)
         known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
         engine.optimizer.updates.update(known)
         self._shortened_for = None
@@ -337,6 +349,8 @@ class Planned:
             self.settle()
         finally:
             self._remember_updates()
+            if self.records is not None:
+                self.records.leaving(self._engine)
             self.session.close_engine()
 
     def _remember_updates(self) -> None:

@@ -13,6 +13,7 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,10 @@ class Runner(Inferring):
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
             self._keeping = weakref.ref(passage)
-        return passage.output()
+        output = passage.output()
+        if self.records is not None:
+            self.records.scored(output, batching.num_targets(parts, sizes, self._measured.shifted))
+        return output
 
     def _passage(self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]) -> Passage:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
@@ -194,6 +198,8 @@ class Runner(Inferring):
         context = StepContext(number=0, learning_rate=lr, microbatches=(), touched=stepped)
         context.coefficient, self.coefficient = self.coefficient, None
         self._num_steps += 1
+        if self.records is not None:
+            self.records.counts(context)
         self._engine.submit(step_units(self._plan.layout, due), context)
         return without
 
@@ -209,9 +215,10 @@ class Runner(Inferring):
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
-            engine.follow()
-            engine.submit(program, context)
-            engine.settle()
+            with nullcontext() if self.records is None else self.records.passing(engine, context):
+                engine.follow()
+                engine.submit(program, context)
+                engine.settle()
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
