@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
 from outsize.data.packed_dataset import PackedDataset
@@ -28,8 +29,8 @@ from outsize.runtime.device.device import EmulatedDevice
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.disk_file import DirectFile
-from outsize.testing.tiny import tiny_model, tiny_run
 from outsize.train.run import train
+from tiny import tiny_model, tiny_run
 
 TARGET = 11
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
