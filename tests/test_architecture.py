@@ -159,6 +159,7 @@ ARROWS = {
         "model",
         "optim",
         "planner.memory",
+        "planner.search",
         "planner.simulate",
         "runtime",
         "session.job",
