@@ -6,7 +6,6 @@ through all of it.
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -121,9 +120,8 @@ class Planned:
             self._stack = stack.pop_all()
         self._device = torch.device(self.tiers.machine.device if self.tiers.on_cuda else "cpu")
         self._ids = tuple(id(p) for p in model.parameters())
-        at_exit = getattr(threading, "_register_atexit", None)
-        if at_exit is not None:  # a script that ends without `unwrap` would wait for the lanes for ever
-            at_exit(_close_if_alive, weakref.ref(self))
+        # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
+        weakref.finalize(self, _close_if_alive, weakref.ref(self))
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
+from outsize.inference.caller import Caller
 from outsize.optim.spec import Moments
 from outsize.planner.cut import step_units, summing
 from outsize.planner.program import Program
@@ -58,6 +59,7 @@ class Runner(Inferring):
     ) -> None:
         super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport, moments)
         self.coefficient: Tensor | None = None
+        self._caller = Caller(self._device)
         self._num_steps = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
         self._keeping: weakref.ref[Passage] | None = None  # the last one that kept more than inputs
@@ -106,7 +108,7 @@ class Runner(Inferring):
         lean = _is_pending(self._keeping)  # what is kept has room for one forward
         passes = programs.passes
         self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
-        self._end(joined)
+        joined.end(self._caller.take)
         if not keeps or not joined.differentiable:
             if saves:
                 self._abandoned.append(context.number)
@@ -153,8 +155,6 @@ class Runner(Inferring):
         context.slots = programs.warm_slots if warm else programs.cold_slots
         context.output_gradients = dict(roots)
         context.touched = dict(held)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
         try:
             self._walk(summing(program, {unit for unit, positions in held.items() if positions}), context)
         finally:
@@ -205,9 +205,13 @@ class Runner(Inferring):
         return self._held()
 
     def _walk(self, program: Program, context: StepContext) -> None:
-        """Have the engine walk ``program``; the caller's random state, and its modules' parameters, are as before."""
+        """Have the engine walk ``program``; the caller's random state, and its modules' parameters, are as before.
+
+        Lanes read what the caller's stream may still be making: inputs on their way, gradients of outputs.
+        """
         engine = self._engine
         assert engine is not None
+        self._caller.finish()
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
@@ -228,13 +232,6 @@ class Runner(Inferring):
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
-
-    def _end(self, joined: Joined) -> None:
-        """Join outputs; tensors were made on the compute lane's stream, and are used on the caller's."""
-        joined.end()
-        for leaf in joined.leaves:
-            if isinstance(leaf, Tensor) and leaf.is_cuda:
-                leaf.record_stream(torch.cuda.current_stream(self._device))
 
     def _take_factors(self, held: Mapping[int, frozenset[int]]) -> None:
         """Make what torch's clipping has noted on gradients on disk the coefficient of the step."""
