@@ -19,13 +19,12 @@ from outsize.telemetry.writers import Writers, open_writers
 from outsize.train import checkpoint
 from outsize.train.about import about, gpu_uuids
 from outsize.train.accounts import Accounts, peak_rss_bytes
-from outsize.train.activation_choice import choose_activations
 from outsize.train.aftermath import Aftermath
 from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.train.checkpoint_state import describe, position_of, read_state
-from outsize.train.codec_choice import choose_codec
 from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
+from outsize.train.decide import decide
 from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.frozen import summary
@@ -74,8 +73,7 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     with borrowed_torch(deterministic=False):
         config = as_before(config, run_dir, checkpoint.find(config.train.resume, run_dir))
         prepared = prepare(config, run_dir, lambda _: None)
-        prepared, rates = choose_codec(prepared, run_dir, lambda _: None)
-        prepared, rates = choose_activations(prepared, run_dir, lambda _: None, rates)
+        prepared, rates = decide(prepared, run_dir, lambda _: None)
         return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
@@ -159,8 +157,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
     rates = None
     if not replicated:  # which streams nothing
-        prepared, rates = choose_codec(prepared, own_dir, announce)
-        prepared, rates = choose_activations(prepared, own_dir, announce, rates)
+        prepared, rates = decide(prepared, own_dir, announce)
     config = config.in_microbatches(prepared.config.microbatches)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
