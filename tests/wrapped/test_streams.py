@@ -1,4 +1,4 @@
-"""Lanes and the caller's loop have streams of their own on a GPU; here both sides write down in which order they meet."""
+"""Lanes and the caller's loop have streams of their own on a GPU; here both sides write down how they meet."""
 
 from collections.abc import Callable
 from typing import Any

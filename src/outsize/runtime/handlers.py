@@ -77,7 +77,9 @@ def handlers_of(
 
 
 @contextlib.contextmanager
-def lane_thread(computes: Sequence[weakref.ref[ComputeOps]], num_threads: int | None, lane: str) -> Iterator[None]:
+def lane_thread(
+    computes: Sequence[weakref.ref[ComputeOps]], num_threads: int | None, lane: str
+) -> Iterator[None]:
     """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
     if num_threads is not None and lane.startswith(("compute", "host")):
         torch.set_num_threads(num_threads)

@@ -7,18 +7,19 @@ through all of it.
 import contextlib
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
-from outsize.errors import ConfigError, ModelError
+from outsize.errors import ConfigError, HeadNotCalledError, ModelError
 from outsize.model.apart import dtype_and_parts
+from outsize.model.spec import TensorSpec
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import AdamW
@@ -64,7 +65,7 @@ class Planned:
         store_dir: directory of the disk home.
         fill: copies weights into the home.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
-        with_head: whether the head is a unit, see `split`.
+        with_head: whether the head is a unit, see `split`; None for as long as the forward calls it.
         transport: codecs on the link.
         moments: what `outsize.AdamW` keeps moments in.
 
@@ -80,12 +81,13 @@ class Planned:
         store_dir: Path,
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool = True,
+        with_head: bool | None = True,
         transport: Transport = RAW_TRANSPORT,
         moments: Moments = "fp32",
     ) -> None:
         self._model = weakref.ref(model)
-        self._memory = memory
+        self._memory, self._store_dir = memory, store_dir
+        self._codecs, self._moments = codecs, moments
         self.microbatches = microbatches
         self.optimizer: AdamW | None = None
         self._decays: frozenset[str] | None = None
@@ -101,27 +103,83 @@ class Planned:
         self._abandoned: list[int] = []
         self._closed = False
         self._engine_stack = contextlib.ExitStack()
-        self._flags = tuple(p.requires_grad for p in model.parameters())
-        dtype, self._apart = dtype_and_parts(model, *codecs)
+        self._stack = contextlib.ExitStack()  # what stands in the model
         self._with_head = with_head
         self._transport = transport
-        self.split = split(model, dtype, apart=self._apart, with_head=with_head)
-        self.state = StateLayout(dtype=self.split.spec.dtype, moments=moments)
-        with contextlib.ExitStack() as stack:
-            tiers = Tiers(self.split.spec, memory, store_dir, self.state)
-            self.tiers = stack.enter_context(contextlib.closing(tiers))
-            check_transport(transport, self.tiers.machine)
-            self.boundaries = stack.enter_context(Boundaries(self.split.modules))
-            self.parameters = HomeParameters(self.split, self.tiers.home, fill, self.state)
-            if self.parameters.errors:
-                _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
-            stack.enter_context(self.tiers.buffers_of(model))
-            stack.callback(self._close_engine)
-            self._stack = stack.pop_all()
+        self._move_in(model, fill)
         self._device = torch.device(self.tiers.machine.device if self.tiers.on_cuda else "cpu")
-        self._ids = tuple(id(p) for p in model.parameters())
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
         weakref.finalize(self, _close_if_alive, weakref.ref(self))
+
+    def _move_in(self, model: nn.Module, fill: Fill) -> None:
+        """Make a home for the parameters that ``model`` has now, and move them there; a former home must be free."""
+        dtype, self._apart = dtype_and_parts(model, *self._codecs)
+        parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
+        state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
+        with contextlib.ExitStack() as stack:
+            tiers = Tiers(parts.spec, self._memory, self._store_dir, state)
+            stack.callback(tiers.close)
+            check_transport(self._transport, tiers.machine)
+            self._stack.close()
+            self._stack = inside = stack.enter_context(contextlib.ExitStack())
+            self.boundaries = inside.enter_context(Boundaries(parts.modules))
+            self.parameters = HomeParameters(parts, tiers.home, fill, state)
+            if self.parameters.errors:
+                _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
+            inside.enter_context(tiers.buffers_of(model))
+            inside.callback(self._close_engine)
+            stack.pop_all()
+        self.split, self.state, self.tiers = parts, state, tiers
+        self._ids = tuple(id(p) for p in model.parameters())
+        self._flags = tuple(p.requires_grad for p in model.parameters())
+        self._known, self._measured, self._plan, self._needed = [], None, None, {}
+
+    def _move(self, model: nn.Module) -> None:
+        """Move to a home for what ``model`` is by now; until the old one is copied both are there.
+
+        Raises:
+            ConfigError: there are gradients or optimizer state, which would be left behind.
+            BudgetExceededError: the new home does not fit its tier; the old one stays as it was.
+        """
+        named = self.parameters.named
+        present = dict(model.named_parameters(remove_duplicate=False))
+        known = {id(parameter): name for name, parameter in named.items()}
+        if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
+            raise ConfigError(
+                "parameters were added after the first backward: gradients and optimizer state would be lost; add "
+                "adapters before the first step"
+            )
+        self.stop()
+        former, tiers = self.parameters, self.tiers
+        place = {t.name: unit for unit in self.split.spec.units for t in unit.all_tensors}
+        read: dict[int, dict[str, Tensor]] = {}
+
+        def fill(tensor: TensorSpec, into: Tensor) -> None:
+            name = known.get(id(present[tensor.name]))
+            if name is None:
+                into.copy_(present[tensor.name].detach().reshape(-1))
+                return
+            unit = place[name]
+            if unit.index not in read:
+                read.clear()  # one unit at a time
+                read[unit.index] = former.read(unit)
+            into.copy_(read[unit.index][name].reshape(-1))
+
+        machine = tiers.machine
+        self._memory = self._memory.model_copy(
+            update={
+                "home": machine.home,
+                "device_memory": machine.device_bytes,
+                "host_memory": machine.host_bytes,
+                "disk_memory": machine.disk_bytes,
+            }
+        )
+        # An adapter that is off for a forward trains all the same.
+        trained = dict(zip(self._ids, self._flags, strict=True))
+        with _training(model, [trained.get(id(p), p.requires_grad) for p in model.parameters()]):
+            self._move_in(model, fill)
+        read.clear()
+        tiers.close()
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
@@ -131,6 +189,11 @@ class Planned:
             except BaseException:
                 self._engine.recover()
                 raise
+
+    def parameters_now(self) -> HomeParameters:
+        """Return what is at home, parameters that were added since moved there; errors as of a forward."""
+        self._check()
+        return self.parameters
 
     def use(self, settings: AdamW, decays: frozenset[str]) -> None:
         """Step with these settings from now on; weight decay applies to the parameters ``decays``."""
@@ -158,6 +221,7 @@ class Planned:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
         self._closed = True
         self._stack.close()
+        self.tiers.close()
 
     def _check(self) -> nn.Module:
         model = self._model()
@@ -165,17 +229,22 @@ class Planned:
             raise ConfigError("this model has been unwrapped; wrap it again to stream it")
         ids = tuple(id(p) for p in model.parameters())
         if ids != self._ids:
-            raise ModelError(
-                "parameters of this model were replaced or added after outsize.wrap; change the model first "
-                "(adapters, resized embeddings, tied weights), then wrap it"
-            )
+            if not set(self._ids) <= set(ids):
+                raise ModelError(
+                    "parameters of this model were replaced after outsize.wrap; change the model first (resized "
+                    "embeddings, tied weights), then wrap it"
+                )
+            self._move(model)  # adapters were added
         return model
 
-    def _ready(self, inputs: Mapping[str, Any], rows: int, shape: planning.Shape) -> tuple[Engine, Plan]:
-        """Return an engine and a plan that are made for microbatches of ``shape`` and for what trains now."""
+    def _ready(
+        self, inputs: Mapping[str, Any], rows: int, shape: planning.Shape, *, keeps: bool
+    ) -> tuple[Engine, Plan]:
+        """Return an engine and a plan for microbatches of ``shape``, and for what trains now where ``keeps``."""
         model = self._model()
         assert model is not None
-        flags = tuple(p.requires_grad for p in model.parameters())
+        # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
+        flags = tuple(p.requires_grad for p in model.parameters()) if keeps else self._flags
         if flags != self._flags:
             self._close_engine()
             self._known, self._measured, self._needed = [], None, {}
@@ -186,7 +255,15 @@ class Planned:
             forwards = self.boundaries.forwards
             former = self._measured
             kind = self._device.type
-            self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+            try:
+                self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+            except HeadNotCalledError:
+                if self._with_head is not None:
+                    raise
+                _log.info("the forward takes the weight of the head itself: the head stays on the device")
+                self._with_head = False
+                self._move(model)
+                return self._ready(inputs, rows, shape, keeps=keeps)
             if shape.training or shape.saving not in self._needed:
                 self._needed[shape.saving] = self._measured.needed, self._measured.num_products
                 self._shortened_for = None
@@ -212,13 +289,14 @@ class Planned:
 
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays
-        parts = split(
-            model,
-            self.split.spec.dtype,
-            decays=(lambda _: True) if decays is None else decays.__contains__,
-            apart=self._apart,
-            with_head=self._with_head,
-        )
+        with _training(model, flags):
+            parts = split(
+                model,
+                self.split.spec.dtype,
+                decays=(lambda _: True) if decays is None else decays.__contains__,
+                apart=self._apart,
+                with_head=self._with_head is not False,
+            )
         if isinstance(self.tiers.home, HostHome):
             self.tiers.extend(parts.spec)
         elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
@@ -298,6 +376,19 @@ class Planned:
 def _set_aside(plan: Plan) -> StepLayout:
     """What an engine is made for: what a forward keeps lies in none of the memory that it has set aside."""
     return replace(plan.layout, kept=())
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module, flags: Sequence[bool]) -> Iterator[None]:
+    """Have the parameters of ``model`` train as ``flags`` say, while the context lasts."""
+    former = [p.requires_grad for p in model.parameters()]
+    try:
+        for parameter, flag in zip(model.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+        yield
+    finally:
+        for parameter, flag in zip(model.parameters(), former, strict=True):
+            parameter.requires_grad_(flag)
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

@@ -53,14 +53,14 @@ class Runner(Inferring):
         store_dir: Path,
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool = True,
+        with_head: bool | None = True,
         transport: Transport = RAW_TRANSPORT,
         moments: Moments = "fp32",
     ) -> None:
         super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport, moments)
         self.coefficient: Tensor | None = None
         self._caller = Caller(self._device)
-        self._num_steps = 0
+        self._num_steps = self._num_forwards = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
         self._keeping: weakref.ref[Passage] | None = None  # the last one that kept more than inputs
 
@@ -84,7 +84,7 @@ class Runner(Inferring):
         sizes = batching.sizes_of(rows, count)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
-        engine, plan = self._ready(inputs, rows, shape)
+        engine, plan = self._ready(inputs, rows, shape, keeps=keeps)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)
         if saves and _is_pending(self._saving):
@@ -97,7 +97,7 @@ class Runner(Inferring):
         programs = self._programs_for(plan, len(sizes))
         joined = Joined(sizes, weights)
         context = StepContext(
-            number=int(torch.randint(2**62, ())) if model.training else 0,
+            number=self._number(model),
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
             ambient=autocast.enter,
@@ -115,6 +115,17 @@ class Runner(Inferring):
             return joined.build({})
         keeping = not lean and plan.layout.keeps_any
         return self._passage(engine, context, joined, saves=saves, keeping=keeping).output()
+
+    def _number(self, model: nn.Module) -> int:
+        """What the random numbers of a forward are made of: of the caller's, as long as the model draws any.
+
+        Else nothing is taken from the caller's, so that samples drawn between steps are those of the plain loop.
+        """
+        if not model.training:
+            return 0
+        self._num_forwards += 1
+        draws = self._measured is None or self._measured.draws_random
+        return int(torch.randint(2**62, ())) if draws else self._num_forwards
 
     def _passage(
         self, engine: Engine, context: StepContext, joined: Joined, *, saves: bool, keeping: bool
