@@ -4,13 +4,13 @@ import pytest
 
 from outsize.codecs.wire import Wire
 from outsize.errors import ConfigError
-from outsize.hardware.spec import Figure
-from outsize.planner.one_worker import one_worker
-from outsize.planner.prediction import predict
-from outsize.planner.search import fastest
-from outsize.planner.several_workers import several_workers
-from outsize.planner.simulate import simulate
-from outsize.planner.what_if import outcome
+from outsize.hardware.machine_spec import Figure
+from outsize.planner.predict.fastest import fastest
+from outsize.planner.predict.one_worker import one_worker
+from outsize.planner.predict.prediction import predict
+from outsize.planner.predict.several_workers import several_workers
+from outsize.planner.predict.what_if import outcome
+from outsize.planner.simulate.simulator import simulate
 from planner.questions import CONFIG, ask
 
 

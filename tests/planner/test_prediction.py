@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from outsize.planner.expectation import SIMULATED_TILES
-from outsize.planner.one_worker import one_worker
-from outsize.planner.prediction import predict
-from outsize.planner.search import fastest
+from outsize.planner.predict.expectation import SIMULATED_TILES
+from outsize.planner.predict.fastest import fastest
+from outsize.planner.predict.one_worker import one_worker
+from outsize.planner.predict.prediction import predict
 from planner.questions import ask
 
 
@@ -51,7 +51,7 @@ def test_tiles_are_simulated_coarsely_and_take_the_same_time():
     candidate = one_worker(question, 2, "disk")
     assert max(candidate.layout.tiles) == SIMULATED_TILES
     coarse_s = predict(question, candidate).step_s
-    import outsize.planner.expectation as module
+    import outsize.planner.predict.expectation as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIMULATED_TILES", 10**6)

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner.comparison import compare
-from outsize.planner.costs import UnitTimes
-from outsize.planner.expectation import PlannedStep
-from outsize.planner.plan import Budgets, PlanOptions, plan_step
-from outsize.planner.plan_stages import plan_stages
-from outsize.planner.recalibrate import read_trace
-from outsize.planner.stage_pipeline import StageOptions
-from outsize.planner.timeline import Timeline
+from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.search.plan_stages import plan_stages
+from outsize.planner.search.stage_pipeline import StageOptions
+from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
+from outsize.planner.simulate.comparison import compare
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.recalibrate import read_trace
+from outsize.planner.simulate.timeline import Timeline
 from planner.test_plan import make_demand, make_model
 
 FORWARD_S = (1e-4, *[2e-3] * 6, 3e-3)

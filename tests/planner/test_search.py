@@ -3,12 +3,12 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner.assumptions import figures_used
-from outsize.planner.microbatches import FULL_TOKENS, NEAR, PER_GPU, simulated_cuts
-from outsize.planner.plan import Budgets
-from outsize.planner.search import fastest, fastest_with_codecs, missing_host_bytes
+from outsize.planner.predict.assumptions import figures_used
+from outsize.planner.predict.fastest import fastest, fastest_with_codecs, missing_host_bytes
+from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, simulated_cuts
+from outsize.planner.search.step_plan import Budgets
 from planner.questions import GIB, ask
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
     question = ask("2x4090", sequences=16)
     slow = Figure(value=1e8, source="test")
     host = replace(question.machine.host, adamw_params_per_s=slow)
-    monkeypatch.setattr("outsize.planner.search.estimate_s", None)
+    monkeypatch.setattr("outsize.planner.predict.fastest.estimate_s", None)
     found = fastest(replace(question, machine=replace(question.machine, host=host)))
     assert found.microbatches == next(simulated_cuts(16, 1024, 2))
     assert found.bubble > 0.3

@@ -5,16 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.spec import Figure
-from outsize.planner.choice import Choice, Extent
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets
-from outsize.planner.prediction import predict
-from outsize.planner.search import fastest
-from outsize.planner.several_workers import TIED, estimate_s, several_workers, without_rest
-from outsize.planner.simulate import simulate
-from outsize.planner.stages import Stages, spans_down, spans_up
-from outsize.planner.validate import validate
+from outsize.hardware.machine_spec import Figure
+from outsize.planner.passes.validate import validate
+from outsize.planner.predict.fastest import fastest
+from outsize.planner.predict.prediction import predict
+from outsize.planner.predict.several_workers import TIED, estimate_s, several_workers, without_rest
+from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.planner.search.step_plan import Budgets
+from outsize.planner.simulate.simulator import simulate
 from planner.questions import CONFIG, GIB, ask
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner.choice import Extent
-from outsize.planner.costs import UnitTimes
-from outsize.planner.ops import Kind
-from outsize.train import activation_choice as module
-from outsize.train import unit_times
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.rates import Rates
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.session.decide import activation_choice as module
+from outsize.session.decide.rates import Rates
+from outsize.session.job import relative_times
+from outsize.session.job.prepare import Prepared, prepare
 from outsize.train.run import TrainResult, foresee, train
 from support import make_run
 
@@ -75,7 +75,9 @@ def test_several_workers_offload_what_their_links_carry(
     bytes_per_s: float, leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     on_a_link(monkeypatch, bytes_per_s)
-    monkeypatch.setattr(unit_times, "LEAST_SELECTED_FLOPS", 0.0)  # of a model this small nothing is worth it
+    monkeypatch.setattr(
+        relative_times, "LEAST_SELECTED_FLOPS", 0.0
+    )  # of a model this small nothing is worth it
     memory = {**LINKED, "device": "emulated:2"}
     config = make_run(tmp_path, memory=memory, train={"microbatches": 4, "steps": 2})
     plan, _ = foresee(config)

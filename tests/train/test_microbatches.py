@@ -8,10 +8,10 @@ import torch
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
-from outsize.train import planning
-from outsize.train.microbatches import as_before
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.presets import assumed_machine
+from outsize.session.job import planning
+from outsize.session.job.device_presets import assumed_machine
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.train.resumed_microbatches import as_before
 from outsize.train.run import plan, train
 from outsize.train.verify import verify
 from support import make_run
@@ -152,11 +152,11 @@ def test_numbers_of_microbatches_of_several_workers_are_compared_by_what_is_coun
         train = {"microbatches": None, "tokens_per_step": sequences * 32}
         return prepared(tmp_path, **{**sections, "train": train, **changes}).config.microbatches
 
-    monkeypatch.setattr("outsize.train.prepare.step_cuts", lambda *_: [16, 32])
+    monkeypatch.setattr("outsize.session.job.prepare.step_cuts", lambda *_: [16, 32])
     found = cut(128)
     assert found > 16
     assert cut(128) == found
-    monkeypatch.setattr("outsize.train.prepare.may_shorten", lambda *_: False)
+    monkeypatch.setattr("outsize.session.job.prepare.may_shorten", lambda *_: False)
     assert cut(128) == 16
 
 

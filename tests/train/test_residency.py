@@ -4,9 +4,9 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import InfeasiblePlanError
-from outsize.model.spec import ModelSpec, pack_unit
-from outsize.train.machine import describe_machine
-from outsize.train.residency import settle_home
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
+from outsize.session.job.home_choice import settle_home
+from outsize.session.job.machine import describe_machine
 
 MIB = 2**20
 # 64 MiB of bf16 that do not train: 48.2 MiB as lossless4, 45.1 as lossless3, and 2 % of room.

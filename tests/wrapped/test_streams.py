@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from outsize.inference.caller import Caller
-from outsize.runtime.engine import Engine
+from outsize.runtime.engine.engine import Engine
 from outsize.wrapped.outputs import Joined
 from wrapped.loops import wrapped
 

@@ -14,14 +14,14 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
+from outsize.checkpoint.files.checkpoint_reader import persistent_buffers
+from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.errors import ConfigError, ModelError
-from outsize.model.checkpoint import persistent_buffers
-from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.walk import is_walking
 from outsize.storage.home import HostHome
 from outsize.wrapped.generating import generation, on_device
-from outsize.wrapped.planning import FUSED
 from outsize.wrapped.runner import Runner
+from outsize.wrapped.wrap_planning import FUSED
 
 _log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"

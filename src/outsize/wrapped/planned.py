@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, HeadNotCalledError, ModelError
-from outsize.model.apart import dtype_and_parts
-from outsize.model.spec import TensorSpec
+from outsize.model.frozen_params import dtype_and_parts
+from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
-from outsize.optim.spec import Moments, StateLayout
-from outsize.planner.cut import Passes, cut_step
-from outsize.planner.layout import StepLayout
-from outsize.planner.plan import Plan
-from outsize.planner.program import Program
-from outsize.runtime.context import slots_used
-from outsize.runtime.engine import Engine
-from outsize.runtime.engine_settings import EngineSettings
-from outsize.runtime.measured import Measured
-from outsize.runtime.scratches import extent_bytes
-from outsize.runtime.shortcut import Needed
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import Moments, StateLayout
+from outsize.planner.passes.step_parts import Passes, cut_step
+from outsize.planner.program.program import Program
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.plan_scratch import extent_bytes
+from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.ops.context import slots_used
+from outsize.runtime.trial.measured import Measured
+from outsize.session.frozen_encoding import summary
+from outsize.session.job.run_codecs import check_transport
 from outsize.storage.home import HostHome
-from outsize.train.crossings import check_transport
-from outsize.train.frozen import summary
-from outsize.wrapped import planning
+from outsize.wrapped import wrap_planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.tiers import Tiers
+from outsize.wrapped.wrap_tiers import WrapTiers
 
 RAW_TRANSPORT = Transport()
 _log = logging.getLogger(__name__)
@@ -89,16 +89,16 @@ class Planned:
         self._memory, self._store_dir = memory, store_dir
         self._codecs, self._moments = codecs, moments
         self.microbatches = microbatches
-        self.optimizer: AdamW | None = None
+        self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
         self._engine: Engine | None = None
         self._plan: Plan | None = None
         self._extent_bytes = 0
         self._measured: Measured | None = None
-        self._known: list[planning.Shape] = []
-        self._needed: dict[planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
-        self._shortened_for: planning.Saving | None = None  # what the engine has been told of that
+        self._known: list[wrap_planning.BatchShape] = []
+        self._needed: dict[wrap_planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
+        self._shortened_for: wrap_planning.Saving | None = None  # what the engine has been told of that
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
@@ -117,7 +117,7 @@ class Planned:
         parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
-            tiers = Tiers(parts.spec, self._memory, self._store_dir, state)
+            tiers = WrapTiers(parts.spec, self._memory, self._store_dir, state)
             stack.callback(tiers.close)
             check_transport(self._transport, tiers.machine)
             self._stack.close()
@@ -195,7 +195,7 @@ class Planned:
         self._check()
         return self.parameters
 
-    def use(self, settings: AdamW, decays: frozenset[str]) -> None:
+    def use(self, settings: PlaneAdamW, decays: frozenset[str]) -> None:
         """Step with these settings from now on; weight decay applies to the parameters ``decays``."""
         if (settings, decays) != (self.optimizer, self._decays):
             self.optimizer, self._decays = settings, decays
@@ -238,7 +238,7 @@ class Planned:
         return model
 
     def _ready(
-        self, inputs: Mapping[str, Any], rows: int, shape: planning.Shape, *, keeps: bool
+        self, inputs: Mapping[str, Any], rows: int, shape: wrap_planning.BatchShape, *, keeps: bool
     ) -> tuple[Engine, Plan]:
         """Return an engine and a plan for microbatches of ``shape``, and for what trains now where ``keeps``."""
         model = self._model()
@@ -256,7 +256,9 @@ class Planned:
             former = self._measured
             kind = self._device.type
             try:
-                self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+                self._measured = wrap_planning.measure(
+                    self.split, forwards, inputs, rows, shape, former, kind
+                )
             except HeadNotCalledError:
                 if self._with_head is not None:
                     raise
@@ -308,7 +310,7 @@ class Planned:
 
     def _plan_anew(self) -> None:
         assert self._measured is not None
-        plan = planning.make_plan(
+        plan = wrap_planning.make_plan(
             self.split,
             self.tiers.machine,
             self._memory,
@@ -329,7 +331,7 @@ class Planned:
         self._plan, self._extent_bytes = plan, extent
         with contextlib.ExitStack() as stack:
             settings = EngineSettings(
-                optimizer=self.optimizer or AdamW(),
+                optimizer=self.optimizer or PlaneAdamW(),
                 max_grad_norm=float("inf"),
                 graph_in_forward=self._measured.graph_matters,
                 num_threads=torch.get_num_threads(),
