@@ -6,7 +6,6 @@ The tree, and whose mistake each branch is::
     ├── ConfigError            yours: a key, a value or a combination of them
     ├── DataError              yours: the data set is empty, unreadable or does not fit the model
     ├── ModelError             yours: a model that cannot be split, or whose forward raised
-    │   ├── HeadNotCalledError yours: a forward that takes the weight of the head itself; wrap with head="resident"
     │   └── CheckpointError    the files: missing, truncated, or of another shape than the config says
     ├── InfeasiblePlanError    the machine: a budget is too small, and by how much
     ├── StorageError           the machine: disk full, not writable, short read
@@ -41,10 +40,6 @@ class DataError(OutsizeError):
 
 class ModelError(OutsizeError):
     """The model cannot be split into units, or one of its units raised."""
-
-
-class HeadNotCalledError(ModelError):
-    """The forward of the model takes the weight of the head itself, so that the head is no unit."""
 
 
 class CheckpointError(ModelError):

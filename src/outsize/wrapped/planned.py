@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
-from outsize.errors import ConfigError, HeadNotCalledError, ModelError
+from outsize.errors import ConfigError, ModelError
 from outsize.model.frozen_params import dtype_and_parts
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import split
@@ -146,8 +146,9 @@ class Planned:
         known = {id(parameter): name for name, parameter in named.items()}
         if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
             raise ConfigError(
-                "parameters were added after the first backward: gradients and optimizer state would be lost; add "
-                "adapters before the first step"
+                "after the first backward the home cannot be made anew, since gradients and optimizer state would be "
+                'lost: add adapters before the first step, and wrap with head="resident" where a forward takes the '
+                "weight of the head itself"
             )
         self.stop()
         former, tiers = self.parameters, self.tiers
@@ -245,6 +246,8 @@ class Planned:
         assert model is not None
         # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
         flags = tuple(p.requires_grad for p in model.parameters()) if keeps else self._flags
+        if shape.fused and self._with_head is None:
+            self._keep_head(model)
         if flags != self._flags:
             self._close_engine()
             self._known, self._measured, self._needed = [], None, {}
@@ -255,17 +258,7 @@ class Planned:
             forwards = self.boundaries.forwards
             former = self._measured
             kind = self._device.type
-            try:
-                self._measured = wrap_planning.measure(
-                    self.split, forwards, inputs, rows, shape, former, kind
-                )
-            except HeadNotCalledError:
-                if self._with_head is not None:
-                    raise
-                _log.info("the forward takes the weight of the head itself: the head stays on the device")
-                self._with_head = False
-                self._move(model)
-                return self._ready(inputs, rows, shape, keeps=keeps)
+            self._measured = wrap_planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
             if shape.training or shape.saving not in self._needed:
                 self._needed[shape.saving] = self._measured.needed, self._measured.num_products
                 self._shortened_for = None
@@ -288,6 +281,18 @@ class Planned:
             self._engine.shorten(*self._needed.get(shape.saving, ({}, {})))
             self._shortened_for = shape.saving
         return self._engine, self._plan
+
+    def _keep_head(self, model: nn.Module) -> None:
+        """From now on the forward takes the weight of the head itself: the head is part of the rest."""
+        self._with_head = False
+        if not any(unit.kind == "head" for unit in self.split.spec.units):
+            return
+        _log.info("the forward takes the weight of the head itself: the head stays on the device from now on")
+        try:
+            self._move(model)
+        except BaseException:
+            self._with_head = None
+            raise
 
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays

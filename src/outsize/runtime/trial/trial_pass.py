@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from outsize.errors import HeadNotCalledError, ModelError
+from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import hand_out, is_differentiable
@@ -65,8 +65,7 @@ class TrialPass:
                         self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
                     call = self._advance(walk, unit, outputs)
                     if not isinstance(call, UnitCall) or call.unit != unit:
-                        kind = self._split.spec.units[unit].kind
-                        raise (HeadNotCalledError if kind == "head" else ModelError)(
+                        raise ModelError(
                             f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
                             "streams models that call each of their units once per forward, in order. Where the "
                             'forward takes the weight of the head itself (TRL): outsize.wrap(..., head="resident")'
