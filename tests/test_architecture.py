@@ -158,6 +158,7 @@ ARROWS = {
         "model",
         "optim",
         "planner.memory",
+        "planner.search",
         "planner.simulate",
         "runtime",
         "session.job",

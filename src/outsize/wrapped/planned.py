@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.frozen_params import dtype_and_parts
 from outsize.model.sizes.model_spec import TensorSpec
-from outsize.model.split import split
-from outsize.model.walk import Boundaries
+from outsize.model.split import Split, split
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import Moments, StateLayout
+from outsize.optim.optimizer_spec import WEIGHTS, Moments, StateLayout
+from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.step_parts import Passes, cut_step
+from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
@@ -33,13 +34,15 @@ from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.plan_scratch import extent_bytes
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.context import slots_used
+from outsize.runtime.ops.handover_ops import FetchCounts, count_fetches
 from outsize.runtime.trial.measured import Measured
 from outsize.session.frozen_encoding import summary
+from outsize.session.job.machine import describe_machine
 from outsize.session.job.run_codecs import check_transport
+from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.wrap_tiers import WrapTiers
 
 RAW_TRANSPORT = Transport()
 _log = logging.getLogger(__name__)
@@ -47,12 +50,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Programs:
-    """The passes for a number of microbatches, and where each op finds its units."""
+    """The passes for a number of microbatches, where each op finds its units, and how often inputs are fetched."""
 
     passes: Passes
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
+    inference_fetches: FetchCounts
+
+
+@dataclass(frozen=True, slots=True)
+class _SetAside:
+    """What an engine is made for.
+
+    Attributes:
+        layout: of the step, without what a forward keeps on the device, which lies in no memory that is set aside.
+        leaving: what a forward keeps and leaves the device, by unit and microbatch.
+        offload_rooms: the room for that.
+        extent_bytes: of the largest input that is saved below the device.
+    """
+
+    layout: StepLayout
+    leaving: Kept
+    offload_rooms: Mapping[Extent, tuple[int, int]]
+    extent_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, measured: Measured) -> Self:
+        """Return what an engine for ``plan`` is made for."""
+        leaving = plan.layout.kept if plan.layout.any_leaves else ()
+        extent = extent_bytes(plan, measured.boundary_bytes)
+        return cls(replace(plan.layout, kept=()), leaving, plan.offload_rooms, extent)
 
 
 class Planned:
@@ -65,7 +93,7 @@ class Planned:
         store_dir: directory of the disk home.
         fill: copies weights into the home.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
-        with_head: whether the head is a unit, see `split`; None for as long as the forward calls it.
+        with_head: whether the head is a unit, see `split`; None until a forward takes its weight by itself.
         transport: codecs on the link.
         moments: what `outsize.AdamW` keeps moments in.
 
@@ -92,95 +120,26 @@ class Planned:
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
-        self._engine: Engine | None = None
         self._plan: Plan | None = None
-        self._extent_bytes = 0
+        self._set_aside: _SetAside | None = None
         self._measured: Measured | None = None
         self._known: list[wrap_planning.BatchShape] = []
         self._needed: dict[wrap_planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
         self._shortened_for: wrap_planning.Saving | None = None  # what the engine has been told of that
+        self._encoded_of: dict[int, int] = {}  # version of the weights that the engine has encoded, by unit
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
-        self._engine_stack = contextlib.ExitStack()
-        self._stack = contextlib.ExitStack()  # what stands in the model
         self._with_head = with_head
         self._transport = transport
         self._move_in(model, fill)
-        self._device = torch.device(self.tiers.machine.device if self.tiers.on_cuda else "cpu")
+        self._device = self.session.torch_device
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
         weakref.finalize(self, _close_if_alive, weakref.ref(self))
 
-    def _move_in(self, model: nn.Module, fill: Fill) -> None:
-        """Make a home for the parameters that ``model`` has now, and move them there; a former home must be free."""
-        dtype, self._apart = dtype_and_parts(model, *self._codecs)
-        parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
-        state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
-        with contextlib.ExitStack() as stack:
-            tiers = WrapTiers(parts.spec, self._memory, self._store_dir, state)
-            stack.callback(tiers.close)
-            check_transport(self._transport, tiers.machine)
-            self._stack.close()
-            self._stack = inside = stack.enter_context(contextlib.ExitStack())
-            self.boundaries = inside.enter_context(Boundaries(parts.modules))
-            self.parameters = HomeParameters(parts, tiers.home, fill, state)
-            if self.parameters.errors:
-                _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
-            inside.enter_context(tiers.buffers_of(model))
-            inside.callback(self._close_engine)
-            stack.pop_all()
-        self.split, self.state, self.tiers = parts, state, tiers
-        self._ids = tuple(id(p) for p in model.parameters())
-        self._flags = tuple(p.requires_grad for p in model.parameters())
-        self._known, self._measured, self._plan, self._needed = [], None, None, {}
-
-    def _move(self, model: nn.Module) -> None:
-        """Move to a home for what ``model`` is by now; until the old one is copied both are there.
-
-        Raises:
-            ConfigError: there are gradients or optimizer state, which would be left behind.
-            BudgetExceededError: the new home does not fit its tier; the old one stays as it was.
-        """
-        named = self.parameters.named
-        present = dict(model.named_parameters(remove_duplicate=False))
-        known = {id(parameter): name for name, parameter in named.items()}
-        if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
-            raise ConfigError(
-                "after the first backward the home cannot be made anew, since gradients and optimizer state would be "
-                'lost: add adapters before the first step, and wrap with head="resident" where a forward takes the '
-                "weight of the head itself"
-            )
-        self.stop()
-        former, tiers = self.parameters, self.tiers
-        place = {t.name: unit for unit in self.split.spec.units for t in unit.all_tensors}
-        read: dict[int, dict[str, Tensor]] = {}
-
-        def fill(tensor: TensorSpec, into: Tensor) -> None:
-            name = known.get(id(present[tensor.name]))
-            if name is None:
-                into.copy_(present[tensor.name].detach().reshape(-1))
-                return
-            unit = place[name]
-            if unit.index not in read:
-                read.clear()  # one unit at a time
-                read[unit.index] = former.read(unit)
-            into.copy_(read[unit.index][name].reshape(-1))
-
-        machine = tiers.machine
-        self._memory = self._memory.model_copy(
-            update={
-                "home": machine.home,
-                "device_memory": machine.device_bytes,
-                "host_memory": machine.host_bytes,
-                "disk_memory": machine.disk_bytes,
-            }
-        )
-        # An adapter that is off for a forward trains all the same.
-        trained = dict(zip(self._ids, self._flags, strict=True))
-        with _training(model, [trained.get(id(p), p.requires_grad) for p in model.parameters()]):
-            self._move_in(model, fill)
-        read.clear()
-        tiers.close()
+    @property
+    def _engine(self) -> Engine | None:
+        return self.session.engine
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
@@ -190,11 +149,6 @@ class Planned:
             except BaseException:
                 self._engine.recover()
                 raise
-
-    def parameters_now(self) -> HomeParameters:
-        """Return what is at home, parameters that were added since moved there; errors as of a forward."""
-        self._check()
-        return self.parameters
 
     def use(self, settings: PlaneAdamW, decays: frozenset[str]) -> None:
         """Step with these settings from now on; weight decay applies to the parameters ``decays``."""
@@ -221,8 +175,95 @@ class Planned:
     def close(self) -> None:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
         self._closed = True
-        self._stack.close()
-        self.tiers.close()
+        with contextlib.closing(self.session):
+            self._close_engine()
+
+    def _open_session(self, parts: Split, state: StateLayout) -> Session:
+        """Return a session of the model, without an engine."""
+        memory, store_dir = self._memory, self._store_dir
+        state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
+        machine = describe_machine(memory, state_bytes, store_dir)
+        check_transport(self._transport, machine)
+        prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
+        store = Store(
+            state=state,
+            directory=store_dir,
+            prefix=prefix,
+            transport=self._transport,
+            setting="store_dir",
+        )
+        return Session(parts, machine, memory, store)
+
+    def _move_in(self, model: nn.Module, fill: Fill) -> None:
+        """Make a home for the parameters that ``model`` has now, and move them there."""
+        dtype, self._apart = dtype_and_parts(model, *self._codecs)
+        parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
+        state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(self._open_session(parts, state))
+            parameters = HomeParameters(parts, session.home, fill, state)
+            stack.pop_all()
+        if parameters.errors:
+            _log.info("frozen weights are encoded: %s", summary(parameters.errors))
+        self.split, self.state, self.session, self.parameters = parts, state, session, parameters
+        self._ids = tuple(id(p) for p in model.parameters())
+        self._flags = tuple(p.requires_grad for p in model.parameters())
+        self._known, self._needed = [], {}
+        self._measured = self._plan = self._set_aside = None
+
+    def _move(self, model: nn.Module) -> None:
+        """Move to a home for what ``model`` is by now; until the old one is copied both are there.
+
+        Raises:
+            ConfigError: there are gradients or optimizer state, which would be left behind.
+            BudgetExceededError: the new home does not fit its tier; the old one stays as it was.
+        """
+        former, session, named = self.parameters, self.session, self.parameters.named
+        if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
+            raise ConfigError(
+                "after the first backward the home cannot be made anew, since gradients and optimizer state would be "
+                'lost: add adapters before the first step, and wrap with head="resident" where a forward takes the '
+                "weight of the head itself"
+            )
+        self.stop()
+        present = dict(model.named_parameters(remove_duplicate=False))
+        known = {id(parameter): name for name, parameter in named.items()}
+        place = {t.name: unit for unit in self.split.spec.units for t in unit.all_tensors}
+        read: dict[int, dict[str, Tensor]] = {}
+
+        def fill(tensor: TensorSpec, into: Tensor) -> None:
+            name = known.get(id(present[tensor.name]))
+            if name is None:
+                into.copy_(present[tensor.name].detach().reshape(-1))
+                return
+            unit = place[name]
+            if unit.index not in read:
+                read.clear()  # one unit at a time
+                read[unit.index] = former.read(unit)
+            into.copy_(read[unit.index][name].reshape(-1))
+
+        machine = session.machine
+        budgets = {"host_memory": machine.host_bytes, "disk_memory": machine.disk_bytes}
+        self._memory = self._memory.model_copy(
+            update={"home": machine.home, "device_memory": machine.device_bytes, **budgets}
+        )
+        # An adapter that is off for a forward trains all the same.
+        trained = dict(zip(self._ids, self._flags, strict=True))
+        flags = [trained.get(id(p), p.requires_grad) for p in model.parameters()]
+        session.leave()
+        try:
+            with _training(model, flags):
+                self._move_in(model, fill)
+        except BaseException:
+            session.enter()
+            raise
+        read.clear()
+        session.close()
+
+    def parameters_now(self) -> HomeParameters:
+        """Return what is at home, parameters that were added since moved there; errors as of a forward."""
+        self._check()
+        return self.parameters
 
     def _check(self) -> nn.Module:
         model = self._model()
@@ -244,10 +285,10 @@ class Planned:
         """Return an engine and a plan for microbatches of ``shape``, and for what trains now where ``keeps``."""
         model = self._model()
         assert model is not None
-        # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
-        flags = tuple(p.requires_grad for p in model.parameters()) if keeps else self._flags
         if shape.fused and self._with_head is None:
             self._keep_head(model)
+        # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
+        flags = tuple(p.requires_grad for p in model.parameters()) if keeps else self._flags
         if flags != self._flags:
             self._close_engine()
             self._known, self._measured, self._needed = [], None, {}
@@ -255,7 +296,7 @@ class Planned:
             self._split_anew(model, flags)
         if not any(known.covers(shape) for known in self._known):
             self.settle()
-            forwards = self.boundaries.forwards
+            forwards = self.session.boundaries.forwards
             former = self._measured
             kind = self._device.type
             self._measured = wrap_planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
@@ -271,6 +312,8 @@ class Planned:
                 raise
         elif self._engine is None:
             self._plan_anew()
+        if not self._transport.is_raw("weights"):
+            self._note_changes()
         for number in self._abandoned:
             assert self._engine is not None
             self._engine.forget_saved(number)
@@ -281,6 +324,20 @@ class Planned:
             self._engine.shorten(*self._needed.get(shape.saving, ({}, {})))
             self._shortened_for = shape.saving
         return self._engine, self._plan
+
+    def _note_changes(self) -> None:
+        """Have weights encoded anew that somebody else has changed.
+
+        Kernels of torch's fused optimizers leave no mark on what they change: where `outsize.AdamW` does not step,
+        anything that trains may be another since the last pass.
+        """
+        assert self._engine is not None
+        for unit in self.split.spec.units:
+            version = self.parameters.version(unit)
+            unseen = self.optimizer is None and unit.trainable
+            if self._encoded_of.setdefault(unit.index, version) != version or unseen:
+                self._encoded_of[unit.index] = version
+                self._engine.weights_changed(unit.index)
 
     def _keep_head(self, model: nn.Module) -> None:
         """From now on the forward takes the weight of the head itself: the head is part of the rest."""
@@ -304,8 +361,14 @@ class Planned:
                 apart=self._apart,
                 with_head=self._with_head is not False,
             )
-        if isinstance(self.tiers.home, HostHome):
-            self.tiers.extend(parts.spec)
+        home = self.session.home
+        if isinstance(home, HostHome):
+            if any(unit.trainable and home.packed(unit.index, WEIGHTS) for unit in parts.spec.units):
+                raise ConfigError(
+                    "requires_grad_(True) after wrap: transport weights keeps units that do not train encoded; set it "
+                    "before wrap, or leave transport weights out"
+                )
+            self.session.extend(parts.spec)
         elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
             raise ConfigError(
                 'requires_grad_(True) after wrap needs room for optimizer state, which a home="disk" lays out when it '
@@ -317,7 +380,7 @@ class Planned:
         assert self._measured is not None
         plan = wrap_planning.make_plan(
             self.split,
-            self.tiers.machine,
+            self.session.machine,
             self._memory,
             self._measured,
             self.microbatches,
@@ -325,30 +388,25 @@ class Planned:
             self._known,
             self.state,
         )
-        extent = extent_bytes(plan, self._measured.boundary_bytes)
-        former = self._plan
-        same = former is not None and (_set_aside(plan), extent) == (_set_aside(former), self._extent_bytes)
+        set_aside = _SetAside.of(plan, self._measured)
+        same, self._set_aside = set_aside == self._set_aside, set_aside
         if self._engine is not None and same:
             self._plan = plan
             self._programs.clear()
             return
         self._close_engine()
-        self._plan, self._extent_bytes = plan, extent
-        with contextlib.ExitStack() as stack:
-            settings = EngineSettings(
-                optimizer=self.optimizer or PlaneAdamW(),
-                max_grad_norm=float("inf"),
-                graph_in_forward=self._measured.graph_matters,
-                num_threads=torch.get_num_threads(),
-            )
-            self._engine = self.tiers.open_engine(
-                stack, self.split, self.boundaries, plan, self._measured, settings
-            )
-            self._engine.optimizer.updates.update(
-                {name: n for name, n in self._updates.items() if name in self._engine.optimizer.updates}
-            )
-            self._shortened_for = None
-            self._engine_stack = stack.pop_all()
+        self._plan = plan
+        settings = EngineSettings(
+            optimizer=self.optimizer or PlaneAdamW(),
+            max_grad_norm=float("inf"),
+            graph_in_forward=self._measured.graph_matters,
+            num_threads=torch.get_num_threads(),
+        )
+        engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)
+        known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
+        engine.optimizer.updates.update(known)
+        self._shortened_for = None
+        self._encoded_of.clear()
 
     def _close_engine(self) -> None:
         self._programs.clear()
@@ -358,8 +416,7 @@ class Planned:
             self.settle()
         finally:
             self._remember_updates()
-            self._engine = None
-            self._engine_stack.close()
+            self.session.close_engine()
 
     def _remember_updates(self) -> None:
         if self._engine is not None:
@@ -376,13 +433,9 @@ class Planned:
                 warm[0] | warm[1],
                 slots_used(passes.cold_backward),
                 slots_used(passes.inference),
+                count_fetches(passes.inference),
             )
         return self._programs[count]
-
-
-def _set_aside(plan: Plan) -> StepLayout:
-    """What an engine is made for: what a forward keeps lies in none of the memory that it has set aside."""
-    return replace(plan.layout, kept=())
 
 
 @contextlib.contextmanager
