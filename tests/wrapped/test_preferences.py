@@ -46,6 +46,12 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread would outlive the test."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
+
+
 def causal() -> nn.Module:
     config = zoo.make_config("llama")
     config.vocab_size = 264
