@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.optim.lr_schedule import Schedule
+from outsize.optim.lr_schedule import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import Microbatch
@@ -67,9 +67,9 @@ def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Mic
     )
 
 
-def schedule_of(config: Config) -> Schedule:
+def schedule_of(config: Config) -> LearningRateSchedule:
     """The learning-rate schedule of a run."""
-    return Schedule(
+    return LearningRateSchedule(
         kind=config.optimizer.schedule,
         lr=config.optimizer.lr,
         num_warmup_steps=config.warmup_steps,
