@@ -44,7 +44,6 @@ from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import CommitRecord
-from outsize.storage.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +111,6 @@ class Session:
     ) -> None:
         self.machine = machine
         self._memory, self._store, self._before_bytes = memory, store, before_bytes
-        self._scratches: list[Scratch] = []
         self._buffers: Arena | None = None
         self._engine: Engine | None = None
         self._engine_stack = contextlib.ExitStack()
@@ -189,7 +187,6 @@ class Session:
             )
             stack.callback(engine.close)
             self._engine, self._buffers = engine, buffers
-            self._scratches = [*([] if scratch is None else [scratch]), *rooms.values()]
             self._engine_stack = stack.pop_all()
         return engine
 
@@ -255,7 +252,6 @@ class Session:
 
     def _forget_engine(self) -> None:
         self._engine, self._buffers = None, None
-        self._scratches.clear()
 
     def _open_home(self, spec: ModelSpec) -> HostHome | DiskHome:
         store, planes = self._store, self._store.state.planes
