@@ -10,7 +10,7 @@ EQUALITY = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup 
 	$(addprefix tests/,codecs inference model optim runtime train wrapped)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment test explore elsewhere lint format docs demo clean
+.PHONY: help environment test check explore elsewhere lint format docs demo clean
 help: ## say what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -27,6 +27,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/outsize/native/
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+check: $(STAMP) ## run the tests of what the change touches, or the fast ones: under 3 minutes
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow" $$($(BIN)/python scripts/touched_tests.py)
 
 explore: $(STAMP) ## run the tests of properties on examples that have not been tried, over and over until one fails
 	while $(BIN)/python -m pytest -q --hypothesis-profile=explore -m hypothesis; do :; done
