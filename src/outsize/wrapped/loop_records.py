@@ -126,14 +126,15 @@ class LoopRecords:
             self._stack = stack.pop_all()
         self._watchdog.watch(self._passes, 1)
 
-    def planned(self, plan: Plan, spec: ModelSpec) -> None:
-        """Write the plan of a new engine, and at the first one what the loop is of."""
-        engine = self._session.engine
+    def planned(self, plan: Plan, spec: ModelSpec, session: Session) -> None:
+        """Write the plan of a new engine, and at the first one of a session what the loop is of."""
+        moved, self._session = session is not self._session, session  # to another home, with its own budgets
+        engine = session.engine
         model = self._model()
         assert engine is not None
         assert model is not None
         write_json(self._run_dir / PLAN_FILE, plan.to_dict())
-        if self._accounts is not None:
+        if self._accounts is not None and not moved:
             return
         machine = self._session.machine
         peak = peak_of(machine.device, self._dtype)
