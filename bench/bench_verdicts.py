@@ -24,6 +24,7 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
 from outsize.data.packed_dataset import PackedDataset
@@ -36,8 +37,8 @@ from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.disk_file import DirectFile
 from outsize.telemetry.heartbeat_schema import HostSample
 from outsize.telemetry.host import HostSampler
-from outsize.testing.tiny import tiny_model, tiny_run
 from outsize.train.run import train
+from tiny import tiny_model, tiny_run
 
 TARGET = 15
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from crash.campaign import digest
+from crash.faults import LANE, Fault, Key, Layer, layered
 from outsize.checkpoint.saving import Saving
 from outsize.config import Config
 from outsize.errors import ExecutionError, StorageError
@@ -17,8 +19,6 @@ from outsize.session.job.machine import home_file
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.pool import IOPool
-from outsize.testing.campaign import digest
-from outsize.testing.faults import LANE, Fault, Key, Layer, layered
 from outsize.train.aftermath import Aftermath
 from outsize.train.metrics.run_records import StepRecord
 from outsize.train.run import train
@@ -130,7 +130,7 @@ def test_a_home_on_disk_says_how_far_it_is_and_a_run_without_anything_says_so(tm
     train(run_of(tmp_path, "disk", DISK, resume="auto"), announce=again.append)
     assert f"resumed from step {told[1]} in {told[2]}" in again
     said = fail(run_of(tmp_path, "host", save_every=0), Layer(tmp_path, layer))
-    assert said[-1] == "the run failed before anything was saved: --resume auto starts with step 1 again"
+    assert said[-1] == "the run failed: nothing is saved yet, --resume auto starts with step 1 again"
 
 
 def test_a_step_has_its_line_before_any_other_file_can_fail(tmp_path: Path) -> None:

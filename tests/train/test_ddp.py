@@ -10,10 +10,10 @@ from outsize.data.batch import Batch
 from outsize.optim.optimizer_spec import EXP_AVG
 from outsize.session.job.prepare import prepare
 from outsize.testing.group_contract import ThreadWorld
-from outsize.testing.tiny import tiny_run
 from outsize.train import ddp
 from outsize.train.replica import opened
 from outsize.train.run import plan, train
+from tiny import tiny_run
 
 
 class AskedError(Exception):
@@ -52,6 +52,9 @@ class Alone(nn.Module):
     def no_sync(self):
         return contextlib.nullcontext()
 
+    def register_comm_hook(self, state, hook):
+        pass
+
 
 def moments_after_a_step(directory, **optimizer):
     config = tiny_run(directory, optimizer=optimizer, parallel={"mode": "ddp"})
@@ -59,7 +62,7 @@ def moments_after_a_step(directory, **optimizer):
     ids = torch.randint(0, 200, (4, 16), generator=torch.Generator().manual_seed(0))
     cpu = torch.device("cpu")
     with opened(prepared, cpu) as replica:
-        trainer = ddp.DataParallelTrainer(prepared, replica, ThreadWorld(1).rank(0), None, cpu)
+        trainer = ddp.DataParallelTrainer(replica, ThreadWorld(1).rank(0), None, cpu)
         assert len(list(trainer.steps([Batch(ids, ids)]))) == 1
         for _ in replica.at_rest():
             pass

@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.session.decide.decide import decide
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.stream import StreamedTrainer
@@ -42,7 +43,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
             )
         )
         set_thresholds(heap=False)
-        prepared = prepare(config, directory, announce)
+        prepared, _ = decide(prepare(config, directory, announce), directory, announce)
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))

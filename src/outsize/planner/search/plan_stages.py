@@ -79,7 +79,7 @@ def plan_stages(
     below = range(bottom, model.num_streamed - 1)
     for halves in HALVES:
         single = single_units(model.num_streamed, bottom, round_size_of(options, wanted), halves)
-        ways = ways_of(options.activations, below, demand, options.rates, fits)
+        ways = ways_of(options.activations, below, demand, options.rates, fits, turns=not options.cut)
         smallest = _layout(model, options, wanted, ways[-1], least, single)
         memory = _memory(model, demand, smallest, options, least)
         short_by = budgets.short_by(memory)
