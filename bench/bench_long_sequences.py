@@ -29,7 +29,7 @@ from outsize.model.workload import count_workload
 from outsize.planner.one_worker import one_worker
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
-from outsize.planner.search import fastest
+from outsize.planner.prediction import fastest
 
 # Sizes of the published configs.
 MODELS: dict[str, dict[str, Any]] = {

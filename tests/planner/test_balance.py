@@ -12,7 +12,7 @@ from outsize.planner.costs import UnitTimes
 from outsize.planner.memory import Demand, offload_rooms
 from outsize.planner.ops import Kind
 from outsize.planner.plan import Budgets, plan_step
-from outsize.planner.search import fastest
+from outsize.planner.prediction import fastest
 from outsize.planner.validate import MemoryLimits, validate
 from planner.layouts import first_kept, make_layout
 from planner.questions import GIB, ask

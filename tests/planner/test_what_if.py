@@ -10,8 +10,7 @@ from outsize.hardware.spec import Figure
 from outsize.model.spec_from_config import in_mlp_parts, read_shape
 from outsize.model.workload import count_workload
 from outsize.planner.plan import Budgets
-from outsize.planner.prediction import LINK_UP
-from outsize.planner.search import fastest
+from outsize.planner.prediction import LINK_UP, fastest
 from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
 from planner.questions import CONFIG, GIB, ask
 
@@ -191,7 +190,11 @@ def test_one_more_gpu_may_stay_idle():
 def test_gradients_that_several_nodes_or_a_skipped_step_need_wait_for_the_norm_of_all():
     question = ask()
     halves = replace(question, model=replace(question.model, dtype="fp16"))
-    shared = replace(question, nodes=2, net_bytes_per_s=Figure(value=1e9, source="test"))
+    shared = replace(question, net_bytes_per_s=Figure(value=1e9, source="test")).deciding(nodes=2)
     for asked, clip in ((question, False), (halves, True), (shared, True)):
         changed = parse_change("state=int8")(asked)
-        assert (changed.clip, changed.unit_clip, changed.state.moments) == (clip, not clip, "int8")
+        assert (changed.options.clip, changed.options.unit_clip, changed.options.state.moments) == (
+            clip,
+            not clip,
+            "int8",
+        )

@@ -1,7 +1,7 @@
 """A prediction for people, as tables, and for machines, as one object."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from io import StringIO
 from typing import Any
 
@@ -11,8 +11,8 @@ from rich.table import Table
 from outsize.cli.plan_largest import Scaled
 from outsize.cli.plan_question import Asked
 from outsize.planner.assumptions import ALWAYS, UsedFigure, figures_used
+from outsize.planner.decision import host_refusal
 from outsize.planner.prediction import Prediction
-from outsize.planner.search import host_refusal
 from outsize.planner.what_if import Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -98,7 +98,7 @@ def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:
     question = asked.question
     if prediction.home == "host" or question.home != "auto":
         return None
-    refusal = host_refusal(replace(question, stages=prediction.stages), prediction.microbatches)
+    refusal = host_refusal(question.deciding(stages=prediction.stages), prediction.microbatches)
     return None if refusal is None else str(refusal)
 
 

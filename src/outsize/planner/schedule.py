@@ -5,6 +5,7 @@ forward, loss and backward in one op. Up: each unit recomputed and differentiate
 optimizer stepped. Stages go the same way, see `planner.staged`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from outsize.planner.disk import insert_disk
@@ -16,7 +17,7 @@ from outsize.planner.program import Program
 from outsize.planner.staged import build_staged
 from outsize.planner.stages import cursor_after
 
-__all__ = ["StepLayout", "build_step", "build_store", "successive_steps"]
+__all__ = ["StepLayout", "build_step", "build_store", "steps_from", "successive_steps"]
 
 
 def build_step(layout: StepLayout) -> Program:
@@ -44,6 +45,17 @@ def successive_steps(layout: StepLayout) -> tuple[Program, ...]:
             return tuple(programs)
         stages = replace(stages, cursor=cursor)
         programs.append(build_step(replace(layout, stages=stages)))
+
+
+def steps_from(layout: StepLayout) -> Iterator[Program]:
+    """Yield the programs of steps that follow one another, without end."""
+    program = build_step(layout)
+    while True:
+        yield program
+        if layout.stages is not None:
+            cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
+            layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
+            program = build_step(layout)
 
 
 def build_store(layout: StepLayout) -> Program:

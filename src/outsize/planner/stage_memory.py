@@ -1,119 +1,139 @@
-"""What stages of several GPUs take in each tier: as a run of stages would set it aside.
+"""What stages of several workers take in each tier: what a run of them sets aside.
 
-Slots and accumulators twice, so that one half fills while the other is used, or once where memory is too tight for that
-(`stages.HALVES`); activations of two microbatches; what forwards keep, where it leaves (`leaving`); workspace for all
-units of the largest backward stage, which are recomputed before the first of them is differentiated.
+On each worker: slots and accumulators twice, so that one half fills while the other is used, or once where memory is
+too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches; what forwards
+keep, where it leaves (`leaving`); workspace for all units of a backward stage, which are recomputed before the first
+of them is differentiated. Below the workers: what stages hand over, and the home.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cached_property
 
-from outsize.errors import InfeasiblePlanError
-from outsize.optim.shares import largest_share
-from outsize.planner.candidate import Table
+from outsize.model.spec import ModelSpec
 from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, most_on_its_way
-from outsize.planner.memory import offload_rooms
-from outsize.planner.smaller import smaller_microbatches
-from outsize.planner.stage_layout import activation_bytes, staged_layout
-from outsize.planner.stage_room import Room, bytes_below, in_room, rooms
-from outsize.planner.stage_task import Task
-from outsize.planner.stages import HALVES, Stages, slots_for
+from outsize.planner.leaving import Away, Way, away_in, most_on_its_way
+from outsize.planner.memory import Demand, offload_rooms
+from outsize.planner.sizing import PlanOptions
+from outsize.planner.stage_layout import ARRIVALS, activation_bytes, arrival_bytes, num_handed_over
+from outsize.planner.stage_room import Room, bytes_below
+from outsize.planner.stages import Span, Stages, slots_for
 from outsize.planner.transport import device_bytes, host_bytes
-from outsize.units import format_bytes
+from outsize.units import align_up
 
-_ID_BYTES = 16
-
-
-def layout_of(task: Task, way: Way, stages: Stages) -> StepLayout:
-    """Return the step, its home and nodes apart."""
-    return staged_layout(task.model, task.options, task.num_workers, way, stages)
+_EXTENT_BYTES = 4096
 
 
-def shared_out(task: Task, layout: StepLayout) -> StepLayout:
-    """Return ``layout`` as that of one of the nodes that share the step: the one that steps most."""
-    nodes = task.question.nodes
-    return (
-        layout
-        if nodes == 1
-        else replace(layout, num_nodes=nodes, own_elements=largest_share(task.model, nodes))
-    )
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Counts the memory of stages.
 
-
-def room_of(task: Task) -> Room:
-    """Return what a home on disk is given in host memory: as much as helps, which is little beside a GPU's memory."""
-    return next(rooms(task.model, task.options, task.num_workers))
-
-
-def table_below(task: Task) -> Table:
-    """Return what lies below the GPUs whatever the stages."""
-    model, options = task.model, task.options
-    least, room = shared_out(task, layout_of(task, Way(), task.single_units(HALVES[-1]))), room_of(task)
-    return bytes_below(model, in_room(model, least, options, room), options, room)
-
-
-def device_memory_of(task: Task, way: Way, stages: Stages) -> dict[str, int]:
-    """Return the bytes on each GPU by class."""
-    question, work = task.question, task.work
-    deepest = max(end - first for first, end in (*stages.forward, *stages.backward))
-    leaving = most_on_its_way(stages, way.away, task.demand.kept_bytes) if way.away else 0
-    return {
-        "weight slots": sum(slots_for(stages, task.weights)),
-        "gradient accumulators": sum(slots_for(stages, task.gradients, only_backward=True)),
-        "activations": activation_bytes(deepest, task.work.boundary_bytes[-1]) + leaving,
-        "workspace": max(sum(task.workspace(u) for u in range(*span)) for span in stages.backward),
-        "shared": 2 * work.held_bytes
-        + question.sequences * question.seq_len * _ID_BYTES
-        + question.fixed_bytes,
-        "codecs": device_bytes(task.options.transport, task.model, work.boundary_bytes),
-    }
-
-
-def memory_of(task: Task, below: Table, way: Way, stages: Stages) -> dict[str, dict[str, int]]:
-    """Return bytes by tier and class; the device's are those of each GPU."""
-    inputs = task.work.boundary_bytes
-    waiting = offload_rooms(layout_of(task, way, stages), task.demand) if way.away else {}
-    table = {
-        "device": device_memory_of(task, way, stages),
-        "host": {
-            # Inputs, and the gradient under way.
-            "saved activations": task.options.microbatches * (sum(inputs[1:]) + inputs[-1]),
-            "offloaded activations": sum(count * size for count, size in waiting.values()),
-            "encoded weights": host_bytes(task.options.transport, task.model),
-            **below["host"],
-        },
-        "disk": dict(below["disk"]),
-    }
-    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
-
-
-def check(memory: Table, task: Task) -> None:
-    """Check the least plan of ``task``, which takes ``memory``.
-
-    Raises:
-        InfeasiblePlanError: it does not fit.
+    Attributes:
+        model: its units.
+        demand: of a microbatch.
+        options: what is decided.
     """
-    budgets, kind = task.question.budgets, task.demand.largest_kind
-    device, host, disk = (sum(memory[tier].values()) for tier in ("device", "host", "disk"))
-    if device > budgets.device:
-        largest = max(memory["device"], key=lambda name: memory["device"][name])
-        advice = smaller_microbatches(task.options, kind if largest == "workspace" else None)
-        if largest in ("weight slots", "gradient accumulators"):
-            advice = f"GPUs with {format_bytes(device)}"
-        raise InfeasiblePlanError(
-            f"the smallest stages need {format_bytes(device)} on each GPU, "
-            f"{format_bytes(memory['device'][largest])} of it for {largest}; first try {advice}",
-            {"device": device - budgets.device},
+
+    model: ModelSpec
+    demand: Demand
+    options: PlanOptions
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Bytes of the weights of each streamed unit."""
+        return tuple(
+            unit.weight_bytes(self.model.dtype) for unit in self.model.units[: self.model.num_streamed]
         )
-    for tier, needed, budget in (("host", host, budgets.host), ("disk", disk, budgets.disk)):
-        if budget is not None and needed > budget:
-            largest = max(memory[tier], key=lambda name: memory[tier][name])
-            advice = f"a {tier} budget of {format_bytes(needed)}"
-            if largest in ("saved activations", "offloaded activations"):
-                advice = "fewer tokens per step"
-            elif tier == "host" == task.question.home and largest == "home":
-                advice = "the home on disk"
-            raise InfeasiblePlanError(
-                f"the smallest plan needs {format_bytes(needed)} on the {tier}, "
-                f"{format_bytes(memory[tier][largest])} of it for {largest}; first try {advice}",
-                {tier: needed - budget},
-            )
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradient of each streamed unit."""
+        return tuple(
+            unit.gradient_bytes * unit.trainable for unit in self.model.units[: self.model.num_streamed]
+        )
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """Bytes of the largest input of a unit."""
+        return max(self.demand.boundary_bytes)
+
+    @cached_property
+    def constant(self) -> dict[str, int]:
+        """Bytes by class that lie on a worker whatever its stages."""
+        model, demand = self.model, self.demand
+        rest = model.units[model.num_streamed :]
+        resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
+        return {
+            "resident": sum(resident),
+            "shared": demand.shared_bytes,
+            "fixed": demand.fixed_bytes,
+            "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),
+        }
+
+    @cached_property
+    def _workspaces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        kinds = [unit.kind for unit in self.model.units[: self.model.num_streamed]]
+        by_kind = self.demand.forward_workspace_bytes, self.demand.backward_workspace_bytes
+        forward, backward = (tuple(sizes.get(kind, 0) for kind in kinds) for sizes in by_kind)
+        return forward, backward
+
+    def workspace_bytes(self, span: Span, backward: bool, keeps: bool) -> int:
+        """Return what the units of a stage allocate while they run.
+
+        Those of a backward stage keep their graphs. The stage that turns around recomputes its units one by one, where
+        it recomputes them.
+        """
+        forward, both = (sizes[slice(*span)] for sizes in self._workspaces)
+        if not backward:
+            return max(forward)
+        return max(*forward, *both) if span[1] == self.model.num_streamed and not keeps else sum(both)
+
+    def on_device(self, stages: Stages, keeps: bool, away: Away) -> dict[str, int]:
+        """Return the bytes on each worker by class, arrivals from other workers apart.
+
+        Args:
+            stages: of the step.
+            keeps: whether the stage that turns around keeps what its forwards make.
+            away: what leaves of what other forwards keep.
+        """
+        spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
+        deepest = max(end - first for (first, end), _ in spans)
+        leaving = most_on_its_way(stages, away, self.demand.kept_bytes) if away else 0
+        return {
+            "weight slots": sum(slots_for(stages, self.weights)),
+            "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
+            "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
+            "workspace": max(self.workspace_bytes(*span, keeps) for span in spans),
+            **self.constant,
+        }
+
+    def device_bytes(self, stages: Stages, way: Way) -> int:
+        """Return all bytes on a worker of stages that hand over by way of host memory."""
+        return sum(self.on_device(stages, way.keeps, way.away).values())
+
+    def table(self, layout: StepLayout, room: Room) -> dict[str, dict[str, int]]:
+        """Return bytes by tier and class; the device's are those of each worker.
+
+        Args:
+            layout: of stages, in ``room``.
+            room: that host memory gives a home on disk.
+        """
+        stages = layout.stages
+        assert stages is not None
+        keeps = any(layout.keeps_anything(unit) for unit in layout.keepable)
+        waiting = offload_rooms(layout, self.demand) if layout.kept else {}
+        table = {
+            "device": {
+                **self.on_device(stages, keeps, away_in(layout)),
+                ARRIVALS: arrival_bytes(layout, self.boundary_bytes),
+            },
+            "host": {
+                "encoded weights": host_bytes(self.options.transport, self.model),
+                "saved activations": num_handed_over(layout)
+                * align_up(max(1, self.boundary_bytes), _EXTENT_BYTES),
+                "offloaded activations": sum(count * size for count, size in waiting.values()),
+            },
+            "disk": {},
+        }
+        for tier, classes in bytes_below(self.model, layout, self.options, room).items():
+            table[tier] |= classes
+        return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}

@@ -14,7 +14,7 @@ from outsize.hardware.spec import Figure, Peer
 from outsize.runtime.peers import can_copy
 from outsize.runtime.workers import device_names
 from outsize.train.machine import Machine
-from outsize.train.residency import AUTO
+from outsize.train.options import AUTO
 
 Pairs = frozenset[tuple[int, int]]
 # Large enough to hide what a copy costs besides its bytes; the best of so many.

@@ -29,7 +29,7 @@ from outsize.train.lane_rates import kept_rates, lane_rates
 from outsize.train.machine import home_file
 from outsize.train.model_inputs import made_up_inputs
 from outsize.train.prepare import Prepared
-from outsize.train.unit_times import recompute_shares, selections, shape_of
+from outsize.train.unit_times import recompute_shares, shape_of, spared_flops
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
 TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -58,6 +58,10 @@ class Rates:
     net_bytes_per_s: float = 0.0
     core_s_per_byte: float = 0.0
     cores: float = math.inf
+
+    def times_of(self, sequences: int, timed: int) -> UnitTimes:
+        """Return the times of units for microbatches of so many sequences; those that were timed had ``timed``."""
+        return scaled(self.times, sequences / timed) if sequences != timed else self.times
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ def _spared_s(
             seconds * min(1.0, spared / work) if work else 0.0
             for seconds, spared, work in zip(forward_s, spared_by_unit, flops, strict=True)
         )
-        for extent, spared_by_unit in selections(prepared.measured).get("selected_s", {}).items()
+        for extent, spared_by_unit in spared_flops(prepared.measured).items()
     }
 
 

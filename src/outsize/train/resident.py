@@ -28,8 +28,9 @@ from outsize.runtime.workers import device_names
 from outsize.train.frozen import Decoded
 from outsize.train.loss_scale import LossScale
 from outsize.train.model_inputs import model_inputs, num_targets
+from outsize.train.options import clip_of
 from outsize.train.prepare import Prepared
-from outsize.train.state import clip_of, layout_for, max_norm_of
+from outsize.train.state import layout_for, max_norm_of
 from outsize.train.steps import schedule_of
 
 

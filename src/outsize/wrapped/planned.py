@@ -111,7 +111,7 @@ class Planned:
         with contextlib.ExitStack() as stack:
             tiers = Tiers(self.split.spec, memory, store_dir, self.state)
             self.tiers = stack.enter_context(contextlib.closing(tiers))
-            check_transport(transport, self.tiers.machine)
+            check_transport(transport, self.tiers.machine.device, self.tiers.machine.home)
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
             self.parameters = HomeParameters(self.split, self.tiers.home, fill, self.state)
             if self.parameters.errors:
