@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import finish, machine, print_table
+from outsize.planner.one_worker import one_worker
 
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
@@ -26,10 +27,9 @@ from outsize.hardware.spec import DEVICE_SHARE, HOST_SHARE
 from outsize.model.spec import Workload
 from outsize.model.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.workload import count_workload
-from outsize.planner.one_worker import one_worker
 from outsize.planner.plan import Budgets
-from outsize.planner.question import Question
 from outsize.planner.prediction import fastest
+from outsize.planner.question import Question
 
 # Sizes of the published configs.
 MODELS: dict[str, dict[str, Any]] = {

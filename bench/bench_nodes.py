@@ -427,11 +427,12 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def simulated() -> list[dict[str, Any]]:
     """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
+    from outsize.planner.one_worker import one_worker
+
     from outsize.hardware.presets import parse_gpus
     from outsize.hardware.spec import Figure
     from outsize.model.spec_from_config import read_shape, spec_from_config
     from outsize.model.workload import count_workload
-    from outsize.planner.one_worker import one_worker
     from outsize.planner.plan import Budgets
     from outsize.planner.prediction import predict
     from outsize.planner.question import Question

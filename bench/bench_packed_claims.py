@@ -23,6 +23,7 @@ import bench_speed
 import bench_transport
 import common
 import torch
+from outsize.planner.one_worker import fits_one_worker, one_worker
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from outsize.cli.plan_options import PlanOptions
 from outsize.cli.plan_question import Asked, ask
 from outsize.codecs.measure import measure
 from outsize.codecs.transport import Transport
-from outsize.planner.one_worker import fits_one_worker, one_worker
 from outsize.planner.plan import Budgets
 from outsize.units import format_bytes, format_count
 

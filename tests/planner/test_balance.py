@@ -157,7 +157,7 @@ def test_a_step_of_long_sequences_gains_a_fifth_of_full_recompute():
         work = question.workload_of(count)
         return replace(work, recompute_flops=work.forward_flops)
 
-    full = fastest(replace(question, activations="recompute", workload_of=in_full))
+    full = fastest(replace(question, workload_of=in_full).deciding(activations="recompute"))
     found = fastest(question)
     assert full.step_s / found.step_s > 1.2
     assert found.bubble < 0.05

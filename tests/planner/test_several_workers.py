@@ -18,7 +18,7 @@ from planner.questions import CONFIG, GIB, ask
 
 
 def test_a_rest_lies_on_every_gpu():
-    """The norm before the head, and the table of tied embeddings with its gradient, whose users are stages of their own."""
+    """The norm before the head; the table of tied embeddings and its gradient, whose users are stages of their own."""
     apart, tied = (ask("2x4090", config={**CONFIG, "tie_word_embeddings": tie}) for tie in (False, True))
     table = CONFIG["vocab_size"] * CONFIG["hidden_size"] * (2 + 4)
     resident = [
@@ -128,7 +128,7 @@ def test_where_two_sets_are_too_much_one_is_enough():
     for mib in (600, 700, 900, 1200):
         budgets = Budgets(device=mib * 2**20, host=100 * GIB)
         try:
-            candidate = planned_at(ask("2x4090", budgets=budgets), 16, "host")
+            plan = planned_at(ask("2x4090", budgets=budgets), 16, "host").plan
         except InfeasiblePlanError:
             continue
         stages = plan.layout.stages

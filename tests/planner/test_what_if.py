@@ -124,7 +124,7 @@ def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
 def test_what_fits_no_more_says_why():
     found = outcome(ask("15x4090"), None, "gpus=+1")
     assert found.prediction is None
-    assert "at most 15 GPUs" in found.error
+    assert "at most 15 devices" in found.error
 
 
 def test_a_rate_that_stays_keeps_stages_and_time():
@@ -179,7 +179,7 @@ def test_an_estimate_of_what_cannot_be_says_why():
     question = ask("2x4090", sequences=32, config={**CONFIG, "num_hidden_layers": 1})
     found = estimated_outcome(question, fastest(question), "gpus=+4")
     assert found.prediction is None
-    assert "at most 5 GPUs" in found.error
+    assert "at most 5 devices" in found.error
 
 
 def test_one_more_gpu_may_stay_idle():
