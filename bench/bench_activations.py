@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=common.steps_above(1), default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dir", type=Path, help="where model and runs lie; the current directory by default")
     parser.add_argument("--output", type=Path)

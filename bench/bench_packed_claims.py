@@ -220,7 +220,7 @@ def smallest_device(question: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tensors", type=Path, default=bench_codec.encoder())
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=common.steps_above(bench_transport.NUM_UNTIMED), default=6)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=common.steps_above(1), default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--budget", default="372MiB", help="a quarter of 16 bytes x 97.5M parameters")
     parser.add_argument("--dir", type=Path, help="where model and home lie; the current directory by default")

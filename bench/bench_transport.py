@@ -30,6 +30,7 @@ from outsize.train.stream import StreamedTrainer
 
 LAYERS, HIDDEN, VOCABULARY, SEQ_LEN = 8, 512, 4096, bench_truth.SEQ_LEN
 FROZEN = '["*embed_tokens*", "*layers.[0-6].*"]'
+NUM_UNTIMED = 2  # steps that warm up
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
 def run(
     prepared: Prepared, directory: Path, steps: int
 ) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
-    """Seconds of each step but the first two; losses; bytes of all on the wire, and as they are used."""
+    """Seconds of each step but the first `NUM_UNTIMED`; losses; bytes of all on the wire, and as they are used."""
     config = prepared.config
     with tempfile.TemporaryDirectory(dir=directory) as store:
         with open_dataset(config, prepared, Path(store), lambda _: None) as dataset:
@@ -92,7 +93,7 @@ def run(
             moved = trainer.engine.moved()
     wire = {lane: each.wire for lane, each in moved.items()}
     logical = {lane: each.logical for lane, each in moved.items()}
-    return [o.seconds for o in outcomes][2:], [o.loss for o in outcomes], wire, logical
+    return [o.seconds for o in outcomes][NUM_UNTIMED:], [o.loss for o in outcomes], wire, logical
 
 
 def figures(case: Case, directory: Path, steps: int) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=common.steps_above(NUM_UNTIMED), default=5)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

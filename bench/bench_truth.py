@@ -117,7 +117,7 @@ def print_note(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--steps", type=common.steps_above(3), default=9)
     parser.add_argument("--dir", type=Path, help="where models and homes lie; best on a disk")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

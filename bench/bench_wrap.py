@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=common.steps_above(2), default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--home", choices=("host", "disk"), default="host")

@@ -7,6 +7,7 @@ A benchmark is one file that asks one question. It warms up, repeats, prints a t
 ends with ``finish``, whose last line on standard output is one JSON object.
 """
 
+import argparse
 import contextlib
 import datetime
 import importlib
@@ -24,6 +25,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def steps_above(num_untimed: int) -> Callable[[str], int]:
+    """Return what argparse reads a number of steps with, of which the first ``num_untimed`` warm up."""
+
+    def steps(text: str) -> int:
+        if int(text) <= num_untimed:
+            raise argparse.ArgumentTypeError(
+                f"{text} would time nothing: the first {num_untimed} warm up; give at least {num_untimed + 1}"
+            )
+        return int(text)
+
+    return steps
+
 
 # --- numbers --------------------------------------------------------------------------------------
 

@@ -43,9 +43,10 @@ A value is looked for in this order; the first place that has it wins:
 5. the default.
 
 A key that does not exist is an error, and so is a value of another type than the table says: `"8"` is not a
-number. A setting that has no effect on the run is reported as a note. `outsize train --dry-run` prints the
-configuration that results, and every run keeps its own as `config.yaml` in its run directory. Relative paths
-start at the working directory.
+number. Values are read as in YAML 1.2: only `true` and `false` are truths, and a key that takes text takes `off`,
+`2024` or `1e5` as they are written. A setting that has no effect on the run is reported as a note. `outsize train
+--dry-run` prints the configuration that results, and every run keeps its own as `config.yaml` in its run directory.
+Relative paths start at the working directory.
 """
 
 NOT_KEYS = """\

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from outsize.telemetry.schema import GpuSample, Line, Part, json_schema
+from outsize.telemetry.schema import GpuSample, HostSample, Line, Part, json_schema
 
 DOCS = Path(__file__).parent.parent / "docs"
 SCHEMA, PAGE = DOCS / "heartbeat.schema.json", DOCS / "run-directory.md"
@@ -23,7 +23,8 @@ def page() -> str:
     """Return the whole page with its tables written anew."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    tables = f"{table(Line)}\n\nOf each GPU in `gpus`:\n\n{table(GpuSample)}"
+    parts = {"each GPU in `gpus`": GpuSample, "the host in `host`": HostSample}
+    tables = "\n\n".join([table(Line), *(f"Of {name}:\n\n{table(model)}" for name, model in parts.items())])
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 
 

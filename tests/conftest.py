@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from patience import PATIENCE_S
+
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,10 +19,23 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
-# A loaded machine must not fail a test that ends its threads; a leaked thread never ends.
-JOIN_TIMEOUT_S = 5.0
 # Opened on first use by libraries, kept for the life of the process: shared objects, random bytes, devices.
 LIBRARY_FILES = (".so", "/dev/urandom", "/dev/null", "/dev/nvidia")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests be run on other processors than the machine's."""
+    parser.addoption(
+        "--products", choices=("by-shape", "exact"), help="how products round: see tests/processors.py"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Become such a processor, for all of this process."""
+    if config.getoption("products"):
+        from processors import compute_as
+
+        compute_as(config.getoption("products"))
 
 
 def open_files() -> dict[str, str]:
@@ -61,7 +76,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     leaked_threads = live_threads() - threads_before
     for thread in leaked_threads:
-        thread.join(JOIN_TIMEOUT_S)
+        thread.join(PATIENCE_S)
     running = sorted(thread.name for thread in leaked_threads if thread.is_alive())
     assert not running, f"threads left running: {running}"
     if leaked_files(files_before):

@@ -150,7 +150,7 @@ def test_a_key_like_no_other_points_to_the_documentation():
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: must hold 2 values, not 3"),
         ("data.pack=1", "data.pack: must be true or false, not 1"),
         ("data.glob=''", "data.glob: must not be empty"),
-        ("data.path=3", "data.path: must be text, not 3"),
+        ("data.path=[3]", "data.path: must be text, not ['3']"),
         ("model.freeze=embed", "model.freeze: must be a list, not 'embed'"),
         ("model.dtype=bfloat16", "model.dtype: must be auto, fp32, bf16 or fp16, not 'bfloat16'"),
         (
@@ -307,7 +307,7 @@ def test_a_setting_without_effect_is_noted(overrides, key):
         ["memory.device=emulated:2", "memory.link_gb_per_s=4"],
         ["memory.home=disk", "memory.store_dir=/mnt"],
         ["train.resume=auto", "train.run_dir=run"],
-        ["data.format=jsonl", "data.text_field=body"],
+        ["data.format=text", "data.text_field=body"],
         ["memory.device=emulated:2", "memory.activations=recompute"],
         ["memory.device=emulated:2", "memory.activations=keep"],
         ["memory.device=emulated:1", "memory.offload=false"],

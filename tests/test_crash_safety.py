@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from patience import PATIENCE_S
+
 BENCH = Path(__file__).parent.parent / "bench"
 
 
@@ -19,7 +21,7 @@ def bench(*arguments: str) -> dict:
         cwd=BENCH,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(BENCH.parent / "src")},
     )

@@ -18,6 +18,7 @@ from outsize.planner.ops import Kind
 from outsize.runtime.compute import ComputeOps
 from outsize.train import run
 from outsize.train.interrupt import Interrupt
+from patience import PATIENCE_S
 
 SIX = {"steps": 6}
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -151,7 +152,7 @@ def test_a_process_that_was_told_twice_ends(world: World) -> None:
         [sys.executable, "-c", SCRIPT, "train", str(file)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     check_stopped(done.returncode, done.stderr, world.root / "run", "step-0000000[12]")

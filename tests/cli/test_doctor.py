@@ -52,7 +52,7 @@ def test_runs_beside_it_are_a_sweep(directory, capsys):
     run(directory / "large", seconds=4.0)
     run(directory / "small", tokens=2048, seconds=1.0)
     assert doctor("large", "--beside", "small", "--fail-on", "warning") == 1
-    assert capsys.readouterr().out.startswith("warning  step-superlinear\n")
+    assert capsys.readouterr().out.startswith("limited by compute\n\nwarning  step-superlinear\n")
     assert doctor("--beside", "small") == 2
     assert "name that one first" in capsys.readouterr().err
 
@@ -74,7 +74,7 @@ def test_an_error_fails_by_default(directory):
 def test_a_sound_run_passes(directory, capsys):
     run(directory / "run", [step(number) for number in range(1, 10)])
     assert doctor("run", "--fail-on", "warning") == 0
-    assert capsys.readouterr().out.startswith("good  compute-bound\n")
+    assert capsys.readouterr().out.startswith("limited by compute\n\ngood  compute-bound\n")
 
 
 def test_mistakes_are_told(directory, capsys):

@@ -1,6 +1,9 @@
+from typing import get_args
+
 import pytest
 
-from outsize.data.formats import detect_format, to_document
+from outsize.config import DataConfig
+from outsize.data.formats import FORMATS, detect_format, to_document
 from outsize.errors import DataError
 
 WHERE = "data.jsonl:7"
@@ -66,3 +69,7 @@ def test_conversations_become_messages():
 def test_records_that_do_not_agree_are_located(format_name, record, message):
     with pytest.raises(DataError, match=f"{WHERE}: .*{message}"):
         to_document(record, format_name, "text", WHERE)
+
+
+def test_a_run_can_be_told_every_format_and_no_other():
+    assert sorted(get_args(DataConfig.model_fields["format"].annotation)) == sorted(FORMATS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from outsize.data import Batch, Prefetcher
+from patience import PATIENCE_S
 
 
 class Numbered:
@@ -36,7 +37,7 @@ def test_batches_come_in_order_from_the_start_step():
 def test_works_ahead_before_anyone_asks():
     source = Numbered()
     with Prefetcher(source, num_sequences=1, depth=2):
-        assert source.second_begun.wait(timeout=30)
+        assert source.second_begun.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -78,7 +79,7 @@ def test_closing_wakes_who_waits():
 
     class Stuck:
         def batch(self, step, num_sequences):
-            assert release.wait(timeout=30)
+            assert release.wait(timeout=PATIENCE_S)
             raise OSError("late")
 
     def consume():
@@ -91,9 +92,9 @@ def test_closing_wakes_who_waits():
         closer = threading.Thread(target=prefetcher.close)
         consumer.start()
         closer.start()
-        consumer.join(timeout=30)  # although no batch ever came
+        consumer.join(timeout=PATIENCE_S)  # although no batch ever came
         release.set()
-        closer.join(timeout=30)
+        closer.join(timeout=PATIENCE_S)
     assert len(errors) == 1
 
 

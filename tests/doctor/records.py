@@ -183,6 +183,26 @@ def changed(found: MachineFile, **changes):
     return found.model_copy(update={"inventory": inventory})
 
 
+def host(**changes):
+    """What the kernel counted over a step of 2 s of a machine that has enough of everything."""
+    return {
+        "span_s": 2.0,
+        "queued_s": 0.02,
+        "others_cpu_s": 0.1,
+        "stolen_cpu_s": 0.0,
+        "throttled_s": 0.0,
+        "memory_pressure_s": 0.0,
+        "swapped_in_bytes": 0,
+        "major_faults": 0,
+        **changes,
+    }
+
+
+def told(machine):
+    """What ``run.json`` says of a machine."""
+    return {"machine": machine.inventory.model_dump(mode="json"), "num_threads": 4}
+
+
 def step(number, **changes):
     """A step of 2 s that computes but for its stalls and 15 ms that no op accounts for."""
     stall_s = changes.pop("stall_s", {"up:w0": 0.02, "dispatch": 0.005})
@@ -199,6 +219,8 @@ def step(number, **changes):
         "bytes_written": 0,
         "update_s": 0.8,
         "data_s": 0.0,
+        "cpu_s": 3.8,
+        "host": host(),
         "mfu": 0.35,
         "rss_bytes": 6 * GIB,
         "device_bytes": {"cuda:0": 2 * GIB},

@@ -10,6 +10,7 @@ from doctor.records import (
     device,
     gpu,
     gpu_machine,
+    host,
     numa_rates,
     overlap,
     peers,
@@ -17,6 +18,7 @@ from doctor.records import (
     run,
     step,
     together,
+    told,
 )
 from hardware.fake_machine import link, measured
 from outsize.doctor.examine import examine
@@ -70,6 +72,12 @@ def unlinked(found):
 
 def variables(**told):
     return {"environment__variables": {name: records.fact(value) for name, value in told.items()}}
+
+
+def starved(directory, **changes):
+    """A run on a CPU that says what its machine is."""
+    about = told(cpu_machine(directory, cpu__load_average=5.9))
+    return run(directory / "run", config={"memory": {"device": "cpu"}}, about=about, **changes)
 
 
 # id of the rule -> (its severity, what its evidence must say, the machine or run that shows it).
@@ -126,6 +134,11 @@ SHOWN = {
         "warning",
         "quota of 1.5 cores, 4 processors in sight, 4 threads",
         lambda d: cpu_machine(d, cpu__quota_cores=1.5),
+    ),
+    "cores-taken": (
+        "warning",
+        "had 0.4 of 4 processors, other processes 3.4, the hypervisor 0.1; its threads were ready and had none for 1.5",
+        lambda d: starved(d, cpu_s=0.8, host=host(queued_s=3.0, others_cpu_s=6.8, stolen_cpu_s=0.2)),
     ),
     "native-missing": (
         "warning",
@@ -430,6 +443,53 @@ def test_other_ways_to_the_same_finding(tmp_path):
     assert found(gpu_machine(tmp_path, **variables(NCCL_BLOCKING_WAIT="1")))["nccl-misspelt"].evidence == (
         "NCCL_BLOCKING_WAIT is now called TORCH_NCCL_BLOCKING_WAIT"
     )
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "evidence"),
+    [
+        # A quota that was used up is told of the run itself, whatever threads a probe saw.
+        ("cpu-quota", {"host": host(throttled_s=5.6)}, "4 processors in sight: each was stopped for 70% of"),
+        (
+            "swap-active",
+            {"host": host(swapped_in_bytes=200 * 2**20, memory_pressure_s=1.0, major_faults=2000)},
+            "100.00 MiB per second read back from swap; this process waited for 1000 pages per second",
+        ),
+        # A kernel without figures of pressure: pages take what they take.
+        (
+            "swap-active",
+            {"host": host(swapped_in_bytes=40 * 2**20, memory_pressure_s=None)},
+            "for memory tasks stood still 51% of the time",
+        ),
+        # A run from before heartbeats counted is judged by load and processor time.
+        (
+            "cores-taken",
+            {"host": None, "cpu_s": 0.8},
+            "had 0.4 of 4 processors; it could have used 3.9; load 5.9 when the run began",
+        ),
+    ],
+)
+def test_a_host_that_is_short_of_something_is_seen_in_the_run(rule, changes, evidence, tmp_path):
+    report = examine(Facts(recorded=starved(tmp_path, **changes)))
+    assert report.bottleneck.id == rule
+    assert evidence in report.bottleneck.evidence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Others use processors that the run does not need.
+        {"host": host(queued_s=0.02, others_cpu_s=4.0)},
+        # Threads of the run itself stand in each other's way.
+        {"host": host(queued_s=6.0, others_cpu_s=0.05), "cpu_s": 7.8},
+        # A model whose own code sleeps is not kept from anything.
+        {"host": host(queued_s=0.1, others_cpu_s=7.0), "cpu_s": 0.1},
+        {"host": None, "cpu_s": 7.6},
+    ],
+    ids=["idle-processors", "own-threads", "sleeps", "older-and-busy"],
+)
+def test_a_run_that_has_its_processors_is_not_starved(changes, tmp_path):
+    assert "cores-taken" not in found(starved(tmp_path, **changes))
 
 
 def test_what_pageable_copies_cost_is_told_where_both_were_measured(tmp_path):

@@ -80,7 +80,10 @@ def test_the_line_that_is_being_written_is_left_alone(tmp_path):
         ("", "no step has ended yet"),
         ("[]\n", "line 1: not a step"),
         ("{\n", "line 1: not a step"),
-        (json.dumps({"schema": 1, "seconds": 1.0}) + "\n", "schema 1 does not tell the time of each lane"),
+        (
+            json.dumps({"schema": 1, "seconds": 1.0}) + "\n",
+            "schema 1 of the heartbeat does not tell the time of each lane",
+        ),
     ],
 )
 def test_what_is_no_run_is_refused_with_what_to_do(tmp_path, text, message):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outsize.config import load_config
+from outsize.config import Surroundings, load_config
 
 NODES = Path(__file__).parents[2] / "examples" / "nodes"
 
@@ -15,7 +15,7 @@ NODES = Path(__file__).parents[2] / "examples" / "nodes"
 def test_the_configuration_loads_and_says_nothing_without_effect():
     config = load_config(NODES / "train.yaml", [], {}, {})
     assert config.train.resume == "auto"
-    assert config.notes() == []
+    assert config.notes(Surroundings(num_processes=2)) == []
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])

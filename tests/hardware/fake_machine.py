@@ -43,6 +43,7 @@ CGROUP_V2 = {
     "proc/self/cgroup": "0::/user/job\n",
     "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
     "sys/fs/cgroup/user/memory.max": f"{2**30}\n",
+    "sys/fs/cgroup/user/memory.current": f"{2**29}\n",
     "sys/fs/cgroup/user/cpu.max": "max 100000\n",
     "sys/fs/cgroup/user/job/memory.max": f"{2**31}\n",
     "sys/fs/cgroup/user/job/memory.current": f"{2**28}\n",

@@ -95,7 +95,7 @@ def test_the_tightest_limit_on_the_way_up_holds(tmp_path):
     found = inventory(build(tmp_path, SERVER, CGROUP_V2))
     assert found.memory.cgroup_limit_bytes.value == 2**30
     assert found.memory.usable_bytes() == 2**30
-    assert found.memory.free_bytes() == 2**30 - 2**28
+    assert found.memory.free_bytes() == 2**30 - 2**29
     assert found.cpu.quota_cores.value == 1.5
 
 

@@ -12,6 +12,7 @@ from outsize.inference.caller import Caller
 from outsize.inference.loader import Loader
 from outsize.planner.scan import Scan, plan_scan
 from outsize.runtime.device import CpuDevice
+from patience import PATIENCE_S
 
 NUM_UNITS, UNIT_BYTES = 5, 8
 
@@ -37,7 +38,7 @@ class Weights:
 
     def wait_for(self, count: int) -> list[int]:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.loaded) >= count, timeout=60)
+            assert self.changed.wait_for(lambda: len(self.loaded) >= count, timeout=PATIENCE_S)
             return self.loaded[:count]
 
 

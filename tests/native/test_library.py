@@ -10,6 +10,7 @@ import pytest
 from outsize import native
 from outsize.native.library import LIBRARY, open_library
 from outsize.native.sources import checksum
+from patience import PATIENCE_S
 
 CI = os.environ.get("CI")
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.reason()}")
@@ -126,7 +127,7 @@ def all_equal():
 
 def run_script(text):
     return subprocess.run(
-        [sys.executable, "-c", THREADS + text], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", THREADS + text], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     ).stdout.split()
 
 

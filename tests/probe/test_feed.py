@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from outsize.probe.feed import feed_through_ring, measure_feed
+from patience import PATIENCE_S
 from probe.efforts import TINY
 
 
@@ -32,7 +33,7 @@ def test_two_slots_let_a_load_go_on_beside_a_computation():
 
     def compute(slot):
         # With one slot this would wait for ever: the second load has nowhere to go.
-        assert second_is_loaded.wait(30)
+        assert second_is_loaded.wait(PATIENCE_S)
 
     feed_through_ring(load, compute, num_chunks=2, num_slots=2)
 

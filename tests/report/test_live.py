@@ -9,6 +9,7 @@ import pytest
 from outsize.errors import StorageError
 from outsize.report import live
 from outsize.report.live import LiveRun, LiveServer
+from patience import PATIENCE_S
 from report.browser import CHROMIUM, Browser
 from report.recorded import line, make_run
 
@@ -21,7 +22,7 @@ def served(tmp_path):
 
 def ask(server, path="/data.json", method="GET", **headers):
     _, _, address = server.url.rstrip("/").rpartition("/")
-    connection = http.client.HTTPConnection(address, timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()

@@ -39,4 +39,4 @@ def test_the_bottleneck_is_named(name, tmp_path):
     change(run / "run.json", about)
     found = collect(run)["verdict"]["bottleneck"]
     assert found["id"] == rule
-    assert found["named"]
+    assert found["limits"]

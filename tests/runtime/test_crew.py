@@ -20,6 +20,7 @@ from outsize.planner.stages import Stages, spans_down, spans_up
 from outsize.runtime.device import EmulatedDevice
 from outsize.runtime.selecting import PRODUCTS, Watch
 from outsize.runtime.staged_run import StagedRun
+from patience import PATIENCE_S
 from planner.layouts import cuts
 from reference import Recipe
 from runtime.crews import crew_over, train_crew
@@ -290,7 +291,7 @@ def test_nothing_deadlocks_whatever_the_lanes_wait_for(data: st.DataObject):
             return losses
 
         with ThreadPoolExecutor(1) as thread:
-            losses = thread.submit(train).result(timeout=60)
+            losses = thread.submit(train).result(timeout=PATIENCE_S)
         got = rig.weights()
         want = resident(count, max_grad_norm=0.5)
         assert losses == want.losses
@@ -320,7 +321,7 @@ class Meeting:
         def forward(self, x, ids):
             Meeting.calls += 1
             if Meeting.calls == 2:
-                Meeting.barrier.wait(20)
+                Meeting.barrier.wait(PATIENCE_S)
             return super().forward(x, ids)
 
     class Head(nn.Linear):
@@ -329,7 +330,7 @@ class Meeting:
         def forward(self, x):
             if not Meeting.Head.met:
                 Meeting.Head.met = True
-                Meeting.barrier.wait(20)
+                Meeting.barrier.wait(PATIENCE_S)
             return super().forward(x)
 
 

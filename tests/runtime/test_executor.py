@@ -17,9 +17,8 @@ from outsize.planner.program import parse
 from outsize.planner.schedule import build_step
 from outsize.runtime.device import CpuDevice, Device
 from outsize.runtime.executor import Executor
+from patience import PATIENCE_S
 from planner.layouts import layouts, make_layout
-
-PATIENCE_S = 30.0  # only ever waited for in full when a test fails
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from outsize.storage.disk import DirectFile
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern
+from patience import PATIENCE_S
 
 MIB = 2**20
 
@@ -240,7 +241,7 @@ def test_close_waits_for_a_transfer_under_way(tmp_path, pool, arena, monkeypatch
 
     def slow(descriptor, views, offset):
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         assert not closed.is_set()
         return real(descriptor, views, offset)
 
@@ -254,9 +255,9 @@ def test_close_waits_for_a_transfer_under_way(tmp_path, pool, arena, monkeypatch
     reader = threading.Thread(target=file.read_into, args=(buffer, 0))
     closer = threading.Thread(target=lambda: (file.close(), closed.set()))
     reader.start()
-    assert inside.wait(30)
+    assert inside.wait(PATIENCE_S)
     closer.start()
-    assert closing.wait(30)
+    assert closing.wait(PATIENCE_S)
     with pytest.raises(ValueError, match="closed"):
         file.read_into(buffer, 0)
     go_on.set()
@@ -269,7 +270,7 @@ def test_close_waits_for_a_transfer_under_way(tmp_path, pool, arena, monkeypatch
 def test_requests_of_one_call_are_in_flight_together(tmp_path, arena, monkeypatch):
     real = os.preadv
     with IOPool(4) as pool, DirectFile(tmp_path / "f", MIB, pool=pool, request_bytes=MIB // 4) as file:
-        barrier = threading.Barrier(4, timeout=30)
+        barrier = threading.Barrier(4, timeout=PATIENCE_S)
         monkeypatch.setattr(os, "preadv", lambda *args: (barrier.wait(), real(*args))[1])
         file.read_into(arena.take(MIB, "x"), 0)
 

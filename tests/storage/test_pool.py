@@ -3,10 +3,11 @@ import threading
 import pytest
 
 from outsize.storage.pool import IOPool
+from patience import PATIENCE_S
 
 
 def test_calls_of_one_caller_are_in_flight_together(pool):
-    barrier = threading.Barrier(pool.num_threads, timeout=30)
+    barrier = threading.Barrier(pool.num_threads, timeout=PATIENCE_S)
     pool.run([barrier.wait] * pool.num_threads)
 
 
@@ -19,7 +20,7 @@ def test_the_first_error_is_raised_after_the_last_call_ended(pool):
         raise OSError("broken")
 
     def slow():
-        assert finish.wait(30)
+        assert finish.wait(PATIENCE_S)
         ended.append(True)
 
     with pytest.raises(OSError, match="broken"):
@@ -70,10 +71,10 @@ def test_an_interrupt_waits_for_the_requests(monkeypatch):
 
     def request():
         if threading.current_thread() is caller:
-            assert helping.wait(30)
+            assert helping.wait(PATIENCE_S)
         else:
             helping.set()
-            assert interrupted.wait(30)
+            assert interrupted.wait(PATIENCE_S)
         ended.append(True)
 
     with IOPool(1) as pool:

@@ -82,6 +82,16 @@ def test_each_thing_that_is_missing_is_said(sysfs: Path, dev: Path, monkeypatch:
     (block / "disksize").write_text("0\n")
     assert "is not configured" in refused()
     assert "echo 64G > /sys/block/zram0/disksize" in refused()
+    # What is advised is what this kernel offers.
+    for offered, best in (
+        ("lzo lzo-rle lz4 [zstd]", "zstd"),
+        ("[lzo-rle] lzo lz4", "lz4"),
+        ("lzo [lz4] lz4hc", "lz4hc"),
+        ("[lzo]", "lzo"),
+        ("[something-new] other", "something-new"),
+    ):
+        (block / "comp_algorithm").write_text(f"{offered}\n")
+        assert f"echo {best} > /sys/block/zram0/comp_algorithm;" in refused()
     device.unlink()
     assert "udev has not made it" in refused()
     (block / "mm_stat").write_text("nonsense\n")

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from outsize.config import dump_config
 from outsize.testing.tiny import tiny_run
+from patience import PATIENCE_S
 
 STEPS, SAVED = 5, 2
 _SCRIPT = Path(__file__).parent / "ranks_script.py"
@@ -37,7 +38,11 @@ def run_all(root, *chains):
     """Run chains of scenarios beside one another; returns the exit codes of the ranks by name."""
     (root / "scenarios.json").write_text(json.dumps(chains))
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT), str(root)], capture_output=True, text=True, check=False, timeout=250
+        [sys.executable, str(_SCRIPT), str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

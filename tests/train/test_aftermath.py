@@ -22,10 +22,8 @@ from outsize.train.machine import home_file
 from outsize.train.records import StepRecord
 from outsize.train.run import train
 from outsize.train.saving import Saving
+from patience import PATIENCE_S
 from support import make_run
-
-PATIENCE_S = 30.0
-
 
 HOST: dict[str, Any] = {"home": "host"}
 DISK: dict[str, Any] = {"home": "disk"}

@@ -11,6 +11,7 @@ ZRAM = Zram(
     name="zram0",
     num_bytes=2**30,
     algorithm="lz4",
+    algorithms=("lzo", "lz4"),
     original_bytes=2**21,
     compressed_bytes=2**20,
     memory_bytes=2**20,

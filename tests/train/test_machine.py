@@ -1,24 +1,34 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hardware.fake_machine import build
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, StorageError
+from outsize.hardware.host_memory import read_host_memory
 from outsize.train import machine as module
 from outsize.train.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine
 
 GIB = 2**30
 
 
+def machine_of(root: Path, monkeypatch: pytest.MonkeyPatch, groups: dict[str, object]) -> None:
+    """Have the process see control groups, by path below ``root``."""
+    ram = {"proc/meminfo": f"MemTotal: {10 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n"}
+    build(root, ram, {name: f"{text}\n" for name, text in groups.items()})
+    monkeypatch.setattr(module, "read_host_memory", lambda _: read_host_memory(root))
+
+
 @pytest.fixture(autouse=True)
-def eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 8 GiB of free RAM, 100 GiB of free disk and no GPU."""
-    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * GIB))
-    monkeypatch.setattr(module, "_CGROUP_LIMIT", Path("/nonexistent"))
+def eight_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 8 of 10 GiB of RAM free, 100 of 200 GiB of disk and no GPU."""
+    machine_of(tmp_path / "machine", monkeypatch, {})
+    disk = SimpleNamespace(free=100 * GIB, total=200 * GIB)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: disk)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -63,17 +73,92 @@ def test_dtypes_are_resolved(name: str, device: str, expected: str):
     assert choose_dtype(name, device) == expected
 
 
+V2 = {"proc/self/cgroup": "0::/jobs/mine", "sys/fs/cgroup/cgroup.controllers": "cpu memory"}
+V1 = {"proc/self/cgroup": "7:cpu,cpuacct:/\n4:memory:/jobs/mine\n0::/"}
+TOP, MIDDLE, OWN = (f"sys/fs/cgroup{path}/memory" for path in ("", "/jobs", "/jobs/mine"))
+V1_TOP, V1_OWN = (f"sys/fs/cgroup/memory{path}/memory" for path in ("", "/jobs/mine"))
+UNLIMITED = 2**63 - 4096
+CACHE = f"anon 7\ninactive_file {GIB}\nactive_file {GIB}"
+
+GROUPS: dict[str, tuple[dict[str, object], float]] = {
+    "none": ({}, 8),
+    "no limit": ({**V2, f"{TOP}.max": "max", f"{OWN}.max": "max", f"{OWN}.current": GIB}, 8),
+    "its own": ({**V2, f"{OWN}.max": 6 * GIB, f"{OWN}.current": 2 * GIB}, 4),
+    "that of its parent": ({**V2, f"{OWN}.max": "max", f"{MIDDLE}.max": GIB, f"{MIDDLE}.current": GIB // 2}, 0.5),
+    "the tighter of two": (
+        {
+            **V2, f"{OWN}.max": 2 * GIB, f"{OWN}.current": 0,
+            f"{MIDDLE}.max": 5 * GIB, f"{MIDDLE}.current": 4 * GIB,  # the siblings' use
+        },
+        1,
+    ),
+    "the only one that a container sees": ({**V2, f"{TOP}.max": 3 * GIB, f"{TOP}.current": GIB}, 2),
+    "outside of what is mounted": (
+        {**V2, "proc/self/cgroup": "0::/../../host/job", f"{TOP}.max": GIB, f"{TOP}.current": 0},
+        1,
+    ),
+    "above what is free": ({**V2, f"{OWN}.max": 99 * GIB, f"{OWN}.current": 0}, 8),
+    "used up": ({**V2, f"{OWN}.max": GIB, f"{OWN}.current": 2 * GIB}, 0),
+    "page cache": ({**V2, f"{OWN}.max": 4 * GIB, f"{OWN}.current": 3 * GIB, f"{OWN}.stat": CACHE}, 3),
+    "version 1": ({**V1, f"{V1_OWN}.limit_in_bytes": 2 * GIB, f"{V1_OWN}.usage_in_bytes": GIB}, 1),
+    "version 1, of its parent": (
+        {
+            **V1, f"{V1_OWN}.limit_in_bytes": UNLIMITED, f"{V1_OWN}.usage_in_bytes": GIB,
+            f"{V1_TOP}.limit_in_bytes": 5 * GIB, f"{V1_TOP}.usage_in_bytes": 2 * GIB,
+        },
+        3,
+    ),
+    "version 1, no limit": ({**V1, f"{V1_OWN}.limit_in_bytes": UNLIMITED}, 8),
+    "version 1, page cache": (
+        {
+            **V1, f"{V1_OWN}.limit_in_bytes": 4 * GIB, f"{V1_OWN}.usage_in_bytes": 3 * GIB,
+            f"{V1_OWN}.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\ntotal_active_file 0",
+        },
+        2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_the_limit_of_the_control_groups_counts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whichever of them has it, in either version; a run that plans for more is killed."""
+    groups, expected_gib = GROUPS[case]
+    machine_of(tmp_path / "machine", monkeypatch, groups)
+    assert available_ram_bytes() == expected_gib * GIB
+    if expected_gib:
+        budgets = describe_machine(MemoryConfig(device="cpu"), 1, tmp_path)
+        assert budgets.host_bytes == int(expected_gib * GIB * module.HOST_SHARE)
+
+
 @pytest.mark.parametrize(
-    ("limit", "usage", "expected"),
-    [("max", 0, 8), (6 * GIB, 2 * GIB, 4), (GIB, 2 * GIB, 0), (99 * GIB, 0, 8)],
+    ("memory", "message"),
+    [
+        ({"host_memory": "500GiB"}, r"host_memory: 500.00 GiB are more .*: 10.00 GiB of RAM; give less"),
+        ({"device_memory": "11GiB"}, "device_memory: 11.00 GiB are more .*: 10.00 GiB of RAM"),
+        ({"device": "emulated:4", "device_memory": "3GiB"}, "2.50 GiB of RAM, which 4 devices share"),
+        ({"disk_memory": "1TiB"}, "disk_memory: 1.00 TiB are more .*: 200.00 GiB of disk at "),
+    ],
 )
-def test_the_limit_of_the_control_group_counts(
-    limit: object, usage: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name, value in (("_CGROUP_LIMIT", limit), ("_CGROUP_USAGE", usage)):
-        (tmp_path / name).write_text(f"{value}\n")
-        monkeypatch.setattr(module, name, tmp_path / name)
-    assert available_ram_bytes() == expected * GIB
+def test_a_budget_beyond_the_machine_is_refused(memory: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        describe_machine(MemoryConfig(**{"device": "cpu", **memory}), GIB, tmp_path)
+
+
+def test_a_budget_beyond_the_control_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    machine_of(tmp_path / "machine", monkeypatch, {**V2, f"{MIDDLE}.max": GIB, f"{MIDDLE}.current": 0})
+    with pytest.raises(
+        ConfigError, match=r"1.00 GiB of memory, the limit of the control group .*/jobs; give"
+    ):
+        describe_machine(MemoryConfig(device="cpu", host_memory="2GiB"), GIB, tmp_path)
+
+
+def test_a_budget_beyond_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 * GIB, (24 >> index) * GIB))
+    describe_machine(MemoryConfig(device="cuda:0", device_memory="24GiB"), GIB, tmp_path)
+    for device, there in (("cuda:0,1", "12.00 GiB of memory on"), ("cuda:0,0", "12.00 GiB of memory on")):
+        with pytest.raises(ConfigError, match=there):
+            describe_machine(MemoryConfig(device=device, device_memory="20GiB"), GIB, tmp_path)
 
 
 @pytest.mark.parametrize(

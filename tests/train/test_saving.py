@@ -30,9 +30,9 @@ from outsize.train.run import train
 from outsize.train.saving import Saving
 from outsize.train.standing import Position
 from outsize.train.stream import StreamedTrainer
+from patience import PATIENCE_S
 from support import make_batches, make_run, read_weights, save, saver_of
 
-PATIENCE_S = 60.0
 ALONE = re.compile(r"STEP (\d+)(#0@t0)? waits for STORE \1")
 HOMES = pytest.mark.parametrize("home", ["host", "disk"])
 

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 
 from outsize import files
-from outsize.config import Config, dump_config
+from outsize.config import dump_config
 from outsize.errors import StalledError
-from outsize.testing.faults import LANE, Fault, Key, Layer, layered
+from outsize.planner.ops import Op
+from outsize.runtime import engine
 from outsize.train import watchdog
 from outsize.train.run import train
 from outsize.train.watchdog import Watchdog
+from patience import PATIENCE_S
 from support import make_run
 
-STUCK = Key(LANE, "B 1.0@w0", 1, 0, 0)
 SOON = {"steps": 3, "save_every": 1, "stall_floor_s": 0.6, "stall_factor": 1.0}
+RESUMED = {**SOON, "resume": "auto", "stall_floor_s": PATIENCE_S}
 
 
 class Engine:
@@ -106,7 +108,7 @@ def test_a_report_that_cannot_be_written_keeps_no_run_from_being_given_up(
     with files.replaced(disk):
         looking = threading.Thread(target=kennel.look, args=(20,), daemon=True)
         looking.start()
-        looking.join(20)
+        looking.join(PATIENCE_S)
         stuck = looking.is_alive()
         disk.let_go.set()
         looking.join()
@@ -183,32 +185,52 @@ def test_nobody_watches_before_the_first_step_or_if_told_not_to(tmp_path: Path):
 # --- under a run --------------------------------------------------------------------------------------------
 
 
-def stuck_run(tmp_path: Path, delay_s: float, **train_section: Any) -> tuple[Config, Layer]:
-    config = make_run(tmp_path, train={**SOON, **train_section})
-    return config, Layer(tmp_path, {STUCK: Fault.DELAY}, delay_s=delay_s)
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """One op of a run stands still until the returned event is set; before it began, the watchdog looks away.
+
+    So nothing else counts as a stall, however slow the machine is.
+    """
+    began, let_go = threading.Event(), threading.Event()
+    handle, look = engine.run_op, Watchdog.look
+
+    def stuck_op(table: Any, op: Op, context: Any) -> None:
+        if str(op) == "B 1.0@w0" and context.number == 1:
+            began.set()
+            assert let_go.wait(PATIENCE_S)
+        handle(table, op, context)
+
+    monkeypatch.setattr(engine, "run_op", stuck_op)
+    monkeypatch.setattr(
+        Watchdog, "look", lambda dog, elapsed_s: look(dog, elapsed_s) if began.is_set() else None
+    )
+    monkeypatch.setitem(Watchdog.__init__.__kwdefaults__, "grace_s", PATIENCE_S)
+    return let_go
 
 
-def test_a_run_whose_op_comes_back_late_ends_with_an_error_and_resumes(tmp_path: Path):
-    config, layer = stuck_run(tmp_path, 4.0)
+def test_a_run_whose_op_comes_back_late_ends_with_an_error_and_resumes(
+    tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
     said: list[str] = []
-    with (
-        layered(layer),
-        pytest.raises(StalledError, match=r"^step 2: nothing .* compute:w0: B 1\.0@w0 is running"),
-    ):
-        train(config, announce=said.append)
+    give_up = engine.Engine.give_up
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.Engine, "give_up", lambda *given: (give_up(*given), stuck.set()))
+        with pytest.raises(StalledError, match=r"^step 2: nothing .* compute:w0: B 1\.0@w0 is running"):
+            train(make_run(tmp_path, train=SOON), announce=said.append)
     text = (tmp_path / "run/stall-00000002.txt").read_text()
     assert "B 1.0@w0" in text.split("-->")[1].splitlines()[0]
-    assert "lane_op" in text  # where the lane sleeps
+    assert "stuck_op" in text  # where the lane sleeps
     assert any(line.startswith("stalled: step 2") for line in said)
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000001"
-    resumed = train(make_run(tmp_path, train={**SOON, "resume": "auto", "stall_floor_s": 60}))
-    assert resumed.steps == 3
+    assert train(make_run(tmp_path, train=RESUMED)).steps == 3
 
 
-def test_a_run_that_is_only_reported_ends_well(tmp_path: Path):
-    config, layer = stuck_run(tmp_path, 3.0, on_stall="report")
-    with layered(layer):
-        assert train(config).steps == 3
+def test_a_run_that_is_only_reported_ends_well(
+    tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    report = Watchdog._report
+    monkeypatch.setattr(Watchdog, "_report", lambda *given: (report(*given), stuck.set()))
+    assert train(make_run(tmp_path, train={**SOON, "on_stall": "report"})).steps == 3
     assert (tmp_path / "run/stall-00000002.txt").exists()
 
 
@@ -218,27 +240,28 @@ from pathlib import Path
 from outsize.config import load_config
 from outsize.runtime import engine
 from outsize.train import run, watchdog
-handle = engine.run_op
+began, handle, look = threading.Event(), engine.run_op, watchdog.Watchdog.look
 def stuck(table, op, context):
     if (str(op), context.number) == ("B 1.0@w0", 1):
+        began.set()
         threading.Event().wait()
     handle(table, op, context)
 engine.run_op = stuck
+watchdog.Watchdog.look = lambda dog, elapsed_s: look(dog, elapsed_s) if began.is_set() else None
 watchdog.Watchdog.__init__.__kwdefaults__["grace_s"] = 1.0
 run.train(load_config(Path(sys.argv[1])))
 """
 
 
 def test_an_op_that_never_comes_back_ends_the_process(tmp_path: Path):
-    config, _ = stuck_run(tmp_path, 0.0)
-    (tmp_path / "run.yaml").write_text(dump_config(config))
+    (tmp_path / "run.yaml").write_text(dump_config(make_run(tmp_path, train=SOON)))
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "run.yaml")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == watchdog.STALLED_STATUS, done.stderr
     assert "outsize: StalledError: step 2: nothing has ended" in done.stderr
-    assert train(make_run(tmp_path, train={**SOON, "resume": "auto", "stall_floor_s": 60})).steps == 3
+    assert train(make_run(tmp_path, train=RESUMED)).steps == 3

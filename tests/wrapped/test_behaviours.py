@@ -278,12 +278,17 @@ class Nested(nn.Module):
 def test_nested_inputs_and_values_that_are_no_tensors():
     given = {"x": torch.randn(5, 4), "more": [torch.randn(5, 4)], "shared": torch.randn(4)}
     plain = make(Nested)
-    want = plain(given, scale=0.5)
-    (want["out"].square().sum() + want["pieces"][0].sum()).backward()
+    # In the same microbatches: a product of other rows may have other bits.
+    parts = [
+        {**given, "x": given["x"][rows], "more": [given["more"][0][rows]]} for rows in (slice(3), slice(3, 5))
+    ]
+    made = [plain(part, scale=0.5) for part in parts]
+    sum(one["out"].square().sum() + one["pieces"][0].sum() for one in made).backward()
     with wrapped(make(Nested), microbatches=2) as model:
         got = model(given, scale=0.5)  # by position too
         assert got["note"] == "plain"
-        assert torch.equal(got["out"], want["out"])
+        assert torch.equal(got["out"], torch.cat([one["out"] for one in made]))
+        assert torch.equal(got["pieces"][0], torch.cat([one["pieces"][0] for one in made]))
         (got["out"].square().sum() + got["pieces"][0].sum()).backward()
         assert_equal(gradients(model), gradients(plain), 1e-6)
         with pytest.raises(DataError, match="batch is empty"):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import outsize
 import zoo
 from outsize.errors import ConfigError
+from patience import PATIENCE_S
 from support import save_model
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
@@ -108,6 +109,6 @@ optimizer.step()
 print("done")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

@@ -8,7 +8,8 @@ from outsize.doctor.finding import SEVERITIES, Finding
 
 def describe(report: Report) -> str:
     """Return the findings, the largest gain first, and what could not be judged."""
-    lines = [line for finding in report.findings for line in _finding(finding)]
+    lines = [] if report.bottleneck is None else [f"limited by {report.bottleneck.limits}", ""]
+    lines += [line for finding in report.findings for line in _finding(finding)]
     lines.append(_count(report))
     if report.not_judged:
         lines += ["", "not judged, for want of:", *_lacking(report.not_judged)]

@@ -14,9 +14,7 @@ def print_plan(config: "Config", output: Output) -> None:
     from outsize.config import dump_config
     from outsize.train import run
 
-    for note in config.notes():
-        output.say(f"note: {note}")
-    plan, forecast = run.foresee(config)
+    plan, forecast = run.foresee(config, announce=output.say)
     predicted_s = None if forecast is None else forecast.step_s
     output.emit(
         {

@@ -48,6 +48,6 @@ def report(
         for each, bottleneck in zip(runs, found, strict=True):
             if bottleneck is not None:
                 output.print_result(
-                    f"{each['name']}: limited by {bottleneck['named']}: {bottleneck['evidence']}"
+                    f"{each['name']}: limited by {bottleneck['limits']}: {bottleneck['evidence']}"
                 )
         output.print_result(f"{path}  {format_bytes(size)}")

@@ -1,5 +1,6 @@
 """``outsize train``: train, with a live line; the last line on stdout is the result."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.cli.console import Output
@@ -52,4 +53,20 @@ def _summary(result: "TrainResult") -> str:
         lines.insert(1, f"{result.skipped_steps} steps skipped: loss or gradient norm not finite")
     if result.export_dir:
         lines.append(f"trained model {result.export_dir}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_verdict(Path(result.run_dir))])
+
+
+def _verdict(run_dir: Path) -> list[str]:
+    """Return what limited the run, as doctor says it; nothing of a run that does not tell."""
+    from outsize.doctor.examine import examine
+    from outsize.doctor.facts import Facts
+    from outsize.doctor.run_record import read_run
+    from outsize.errors import ConfigError
+
+    try:
+        found = examine(Facts(recorded=read_run(run_dir))).bottleneck
+    except ConfigError:
+        return []
+    return (
+        [] if found is None else [f"limited by {found.limits}: {found.evidence}", f"first try: {found.fix}"]
+    )

@@ -24,8 +24,6 @@ def verify(config: "Config", output: Output, dry_run: bool) -> None:
     if dry_run:
         print_plan(config, output)
         return
-    for note in config.notes():
-        output.say(f"note: {note}")
     result = comparison.verify(config, announce=output.say)
     output.emit(result.to_dict())
     output.print_result(_table(result))

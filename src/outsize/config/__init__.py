@@ -16,6 +16,7 @@ from outsize.config.schema import Config
 from outsize.config.telemetry import TelemetryConfig
 from outsize.config.train import TrainConfig
 from outsize.config.transport import TransportConfig
+from outsize.config.without_effect import Surroundings
 
 __all__ = [
     "Config",
@@ -25,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Surroundings",
     "TelemetryConfig",
     "TrainConfig",
     "TransportConfig",

@@ -11,11 +11,10 @@ class DataConfig(Section):
     """What it is trained on, and how text becomes sequences."""
 
     path: PathText = Field(description="A file, or a directory that is read recursively in sorted order.")
-    format: Literal[
-        "auto", "text", "jsonl", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens", "parquet"
-    ] = Field(
+    format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"] = Field(
         default="auto",
-        description="Layout of the records; auto looks at them and prints what it took them for.",
+        description="Layout of the records, whatever files they are in; auto looks at them and prints what it took "
+        "them for.",
     )
     seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
     pack: bool = Field(

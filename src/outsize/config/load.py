@@ -7,7 +7,8 @@ value remembers its source, so a mistake is reported with the place where it was
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import NoneType
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -95,19 +96,20 @@ def _read_file(path: Path) -> Tree:
         raise ConfigError(
             f"cannot read the config file {path}: {reason}; name a YAML file, docs/configuration.md"
         ) from error
-    tree = parse_yaml(text, str(path))
+    tree = parse_yaml(text, str(path), _takes_text)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections such as 'train:' with keys below them, found {tree!r}")
-    return {str(section): content for section, content in tree.items()}
+    return tree
 
 
 def _from_override(override: str) -> Tree:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: write it as section.key=value, e.g. --set train.steps=10")
-    return _unflatten([(key.strip(), parse_yaml(text, f"--set {override}"))])
+    path = tuple(key.strip().split(".", 1))
+    return _unflatten([(key.strip(), parse_yaml(text, f"--set {override}", _takes_text, path))])
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
@@ -130,13 +132,30 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
                 f"did you mean {_variable(meant)}?" if meant and "." in meant else "see docs/configuration.md"
             )
             raise ConfigError(f"{name}: no such environment variable; {hint}")
-        branches.append((name, {section: {key: parse_yaml(environ[name], name)}}))
+        branches.append(
+            (name, {section: {key: parse_yaml(environ[name], name, _takes_text, (section, key))}})
+        )
     return branches
 
 
 def _section_model(section: str) -> type[BaseModel] | None:
     field = Config.model_fields.get(section)
     return cast("type[BaseModel]", field.annotation) if field else None
+
+
+def _takes_text(section: str, key: str) -> bool:
+    """Return whether a key takes text, or lists of it, and nothing else."""
+    section_model = _section_model(section)
+    field = section_model.model_fields.get(key) if section_model else None
+    return field is not None and _kinds(field.annotation) - {NoneType} == {str}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types of what an annotation takes, without the containers."""
+    if get_origin(annotation) is Literal:
+        return {type(choice) for choice in get_args(annotation)}
+    parts = get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]
+    return {kind for part in parts if part is not ... for kind in _kinds(part)} or {annotation}
 
 
 def _variable(dotted: str) -> str:
@@ -163,5 +182,5 @@ def _lay_over(tree: Tree, origins: dict[str, str], layer: Tree, source: str) -> 
         elif not isinstance(content, dict):  # a mistake, kept so that it is reported
             tree[section] = content
         elif isinstance(tree.setdefault(section, {}), dict):
-            tree[section] |= {str(key): value for key, value in content.items()}
+            tree[section] |= content
             origins.update({f"{section}.{key}": source for key in content})

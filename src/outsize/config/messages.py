@@ -1,6 +1,7 @@
 """Failed checks in plain words: one line per mistake, with its key, what was found and where it stands."""
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -106,7 +107,8 @@ def _what(path: str, detail: ErrorDetails) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
-        return f"must be {context['expected'].replace(chr(39), '')}, not {_shown(found)}"
+        expected = re.sub("True|False", lambda word: word[0].lower(), context["expected"]).replace("'", "")
+        return f"must be {expected}, not {_shown(found)}"
     phrase = _PHRASES.get(kind)
     return phrase(context, found) if phrase else f"{detail['msg'].lower()}: {_shown(found)}"
 

@@ -20,7 +20,7 @@ from outsize.config.section import Section
 from outsize.config.telemetry import TelemetryConfig
 from outsize.config.train import TrainConfig
 from outsize.config.transport import TransportConfig
-from outsize.config.without_effect import settings_without_effect
+from outsize.config.without_effect import Surroundings, settings_without_effect
 
 
 class Config(Section):
@@ -68,6 +68,10 @@ class Config(Section):
         """Steps of warm-up, from whichever of the two keys was given."""
         return self.optimizer.warmup_steps or round(self.optimizer.warmup_ratio * self.train.steps)
 
-    def notes(self) -> list[str]:
-        """Return one sentence for every setting that has no effect on this run."""
-        return settings_without_effect(self)
+    def notes(self, around: Surroundings | None = None) -> list[str]:
+        """Return one sentence for every setting that has no effect on this run.
+
+        Args:
+            around: what is known of the run besides; None for nothing, and a single process.
+        """
+        return settings_without_effect(self, around or Surroundings())

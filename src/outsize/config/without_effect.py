@@ -1,115 +1,244 @@
-"""Settings that change nothing in a run, because of what another key says."""
+"""Settings that change nothing in a run: for every key of the configuration, when it does not, in one table.
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+A key that never stands idle has an empty row. What the configuration leaves open, such as which home ``auto`` is, comes
+from `Surroundings`; where nobody knows it yet, nothing is said that depends on it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from outsize.config.schema import Config
 
 
-def settings_without_effect(config: "Config") -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What decides over a setting and is not in the configuration; None where it is not known.
+
+    Attributes:
+        num_processes: that train together.
+        num_numa_nodes: of the machine.
+        device: that ``memory.device`` comes to.
+        home: that ``memory.home`` comes to.
+        dtype: that ``model.dtype`` comes to.
+        chunks_loss: whether head and loss are computed in chunks.
+        container: kind of the data's files: ``text``, ``json``, ``parquet`` or ``tokens``.
+        one_file: whether the data is a file and not a directory.
+    """
+
+    num_processes: int = 1
+    num_numa_nodes: int | None = None
+    device: str | None = None
+    home: str | None = None
+    dtype: str | None = None
+    chunks_loss: bool | None = None
+    container: str | None = None
+    one_file: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What the conditions below are asked of."""
+
+    config: "Config"
+    around: Surroundings
+
+    @property
+    def device(self) -> str:
+        return self.around.device or self.config.memory.device
+
+    @property
+    def home(self) -> str:
+        return self.around.home or self.config.memory.home
+
+    def is_emulated(self) -> bool:
+        return self.device.startswith("emulated")
+
+    def has_several_workers(self) -> bool:
+        several = self.is_emulated() and self.device not in ("emulated", "emulated:1")
+        return several or self.device == "cuda:all" or "," in self.device
+
+    def is_alone(self) -> bool:
+        return self.around.num_processes == 1
+
+    def is_replicated(self) -> bool:
+        return not self.is_alone() and self.config.parallel.mode == "ddp"
+
+    def has_global_norm(self) -> bool:
+        return self.config.optimizer.clip == "global" and bool(self.config.optimizer.max_grad_norm)
+
+    def gradients_wait(self) -> bool:
+        """For the norm of all, for a step that may be skipped, or to be decoded."""
+        skips = self.config.train.on_nonfinite == "skip" or "fp16" in (self.dtype, self.config.model.dtype)
+        return self.has_global_norm() or skips or self.config.transport.gradients not in ("raw", "auto")
+
+    @property
+    def dtype(self) -> str:
+        return self.around.dtype or self.config.model.dtype
+
+    def saves_once(self) -> bool:
+        """Whether the checkpoint at the end is the only one; a run that goes on may find others."""
+        train = self.config.train
+        commits = self.home == "disk" and self.config.memory.commits == "step" and not self.is_replicated()
+        by_clock = not commits if train.save_minutes is None else train.save_minutes > 0
+        return not 0 < train.save_every < train.steps and not by_clock and train.resume == "none"
+
+
+_Row = tuple[tuple[str, Callable[[_Case], bool]], ...]
+
+_ALWAYS: Final[_Row] = ()
+# Who trains with several processes, and how.
+_ALONE: Final[_Row] = (("a single process trains", _Case.is_alone),)
+_REPLICATED: Final[_Row] = (("parallel.mode is ddp", _Case.is_replicated),)
+_ONLY_DDP: Final[_Row] = (*_ALONE, ("parallel.mode is not ddp", lambda case: not case.is_replicated()))
+_FULL: Final[_Row] = (("train.method is full", lambda case: case.config.train.method == "full"),)
+_NO_STALL: Final[_Row] = (
+    ("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),
+    *_REPLICATED,
+)
+_STAGES: Final[_Row] = (
+    ("several workers have slots for their stages, and hand inputs over", _Case.has_several_workers),
+    *_REPLICATED,
+)
+_HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
+_NO_WRITERS: Final[_Row] = (
+    ("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),
+    *_REPLICATED,
+)
+# An optimizer that lacks a setting refuses it (`rules`), so that rows of such are empty.
+_OPTIMIZER: Final[Mapping[str, _Row]] = {
+    **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "beta2_decay"), _ALWAYS),
+    **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "schedule"), _ALWAYS),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _ALWAYS),
+    "dampening": (("optimizer.momentum is 0", lambda case: not case.config.optimizer.momentum),),
+    "max_grad_norm": (("optimizer.clip is none", lambda case: case.config.optimizer.clip == "none"),),
+    "clip": (("optimizer.max_grad_norm is 0", lambda case: not case.config.optimizer.max_grad_norm),),
+    "gradients": (("gradients do not wait for a global norm", lambda case: not case.gradients_wait()),),
+    "state": (
+        (
+            "sgd without momentum keeps none",
+            lambda case: case.config.optimizer.name == "sgd" and not case.config.optimizer.momentum,
+        ),
+    ),
+    "masters": (("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),),
+}
+
+NO_EFFECT: Final[Mapping[str, _Row]] = {
+    **dict.fromkeys(("model.path", "model.dtype", "model.attention", "model.freeze"), _ALWAYS),
+    "model.trust_remote_code": _ALWAYS,
+    **dict.fromkeys(("data.path", "data.format", "data.seq_len", "data.pack"), _ALWAYS),
+    "data.text_field": (
+        (
+            "records of data.format have no such field",
+            lambda case: case.config.data.format not in ("auto", "text"),
+        ),
+        ("files of this kind hold no records", lambda case: case.around.container in ("text", "tokens")),
+    ),
+    "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
+    **dict.fromkeys(("train.method", "train.steps", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
+    **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
+    **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
+    "train.head_chunk_tokens": (
+        ("train.loss is model", lambda case: case.config.train.loss == "model"),
+        ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
+        *_REPLICATED,
+    ),
+    "train.save_every": (
+        (
+            "the run ends before, and saves at its end",
+            lambda case: case.config.train.save_every >= case.config.train.steps,
+        ),
+    ),
+    "train.save_total_limit": (("only the end is saved", _Case.saves_once),),
+    "train.resume": (
+        (
+            "without train.run_dir every run is a new one",
+            lambda case: case.config.train.resume == "auto" and case.config.train.run_dir is None,
+        ),
+    ),
+    "train.profile_steps": (
+        ("the first two steps are not recorded", lambda case: case.config.train.steps <= 2),
+        *_REPLICATED,
+    ),
+    "train.on_stall": _REPLICATED,
+    **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), _NO_STALL),
+    **dict.fromkeys(("lora.r", "lora.lora_alpha", "lora.lora_dropout", "lora.target_modules"), _FULL),
+    **dict.fromkeys(("lora.exclude_modules", "lora.bias", "lora.use_rslora", "lora.modules_to_save"), _FULL),
+    **dict.fromkeys(("lora.init_lora_weights", "lora.rank_pattern", "lora.alpha_pattern"), _FULL),
+    **dict.fromkeys(("lora.layers_to_transform", "lora.layers_pattern", "lora.fan_in_fan_out"), _FULL),
+    **dict.fromkeys(("lora.base_codec", "lora.table_codec"), _FULL),
+    **{f"optimizer.{key}": row for key, row in _OPTIMIZER.items()},
+    **dict.fromkeys(("memory.device", "memory.device_memory"), _ALWAYS),
+    **dict.fromkeys(("memory.home", "memory.host_memory", "memory.activations"), _REPLICATED),
+    **dict.fromkeys(("memory.disk_memory", "memory.store_dir", "memory.commits"), _HOST_HOME),
+    **dict.fromkeys(("memory.slots", "memory.prefetch", "memory.offload"), _STAGES),
+    "memory.tile_elements": (
+        ("the home is in host memory", lambda case: case.home == "host" and case.has_global_norm()),
+        *_REPLICATED,
+    ),
+    "memory.numa": (
+        ("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),
+        *_REPLICATED,
+    ),
+    "memory.link_gb_per_s": (
+        ("only emulated devices have a throttled link", lambda case: not case.is_emulated()),
+        *_REPLICATED,
+    ),
+    "memory.peer_gb_per_s": (
+        (
+            "only emulated devices copy to each other as fast as one likes",
+            lambda case: not (case.is_emulated() and case.has_several_workers()),
+        ),
+        *_REPLICATED,
+    ),
+    **dict.fromkeys(("transport.weights", "transport.gradients"), _REPLICATED),
+    "transport.activations": (
+        (
+            "memory.offload is false",
+            lambda case: case.config.memory.offload is False and not case.has_several_workers(),
+        ),
+        *_REPLICATED,
+    ),
+    **dict.fromkeys(("parallel.mode", "parallel.timeout_s"), _ALONE),
+    **dict.fromkeys(("parallel.gradients", "parallel.weights"), (*_ALONE, *_REPLICATED)),
+    "parallel.handover": (
+        ("one device hands nothing over", lambda case: not case.has_several_workers()),
+        *_REPLICATED,
+    ),
+    **dict.fromkeys(("parallel.ddp_bucket_mib", "parallel.ddp_static_graph"), _ONLY_DDP),
+    **dict.fromkeys(("parallel.ddp_find_unused", "parallel.ddp_compress"), _ONLY_DDP),
+    "parallel.ddp_powersgd_rank": (
+        *_ONLY_DDP,
+        (
+            "parallel.ddp_compress is not powersgd",
+            lambda case: case.config.parallel.ddp_compress != "powersgd",
+        ),
+    ),
+    "telemetry.writers": _REPLICATED,
+    "telemetry.project": (
+        *_NO_WRITERS,
+        (
+            "neither wandb nor trackio is among telemetry.writers",
+            lambda case: not {"wandb", "trackio"} & set(case.config.telemetry.writers),
+        ),
+    ),
+    "telemetry.every": _NO_WRITERS,
+}
+
+
+def settings_without_effect(config: "Config", around: Surroundings) -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
-    return [
-        f"{key} has no effect: {why}"
-        for rule in (_data, _train, _lora, _optimizer, _memory, _transport, _parallel, _telemetry)
-        for key, why in rule(config)
-        if _is_set(config, key)
-    ]
+    case = _Case(config, around)
+    found = []
+    for key, row in NO_EFFECT.items():
+        why = next((reason for reason, holds in row if holds(case)), None)
+        if why is not None and _is_set(config, key):
+            found.append(f"{key} has no effect: {why}")
+    return found
 
 
 def _is_set(config: "Config", key: str) -> bool:
     section_name, _, name = key.partition(".")
     section = getattr(config, section_name)
     return bool(getattr(section, name) != type(section).model_fields[name].default)
-
-
-def _data(config: "Config") -> Iterator[tuple[str, str]]:
-    data = config.data
-    if data.format not in ("auto", "text", "jsonl", "parquet"):
-        yield "data.text_field", f"{data.format} records have no such field"
-
-
-def _train(config: "Config") -> Iterator[tuple[str, str]]:
-    train = config.train
-    if train.loss == "model":
-        yield "train.head_chunk_tokens", "train.loss is model"
-    if train.resume == "auto" and train.run_dir is None:
-        yield "train.resume", "without train.run_dir every run is a new one"
-    if train.save_every >= train.steps:
-        yield "train.save_every", "the run ends before, and saves at its end"
-    if train.on_stall == "ignore":
-        yield "train.stall_factor", "train.on_stall is ignore"
-        yield "train.stall_floor_s", "train.on_stall is ignore"
-
-
-def _lora(config: "Config") -> Iterator[tuple[str, str]]:
-    if config.train.method == "full":
-        for key in type(config.lora).model_fields:
-            yield f"lora.{key}", "train.method is full"
-
-
-def _optimizer(config: "Config") -> Iterator[tuple[str, str]]:
-    optimizer = config.optimizer
-    if not optimizer.max_grad_norm:
-        yield "optimizer.clip", "optimizer.max_grad_norm is 0"
-    if not _gradients_wait(config):
-        yield "optimizer.gradients", "gradients do not wait for a global norm"
-    if optimizer.name == "sgd" and not optimizer.momentum:
-        yield "optimizer.state", "sgd without momentum keeps none"
-    if optimizer.clip == "none":
-        yield "optimizer.max_grad_norm", "optimizer.clip is none"
-
-
-def _has_global_norm(config: "Config") -> bool:
-    return config.optimizer.clip == "global" and bool(config.optimizer.max_grad_norm)
-
-
-def _gradients_wait(config: "Config") -> bool:
-    """Whether gradients wait at home: for the norm of all, for a step that may be skipped, or to be decoded."""
-    skips = config.train.on_nonfinite == "skip" or config.model.dtype == "fp16"
-    return _has_global_norm(config) or skips or config.transport.gradients not in ("raw", "auto")
-
-
-def _has_several_workers(config: "Config") -> bool:
-    device = config.memory.device
-    emulated = device.startswith("emulated:") and device != "emulated:1"
-    return device == "cuda:all" or "," in device or emulated
-
-
-def _memory(config: "Config") -> Iterator[tuple[str, str]]:
-    memory = config.memory
-    if not memory.device.startswith("emulated"):
-        yield "memory.link_gb_per_s", "only emulated devices have a throttled link"
-        yield "memory.peer_gb_per_s", "only emulated devices copy to each other as fast as one likes"
-    if _has_several_workers(config):
-        for key in ("slots", "prefetch", "offload"):
-            yield f"memory.{key}", "several workers have slots for their stages, and hand inputs over"
-    if memory.home == "host":
-        for key in ("disk_memory", "commits", "store_dir"):
-            yield f"memory.{key}", "memory.home is host"
-        if _has_global_norm(config):
-            yield "memory.tile_elements", "memory.home is host"
-
-
-def _transport(config: "Config") -> Iterator[tuple[str, str]]:
-    if config.memory.offload is False and not _has_several_workers(config):
-        yield "transport.activations", "memory.offload is false"
-
-
-def _parallel(config: "Config") -> Iterator[tuple[str, str]]:
-    parallel = config.parallel
-    if not _has_several_workers(config):
-        yield "parallel.handover", "one device hands nothing over"
-    if parallel.mode == "ddp":
-        yield "parallel.gradients", "parallel.mode is ddp"
-        yield "parallel.weights", "parallel.mode is ddp"
-    if parallel.ddp_compress != "powersgd":
-        yield "parallel.ddp_powersgd_rank", "parallel.ddp_compress is not powersgd"
-
-
-def _telemetry(config: "Config") -> Iterator[tuple[str, str]]:
-    telemetry = config.telemetry
-    if not {"wandb", "trackio"} & set(telemetry.writers):
-        yield "telemetry.project", "neither wandb nor trackio is among telemetry.writers"
-    if not telemetry.writers:
-        yield "telemetry.every", "telemetry.writers is empty"

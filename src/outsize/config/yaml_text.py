@@ -1,27 +1,35 @@
-"""YAML as people mean it: ``2e-5`` is a number, a date is text, and a key given twice is a mistake.
+"""YAML as people mean it: ``2e-5`` is a number, ``off`` and a date are text, and a key given twice is a mistake.
 
-PyYAML follows YAML 1.1, where ``2e-5`` is text (no dot), ``1:30`` is 90 and ``2024-05-01`` is a date; here
-numbers follow YAML 1.2.
+PyYAML follows YAML 1.1, where ``2e-5`` is text (no dot), ``off`` is false, ``010`` is 8, ``1:30`` is 90 and
+``2024-05-01`` is a date. Here plain scalars follow the core schema of YAML 1.2, and a key that takes text takes them as
+they are written.
 """
 
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import yaml
 from yaml.constructor import ConstructorError
 
 from outsize.errors import ConfigError
 
-_NUMBERS = {
-    "tag:yaml.org,2002:int": r"^[-+]?(?:0|[1-9][0-9_]*)$",
-    "tag:yaml.org,2002:float": r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$"
-    r"|^[-+]?[0-9]+[eE][-+]?[0-9]+$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$",
+_TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"  # `<<`, of YAML 1.1 alone, and in use
+# YAML 1.2.2, 10.3.2: the core schema. What matches none of them is text.
+_CORE: Final = {
+    f"{_TAG}null": r"null|Null|NULL|~|",
+    f"{_TAG}bool": r"true|True|TRUE|false|False|FALSE",
+    f"{_TAG}int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    f"{_TAG}float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
-_AS_TEXT = ("tag:yaml.org,2002:timestamp",)
+TakesText = Callable[[str, str], bool]
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader with YAML 1.2 numbers and unique keys."""
+    """The safe loader with YAML 1.2 scalars and unique keys."""
+
+    yaml_implicit_resolvers = {"<": [(_MERGE, re.compile(r"^(?:<<)$"))]}  # noqa: RUF012 - as in the base
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -33,28 +41,42 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
 
 class _Dumper(yaml.SafeDumper):
-    """The safe dumper, which quotes what `_Loader` would take for a number."""
+    """The safe dumper, which quotes text that a reader of either version would take for something else."""
 
 
-for _class in (_Loader, _Dumper):
-    _class.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (*_NUMBERS, *_AS_TEXT)]
-        for first, resolvers in _class.yaml_implicit_resolvers.items()
-    }
-    for _tag, _pattern in _NUMBERS.items():
-        _class.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_whole)
+for _tag, _pattern in _CORE.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), None)
 
 
-def parse_yaml(text: str, source: str) -> Any:
+def parse_yaml(
+    text: str, source: str, takes_text: TakesText = lambda section, key: False, at: tuple[str, ...] = ()
+) -> Any:
     """Return the value that YAML ``text`` describes; ``source`` is where it was written, for messages.
+
+    Args:
+        text: sections, or what is ``at`` a section or key.
+        source: where the text was written.
+        takes_text: whether a key of a section takes text alone, so that ``2024`` is four characters there.
+        at: section and key that the text is the value of.
 
     Raises:
         ConfigError: the text is not YAML, or gives a key twice.
     """
+    loader = _Loader(text)
     try:
-        return yaml.load(text, Loader=_Loader)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _leave_as_written(node, takes_text, at)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -63,6 +85,25 @@ def parse_yaml(text: str, source: str) -> Any:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         # PyYAML leaves what it makes of a tag to Python: `!!int x`, a list as a key, a thousand brackets.
         raise ConfigError(f"{source}: not a configuration: {type(error).__name__}: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def _leave_as_written(node: yaml.Node, takes_text: TakesText, at: tuple[str, ...]) -> None:
+    """Have names of keys, and values of keys that take text, be text."""
+    is_text = len(at) > 1 and takes_text(at[0], at[1])
+    if isinstance(node, yaml.ScalarNode):
+        if is_text and node.style is None and node.tag != f"{_TAG}null":
+            node.tag = f"{_TAG}str"
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _leave_as_written(value, takes_text, at)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else ""
+            if name and key.tag != _MERGE:
+                key.tag = f"{_TAG}str"
+            _leave_as_written(value, takes_text, at if key.tag == _MERGE else (*at, name))
 
 
 def dump_yaml(value: Any) -> str:

@@ -1,32 +1,13 @@
-"""What compute loses while it works, and while it waits for a checkpoint: seen by runs that follow their waits."""
+"""What compute loses while it works."""
 
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import Seen
-from outsize.units import format_seconds
 
-# Share of a step that is worth a finding, as in `run_rules`.
-_WORTH = 0.1
 # Below this many tokens per visit of a weight, reading it takes longer than multiplying by it: FLOP/s over bytes/s,
 # times bytes per weight, over the 2 FLOPs per token. 10 to 20 on a CPU, 100 to 300 on GPUs of today in bf16.
 _ENOUGH_TOKENS = 128
 # Share of the peak that blocks of a model reach where they are large enough; data sheets' peaks are hard to come by.
 _EFFICIENT = 0.3
-
-
-def checkpoint_bound(facts: Facts) -> Seen | None:
-    """Compute waits for checkpoints: a unit may not step before it is stored."""
-    share = facts.run.waits().get("checkpoint", 0.0)
-    if share < _WORTH:
-        return None
-    return Seen(
-        severity="warning",
-        evidence=(
-            f"{share:.0%} of a step of {format_seconds(facts.run.mean('seconds'))} compute waits for a checkpoint that "
-            "is being written"
-        ),
-        expected="checkpoints that are written within the time that steps compute",
-        gain_share=share,
-    )
 
 
 def tiny_microbatch(facts: Facts) -> Seen | None:
@@ -43,7 +24,7 @@ def tiny_microbatch(facts: Facts) -> Seen | None:
             f"{facts.run.compute_share:.0%} of a step"
         ),
         expected=f"{_ENOUGH_TOKENS} tokens per microbatch or more",
-        gain_share=facts.run.compute_share * (1 - efficiency / _EFFICIENT),
+        gain_share=1 - efficiency / _EFFICIENT,
     )
 
 
@@ -59,7 +40,7 @@ def slow_compute(facts: Facts) -> Seen | None:
             f"{facts.run.compute_share:.0%} of a step, with {tokens} tokens per microbatch"
         ),
         expected=f"{_EFFICIENT:.0%} and more with so many tokens",
-        gain_share=facts.run.compute_share * (1 - efficiency / _EFFICIENT),
+        gain_share=1 - efficiency / _EFFICIENT,
     )
 
 

@@ -1,12 +1,20 @@
-"""All rules over one record, the largest gain first."""
+"""All rules over one record: what limits the run, and what else there is, the largest gain first.
+
+The verdict is one finding of those that the run alone shows, whatever else is known of the machine, so that doctor,
+report, watch and the summary of a run name the same one. A wait, or a host that is short of something, that takes a
+quarter of a step is it, the largest first. Without one compute has the step to itself, and what slows compute down is;
+then the shorter ones; then compute. Only a run beside which nothing is wrong is told that nothing can be done.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import SEVERITIES, Finding, Rule, Seen
 from outsize.doctor.rules import RULES
 
+# Share of a step from which it is what limits a run, whatever else is slow.
+_LONG = 0.25
 _PARTS = {
     "link": "the time on the link",
     "disk": "the time on the disk",
@@ -34,11 +42,13 @@ class Report:
     """What came of all rules.
 
     Attributes:
-        findings: the largest gain first, see `examine`.
+        bottleneck: what limits the run; None where none is known.
+        findings: the largest gain first, see `examine`; the bottleneck among them, before the others if it is trouble.
         not_judged: rules that the record does not suffice for.
         num_passed: rules that found nothing wrong.
     """
 
+    bottleneck: Finding | None
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...]
     num_passed: int
@@ -48,8 +58,23 @@ def examine(facts: Facts, rules: Sequence[Rule] = RULES) -> Report:
     """Apply ``rules`` to ``facts``.
 
     What costs or endangers something (``error``, ``warning``) comes before what is only worth knowing. Among them the
-    largest gain comes first; those whose gain only a trial can tell follow, errors first.
+    bottleneck comes first, then the largest gain; those whose gain only a trial can tell follow, errors first.
     """
+    findings, not_judged = _apply(rules, facts)
+    limiting, _ = _apply([rule for rule in rules if rule.limits], Facts(recorded=facts.recorded))
+    first = min((one for one in limiting if one.gain_share is not None), key=_likelihood, default=None)
+    verdict = "" if facts.recorded is None or first is None else first.id
+    findings.sort(key=lambda finding: _rank(finding, verdict))
+    findings = _tempered(findings)
+    return Report(
+        bottleneck=next((finding for finding in findings if finding.id == verdict), None),
+        findings=tuple(findings),
+        not_judged=tuple(not_judged),
+        num_passed=len(rules) - len(findings) - len(not_judged),
+    )
+
+
+def _apply(rules: Sequence[Rule], facts: Facts) -> tuple[list[Finding], list[NotJudged]]:
     findings: list[Finding] = []
     not_judged: list[NotJudged] = []
     for rule in rules:
@@ -60,17 +85,32 @@ def examine(facts: Facts, rules: Sequence[Rule] = RULES) -> Report:
             continue
         if seen is not None:
             findings.append(_finding(rule, seen, facts))
-    findings.sort(key=_rank)
-    return Report(
-        findings=tuple(findings),
-        not_judged=tuple(not_judged),
-        num_passed=len(rules) - len(findings) - len(not_judged),
-    )
+    return findings, not_judged
 
 
-def _rank(finding: Finding) -> tuple[bool, float, int]:
+def _likelihood(finding: Finding) -> tuple[int, float]:
+    """Return where a finding stands among those that may limit the run, the least first."""
+    gain = finding.gain_share or 0.0
+    if finding.severity == "good":
+        return 3, 0.0
+    if finding.part == "compute":
+        return 1, -gain
+    return (0 if gain >= _LONG else 2), -gain
+
+
+def _rank(finding: Finding, verdict: str) -> tuple[bool, bool, float, int]:
     gain = -1.0 if finding.gain_share is None else finding.gain_share
-    return finding.severity in ("info", "good"), -gain, SEVERITIES.index(finding.severity)
+    is_trouble = finding.severity in ("error", "warning")
+    return not is_trouble, finding.id != verdict, -gain, SEVERITIES.index(finding.severity)
+
+
+def _tempered(findings: list[Finding]) -> list[Finding]:
+    """Return the findings with what is good only worth knowing beside trouble, and the trouble as its fix."""
+    trouble = [finding.id for finding in findings if finding.severity in ("error", "warning")]
+    if not trouble:
+        return findings
+    fix = f"what is found beside it: {', '.join(trouble)}"
+    return [replace(f, severity="info", fix=fix) if f.severity == "good" else f for f in findings]
 
 
 def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
@@ -81,15 +121,24 @@ def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
         words = f"up to {gain:.0%} of {part}"
     return Finding(
         id=rule.id,
+        part=rule.part,
         severity=seen.severity,
         evidence=seen.evidence,
         expected=seen.expected,
         causes=rule.causes,
-        fix=rule.fix,
+        fix=_fix(rule, facts),
         gain=words,
         gain_share=gain,
         verify=rule.verify,
+        limits=rule.limits,
     )
+
+
+def _fix(rule: Rule, facts: Facts) -> str:
+    """Return the steps of the fix that are possible."""
+    steps = (rule.fix,) if isinstance(rule.fix, str) else rule.fix
+    told = (step if isinstance(step, str) else step(facts) for step in steps)
+    return "; ".join(step for step in told if step is not None)
 
 
 def _weight(rule: Rule, facts: Facts) -> tuple[float, str]:

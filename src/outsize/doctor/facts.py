@@ -4,6 +4,7 @@ import statistics
 from dataclasses import dataclass
 
 from outsize.doctor.run_record import RunRecord
+from outsize.hardware.inventory import Inventory
 from outsize.hardware.link_fit import LinkFit
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile
 from outsize.hardware.readings import Fact, Measurement
@@ -40,6 +41,16 @@ class Facts:
         if self.probed is None:
             raise LackingError("a machine: --machine machine.json")
         return self.probed
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the machine of the run has, as it was when the run began; else what the probe found.
+
+        Raises:
+            LackingError: neither is known.
+        """
+        told = None if self.recorded is None else self.recorded.inventory
+        return self.machine.inventory if told is None else told
 
     @property
     def run(self) -> RunRecord:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from outsize.doctor.advice import Advice
 from outsize.doctor.facts import Facts
 
 Severity = Literal["error", "warning", "info", "good"]
@@ -46,16 +47,18 @@ class Rule:
         look: returns what it sees in the facts, None where nothing is wrong; raises `LackingError` where the record
             does not hold what it needs.
         causes: the likely ones, the likeliest first.
-        fix: a command, a line of the configuration, or what to change.
+        fix: a command, a line of the configuration, or what to change; of several, those that are possible are told.
         verify: how to see that it helped.
+        limits: what limits a run of which this is found, in words; empty for what is never said to.
     """
 
     id: str
     part: Part
     look: Callable[[Facts], Seen | None]
     causes: tuple[str, ...]
-    fix: str
+    fix: tuple[str | Advice, ...] | str
     verify: str
+    limits: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Finding:
 
     Attributes:
         id: of the rule.
+        part: what it slows down.
         severity: how bad.
         evidence: what was recorded.
         expected: what it should be.
@@ -73,9 +77,11 @@ class Finding:
         gain_share: the same as a share, 0 to 1, of a step where a run is known, else of the time of the part; None
             where only a trial can tell.
         verify: how to see that it helped.
+        limits: what a run is limited by where this is its verdict, see `Rule`.
     """
 
     id: str
+    part: Part
     severity: Severity
     evidence: str
     expected: str
@@ -84,3 +90,4 @@ class Finding:
     gain: str
     gain_share: float | None
     verify: str
+    limits: str = ""

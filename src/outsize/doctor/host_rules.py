@@ -1,5 +1,6 @@
 """What can be wrong with host memory and processors."""
 
+from outsize.doctor import contention
 from outsize.doctor.facts import Facts, LackingError, is_on_cpu, limit, number, planned_host_bytes, text
 from outsize.doctor.finding import Seen
 from outsize.units import format_bytes
@@ -16,7 +17,7 @@ _BUSY = 0.5
 
 def group_limit(facts: Facts) -> Seen | None:
     """The control group allows less than the machine has, or is nearly full."""
-    memory = facts.machine.inventory.memory
+    memory = facts.inventory.memory
     allowed = limit(memory.cgroup_limit_bytes, "limit of the control group")
     if allowed is None:
         return None
@@ -69,8 +70,10 @@ def locked_memory(facts: Facts) -> Seen | None:
 
 
 def swapping(facts: Facts) -> Seen | None:
-    """Memory is short. Pages that were swapped out long ago, with memory to spare, cost nothing."""
-    memory = facts.machine.inventory.memory
+    """Memory is short, before a run or in it. Pages swapped out long ago, with memory to spare, cost nothing."""
+    if facts.recorded is not None and (seen := contention.swapped(facts)) is not None:
+        return seen
+    memory = facts.inventory.memory
     total, free = number(memory.swap_total_bytes, "swap"), number(memory.swap_free_bytes, "free swap")
     available = number(memory.available_bytes, "available RAM") / number(memory.total_bytes, "RAM")
     pressure = memory.pressure_share.number() or 0.0
@@ -89,7 +92,7 @@ def swapping(facts: Facts) -> Seen | None:
 
 def kernels(facts: Facts) -> Seen | None:
     """The kernels in C cannot be used, and torch ops do their work."""
-    native = facts.machine.inventory.environment.native
+    native = facts.inventory.environment.native
     if text(native, "C kernels") != "none":
         return None
     return Seen(
@@ -101,12 +104,14 @@ def kernels(facts: Facts) -> Seen | None:
 
 def quota(facts: Facts) -> Seen | None:
     """The control group grants fewer cores than threads will start on: all of them stand still when it is used up."""
-    cpu = facts.machine.inventory.cpu
+    if facts.recorded is not None and (seen := contention.throttled(facts)) is not None:
+        return seen
+    cpu = facts.inventory.cpu
     granted = limit(cpu.quota_cores, "quota")
     usable = number(cpu.num_usable_cpus, "usable CPUs")
     if granted is None or granted >= usable:
         return None
-    told = facts.machine.inventory.environment.variables.get("OMP_NUM_THREADS")
+    told = facts.inventory.environment.variables.get("OMP_NUM_THREADS")
     threads = int(str(told.value)) if told is not None and str(told.value).isdigit() else int(usable)
     if threads <= max(1.0, granted):
         return None
@@ -119,7 +124,7 @@ def quota(facts: Facts) -> Seen | None:
 
 def clock_limit(facts: Facts) -> Seen | None:
     """The processor may not use its highest clock."""
-    cpu = facts.machine.inventory.cpu
+    cpu = facts.inventory.cpu
     driver, _, governor = text(cpu.clock_governor, "governor").partition(" ")
     highest, allowed = (
         number(cpu.clock_max_hz, "highest clock"),

@@ -1,13 +1,15 @@
 """The table: every rule, what it slows down, its likely causes, its fix, and how to see that it helped.
 
 A function looks at what was recorded and says what it sees; everything that does not depend on numbers stands here. The
-order of rows decides nothing: findings are ranked by gain.
+order of rows decides nothing: findings are ranked by gain. A row with ``limits`` may be the verdict on a run.
 """
 
 from typing import Final
 
 from outsize.doctor import (
+    advice,
     compute_rules,
+    contention,
     device_rules,
     disk_rules,
     host_rules,
@@ -21,10 +23,6 @@ from outsize.doctor.wait_rules import waits_for
 
 _PROBE_AGAIN = "outsize probe --compare machine.json"
 _SHARE = "stall_share and stall_owner in heartbeat.jsonl of the next run"
-_MORE_TOKENS = (
-    "train.tokens_per_step (with train.microbatches) twice as large: what waits is paid once per step"
-)
-
 RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="link-narrow",
@@ -134,7 +132,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="link",
         look=link_rules.small_copies,
         causes=("units of few parameters: each load is one copy, and pays its fixed cost",),
-        fix="memory.prefetch: 2 or more, so that loads are on the way while compute works",
+        fix=(advice.further_ahead, "more tokens per step (train.tokens_per_step), where copies matter less"),
         verify=_SHARE,
     ),
     Rule(
@@ -195,7 +193,11 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=host_rules.group_limit,
         causes=("the limit of the container or of the batch job", "other processes of the same group"),
-        fix="a higher limit (docker run --memory, Slurm --mem), or memory.host_memory below it; memory.home: disk",
+        fix=(
+            "a higher limit (docker run --memory, Slurm --mem)",
+            advice.smaller_host_budget,
+            advice.home_on_disk,
+        ),
         verify="cat /sys/fs/cgroup/memory.events: oom and max do not grow",
     ),
     Rule(
@@ -211,23 +213,45 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=host_rules.swapping,
         causes=("budgets larger than what is free", "other processes"),
-        fix="a smaller memory.host_memory, or memory.home: disk, which reads in order what swap reads page by page",
+        fix=(
+            advice.smaller_host_budget,
+            advice.home_on_disk,
+            "more RAM, or fewer other processes: ps --sort=-rss aux",
+        ),
         verify="cat /proc/pressure/memory: avg60 of `some` near 0",
+        limits="memory: the host swaps",
+    ),
+    Rule(
+        id="cores-taken",
+        part="run",
+        look=contention.cores_taken,
+        causes=(
+            "other jobs on the same processors: builds, downloads, other runs",
+            "a virtual machine whose host has promised its processors to several",
+        ),
+        fix="stop or move what `top` shows above the run, or give the run processors of its own: cpusets, Slurm "
+        "--exclusive; where a hypervisor takes them, an instance with processors of its own",
+        verify="host in heartbeat.jsonl: queued_s, others_cpu_s and stolen_cpu_s near 0",
+        limits="processors that other work takes",
     ),
     Rule(
         id="cpu-quota",
         part="host",
         look=host_rules.quota,
         causes=("a container with a processor quota: libraries count the processors that they see",),
-        fix="OMP_NUM_THREADS=CORES of the quota, rounded down",
+        fix=(
+            "a larger quota (docker run --cpus, Kubernetes limits.cpu, Slurm --cpus-per-task)",
+            advice.fewer_threads,
+        ),
         verify="nr_throttled in /sys/fs/cgroup/cpu.stat stands still",
+        limits="the quota of processor time",
     ),
     Rule(
         id="native-missing",
         part="host",
         look=host_rules.kernels,
         causes=("outsize was installed where there is no C compiler", "OUTSIZE_NATIVE=0 in the environment"),
-        fix="a C compiler (apt install gcc), then pip install --force-reinstall --no-deps outsize",
+        fix=(advice.native_kernels,),
         verify="outsize probe: the row `C kernels` names an instruction set",
     ),
     Rule(
@@ -323,9 +347,10 @@ RULES: Final[tuple[Rule, ...]] = (
         id="loader-bound",
         part="run",
         look=waits_for("data"),
-        causes=("tokenising or decompressing while training", "a slow disk or network under data.path"),
-        fix="data.path: tokens made beforehand, or a local disk",
+        causes=("a slow disk or network under data.path", "tokenising or decompressing while training"),
+        fix="data.path: tokens made beforehand, on a local disk",
         verify="data_s in heartbeat.jsonl",
+        limits="the data loader",
     ),
     Rule(
         id="host-bound",
@@ -336,16 +361,21 @@ RULES: Final[tuple[Rule, ...]] = (
             "other work on the same processors",
             "Python in the model's forward",
         ),
-        fix="fewer, larger microbatches (train.microbatches down, or data.seq_len up), until memory is the limit",
+        fix=(
+            advice.fewer_microbatches,
+            "data.seq_len or train.tokens_per_step larger, in as many microbatches, until memory is the limit",
+        ),
         verify="stall_s.dispatch in heartbeat.jsonl",
+        limits="Python on the host",
     ),
     Rule(
         id="optimizer-bound",
         part="run",
         look=waits_for("host"),
         causes=("few tokens per step: each step pays the whole optimizer", "slow host memory, or few cores"),
-        fix=_MORE_TOKENS,
+        fix=(advice.more_tokens,),
         verify=_SHARE,
+        limits="the optimizer on the host",
     ),
     Rule(
         id="disk-bound",
@@ -356,8 +386,9 @@ RULES: Final[tuple[Rule, ...]] = (
             "a slow disk",
             "a cold cache",
         ),
-        fix=_MORE_TOKENS + "; memory.home: host where it fits; memory.store_dir on a faster disk",
+        fix=(advice.more_tokens, advice.home_in_host_memory, advice.faster_store),
         verify=_SHARE,
+        limits="the disk",
     ),
     Rule(
         id="link-bound",
@@ -367,8 +398,9 @@ RULES: Final[tuple[Rule, ...]] = (
             "few tokens per step: each load serves little work",
             "a link that is slower than it should be",
         ),
-        fix=_MORE_TOKENS + "; more memory.device_memory, so that loads run further ahead",
+        fix=(advice.lossless_weights, advice.more_tokens, advice.more_device_memory),
         verify=_SHARE,
+        limits="the link between host and device",
     ),
     Rule(
         id="worker-bound",
@@ -378,28 +410,34 @@ RULES: Final[tuple[Rule, ...]] = (
             "few microbatches for the number of workers: the pipeline fills and drains in every step",
             "units that cannot be dealt out evenly",
         ),
-        fix="train.tokens_per_step larger, in as many more microbatches; fewer workers where units are few",
+        fix=("train.tokens_per_step larger, in as many more microbatches", advice.fewer_workers),
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
+        limits="other workers",
     ),
     Rule(
         id="checkpoint-bound",
         part="run",
-        look=compute_rules.checkpoint_bound,
+        look=waits_for("checkpoint"),
         causes=("a slow disk or network below train.run_dir", "checkpoints that are due too often"),
-        fix="train.save_every or train.save_minutes larger; train.run_dir on a faster disk",
+        fix=(advice.rarer_checkpoints, "train.run_dir on a faster disk"),
         verify="waits_s in heartbeat.jsonl: checkpoint",
+        limits="checkpoints",
     ),
     Rule(
         id="microbatch-tiny",
-        part="run",
+        part="compute",
         look=compute_rules.tiny_microbatch,
         causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
-        fix="more tokens per step in as many microbatches; with one worker train.microbatches down",
+        fix=(
+            advice.fewer_microbatches,
+            "more tokens per step (train.tokens_per_step, data.seq_len) in as many microbatches",
+        ),
         verify="mfu in heartbeat.jsonl",
+        limits="tiny microbatches",
     ),
     Rule(
         id="compute-slow",
-        part="run",
+        part="compute",
         look=compute_rules.slow_compute,
         causes=(
             "Python in the model's forward, which computes nothing",
@@ -408,14 +446,16 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         fix="outsize train --profile 3 shows which calls take the time",
         verify="mfu in heartbeat.jsonl",
+        limits="slow compute",
     ),
     Rule(
         id="compute-bound",
         part="run",
         look=run_rules.compute_bound,
         causes=("enough tokens per step to hide all movement",),
-        fix="nothing: only a faster device, or less recomputation, would be faster",
+        fix=("nothing: only a faster device would be faster", advice.less_recomputation),
         verify=_SHARE,
+        limits="compute",
     ),
     Rule(
         id="steps-uneven",
@@ -427,7 +467,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a disk that writes back",
             "heat",
         ),
-        fix="train.save_every larger where saving is the cause; a quiet machine",
+        fix=(advice.rarer_checkpoints, "a machine on which nothing else begins and ends meanwhile"),
         verify="seconds in heartbeat.jsonl",
     ),
     Rule(

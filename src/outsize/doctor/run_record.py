@@ -16,17 +16,22 @@ From schema 4 on the run has followed every wait back to its cause itself (``wai
 
 import json
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from outsize.errors import ConfigError
+from outsize.hardware.inventory import Inventory
 from outsize.telemetry.schema import READABLE
 
+# The newest lines are judged: what the run is doing now.
+KEPT_LINES = 500
 # Steps longer than this many medians were interrupted by something else, a checkpoint for example.
 _TYPICAL = 2.0
 _COMPUTE = "compute:w0"
@@ -53,16 +58,17 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A run as it was recorded.
 
     Attributes:
         directory: where.
-        steps: lines of the heartbeat, the first left out where there are more: it warms up.
+        steps: the newest lines of the heartbeat, the first left out where there are more: it warms up.
         plan: ``plan.json``; empty where there is none.
         config: ``config.yaml``; empty where there is none.
         about: ``run.json``; empty where there is none.
+        inventory: what the machine had when the run began; None where ``run.json`` does not tell.
     """
 
     directory: str
@@ -70,8 +76,9 @@ class RunRecord:
     plan: Mapping[str, Any]
     config: Mapping[str, Any]
     about: Mapping[str, Any] = field(default_factory=dict)
+    inventory: Inventory | None = None
 
-    @property
+    @cached_property
     def typical(self) -> tuple[Mapping[str, Any], ...]:
         """The steps that nothing interrupted."""
         limit = _TYPICAL * statistics.median(step["seconds"] for step in self.steps)
@@ -80,6 +87,12 @@ class RunRecord:
     def mean(self, name: str) -> float:
         """Return the mean of a field over the typical steps; 0 where the heartbeat is too old to have it."""
         return statistics.fmean(step.get(name) or 0.0 for step in self.typical)
+
+    def host_per_s(self, name: str) -> float | None:
+        """Return a count of ``host`` per second, over all steps that were looked at; None where none tells."""
+        looks = [look for step in self.steps if (look := step.get("host")) and look.get(name) is not None]
+        span_s = sum(look["span_s"] for look in looks)
+        return sum(look[name] for look in looks) / span_s if span_s else None
 
     def lane_s(self, name: str) -> dict[str, float]:
         """Return mean seconds per typical step by lane, of ``busy_s`` or ``stall_s``."""
@@ -100,7 +113,11 @@ class RunRecord:
         Causes are ``link``, ``disk``, ``host`` (the optimizer), ``workers`` (compute of the others), ``data``,
         ``checkpoint`` and ``python``.
         """
-        followed = all("waits_s" in step for step in self.typical)
+        return self._waits
+
+    @cached_property
+    def _waits(self) -> dict[str, float]:
+        followed = all(step.get("waits_s") for step in self.typical)
         causes = self._followed_s() if followed else self._shared_out_s()
         seconds = self.mean("seconds")
         shares = {cause: min(1.0, waited_s / seconds) for cause, waited_s in causes.items() if waited_s > 0}
@@ -160,42 +177,67 @@ def read_run(directory: Path) -> RunRecord:
     Raises:
         ConfigError: there is no run, none of its steps has ended, or it is of a version that does not tell enough.
     """
-    heartbeat = directory / "heartbeat.jsonl"
-    steps = _steps(heartbeat)
+    return record_of(directory, _lines(directory / "heartbeat.jsonl"))
+
+
+def record_of(directory: Path, lines: Iterable[Mapping[str, Any]]) -> RunRecord:
+    """Return the run whose newest lines of the heartbeat are these; a step that was repeated counts as it ended last.
+
+    Raises:
+        ConfigError: none of them tells the time of each lane.
+    """
+    told: list[Mapping[str, Any]] = []
+    schema = None
+    for line in lines:
+        schema = line.get("schema")
+        if schema not in READABLE or not line.get("busy_s") or "stall_s" not in line or not line["seconds"]:
+            continue
+        while told and told[-1]["step"] >= line["step"]:
+            told.pop()
+        told.append(line)
+    if not told and schema is None:
+        raise ConfigError(f"{directory}: no step has ended yet; ask again later")
+    if not told:
+        raise ConfigError(
+            f"{directory}: schema {schema} of the heartbeat does not tell the time of each lane; train some steps "
+            "with this version of outsize into another train.run_dir (parallel.mode: ddp has no lanes to tell of)"
+        )
+    about = read_mapping(directory / "run.json")
     return RunRecord(
         directory=str(directory),
-        steps=steps[1:] or steps,
+        steps=tuple(told[1:] or told),
         plan=read_mapping(directory / "plan.json"),
         config=read_mapping(directory / "config.yaml"),
-        about=read_mapping(directory / "run.json"),
+        about=about,
+        inventory=_inventory(about),
     )
 
 
-def _steps(heartbeat: Path) -> tuple[Mapping[str, Any], ...]:
+def _inventory(about: Mapping[str, Any]) -> Inventory | None:
     try:
-        lines = heartbeat.read_text(encoding="utf-8").splitlines(keepends=True)
+        return Inventory.model_validate(about["machine"])
+    except (KeyError, ValidationError):
+        return None
+
+
+def _lines(heartbeat: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the newest lines that are whole."""
+    try:
+        with heartbeat.open(encoding="utf-8") as file:
+            newest = deque(enumerate(file, 1), maxlen=KEPT_LINES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {heartbeat}: {error}; name the directory of a run") from error
-    steps = []
-    for line_number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            continue  # being written
+    if newest and not newest[-1][1].endswith("\n"):
+        newest.pop()  # being written
+    for number, text in list(newest)[-KEPT_LINES:]:
         try:
-            step = json.loads(line)
-            known = step["schema"] in READABLE and step["seconds"] > 0
+            line = json.loads(text)
+            float(line["seconds"]), line["schema"]
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{heartbeat}, line {line_number}: not a step of a run; take that line out"
+                f"{heartbeat}, line {number}: not a step of a run; take that line out"
             ) from error
-        if not known or not {"busy_s", "stall_s"} <= step.keys():
-            raise ConfigError(
-                f"{heartbeat}, line {line_number}: schema {step['schema']} does not tell the time of each lane; "
-                "train some steps with this version of outsize, into another train.run_dir"
-            )
-        steps.append(step)
-    if not steps:
-        raise ConfigError(f"{heartbeat}: no step has ended yet; ask again later")
-    return tuple(steps)
+        yield line
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:

@@ -110,6 +110,11 @@ _WAITS: Final[Mapping[str, Wait]] = {
     "host": Wait(tell=_for_the_optimizer, expected="an optimizer that ends within the next step's compute"),
     "disk": Wait(tell=_for_the_disk, expected="more compute for each byte read, or fewer bytes on the disk"),
     "link": Wait(tell=_for_the_link, expected="more compute for each byte that crosses"),
+    "checkpoint": Wait(
+        tell=lambda _: "compute waits for a checkpoint that is being written",
+        expected="checkpoints that are written within the time that steps compute",
+        gain=_all_of_it,
+    ),
     "workers": Wait(
         tell=_for_workers, expected="workers that are busy for as long as one another, and all the time"
     ),
@@ -117,15 +122,18 @@ _WAITS: Final[Mapping[str, Wait]] = {
 
 
 def waits_for(cause: str) -> Callable[[Facts], Seen | None]:
-    """Return the rule for one of the causes of `RunRecord.waits`: `WORTH` of a step and more is waited for it."""
+    """Return the rule for one of the causes of `RunRecord.waits`: `WORTH` of a step and more is waited for it.
+
+    Where no cause has as much and all together have, the largest is told of.
+    """
     wait = _WAITS[cause]
 
     def look(facts: Facts) -> Seen | None:
         run = facts.run
         if wait.needs and not any(wait.needs in step for step in run.steps):
             raise LackingError(f"{wait.needs} in the heartbeat: it is of an older version")
-        share = run.waits().get(cause, 0.0)
-        if share < WORTH:
+        share, total = run.waits().get(cause, 0.0), sum(run.waits().values())
+        if share < WORTH and (total < WORTH or share < max(run.waits().values())):
             return None
         return Seen(
             severity="warning",

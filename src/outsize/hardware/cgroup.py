@@ -21,20 +21,37 @@ def memory_limit_bytes(root: Path) -> Fact:
 
 def memory_usage_bytes(root: Path) -> Fact:
     """Return what the process's own group uses, page cache included."""
-
-    def usage(group: Path) -> float | None:
-        for name in ("memory.current", "memory.usage_in_bytes"):
-            if (group / name).exists():
-                return int((group / name).read_text())
-        return None
-
     groups = _groups(root, "memory")
-    return Fact.of(groups[0], lambda: usage(groups[0])) if groups else Fact.absent(_no_groups(root))
+    return Fact.of(groups[0], lambda: _memory_usage(groups[0])) if groups else Fact.absent(_no_groups(root))
+
+
+def memory_free_bytes(root: Path) -> Fact:
+    """Return the least that a group on the way up may still take; the value is None where none has a limit.
+
+    A parent's use is that of all groups below it. Page cache does not count as used: the kernel gives it back before it
+    kills.
+    """
+    return _tightest(root, "memory", _memory_free)
 
 
 def cpu_quota_cores(root: Path) -> Fact:
     """Return how many cores' worth of time the group may take; the value is None where no quota is set."""
     return _tightest(root, "cpu", _cpu_quota)
+
+
+def throttled_s(root: Path) -> Fact:
+    """Return for how long quotas have stopped the group so far, added up over processors: of the group most stopped."""
+    groups = _groups(root, "cpu")
+    if not groups:
+        return Fact.absent(_no_groups(root))
+    return Fact.of(groups[0] / "cpu.stat", lambda: max(map(_throttled_s, groups)))
+
+
+def _throttled_s(group: Path) -> float:
+    """Return what version 2 writes in us, and version 1 in ns; a group without a quota may write nothing."""
+    file = group / "cpu.stat"
+    told = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+    return int(told.get("throttled_usec", 0)) / 1e6 + int(told.get("throttled_time", 0)) / 1e9
 
 
 def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | None]) -> Fact:
@@ -65,8 +82,9 @@ def _groups(root: Path, controller: str) -> list[Path]:
             is_first_version = controller in controllers.split(",")
             if is_first_version or (number == "0" and unified):
                 base = mount / controller if is_first_version else mount
-                # In a container the path may be that of the host, of which only the top is mounted here.
-                inner = base / path.strip("/")
+                # In a container the path may be that of the host, of which only the top is mounted here, or lead out
+                # of what is mounted.
+                inner = base if ".." in path else base / path.strip("/")
                 ways = (inner, *inner.parents)
                 return [group for group in ways if group.is_relative_to(base) and group.is_dir()]
     except OSError:
@@ -74,12 +92,32 @@ def _groups(root: Path, controller: str) -> list[Path]:
     return []
 
 
-def _memory_limit(group: Path) -> float | None:
+def _memory_limit(group: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         if (group / name).exists():
             text = (group / name).read_text().strip()
             return None if text == "max" or int(text) >= _V1_NO_LIMIT_BYTES else int(text)
     return None
+
+
+def _memory_usage(group: Path) -> int | None:
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        if (group / name).exists():
+            return int((group / name).read_text())
+    return None
+
+
+def _memory_free(group: Path) -> float | None:
+    limit = _memory_limit(group)
+    return None if limit is None else max(0, limit - max(0, (_memory_usage(group) or 0) - _page_cache(group)))
+
+
+def _page_cache(group: Path) -> int:
+    if not (group / "memory.stat").exists():
+        return 0
+    told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # In version 1 only the totals include the groups below.
+    return sum(int(told.get(f"total_{kind}", told.get(kind, 0))) for kind in ("active_file", "inactive_file"))
 
 
 def _cpu_quota(group: Path) -> float | None:

@@ -15,6 +15,7 @@ class HostMemory(Record):
         available_bytes: what the kernel could give without swapping.
         cgroup_limit_bytes: limit of the control group; None for none.
         cgroup_usage_bytes: what the group uses now.
+        cgroup_free_bytes: what it may still take, within the limits of its parents as well; None for no limit.
         swap_total_bytes: swap space.
         swap_free_bytes: unused swap space.
         memlock_limit_bytes: what a process may lock, and so pin; None for no limit.
@@ -29,6 +30,7 @@ class HostMemory(Record):
     swap_free_bytes: Fact
     memlock_limit_bytes: Fact
     pressure_share: Fact = Fact.unread()
+    cgroup_free_bytes: Fact = Fact.unread()
 
     def usable_bytes(self) -> int | None:
         """Return the least of RAM and the limit of the control group; None where neither is known."""
@@ -37,9 +39,8 @@ class HostMemory(Record):
 
     def free_bytes(self) -> int | None:
         """Return what may still be taken: what is available, within the control group; None where unknown."""
-        available, limit = self.available_bytes.number(), self.cgroup_limit_bytes.number()
-        within = None if limit is None else max(0.0, limit - (self.cgroup_usage_bytes.number() or 0.0))
-        return min((int(value) for value in (available, within) if value is not None), default=None)
+        known = [fact.number() for fact in (self.available_bytes, self.cgroup_free_bytes)]
+        return min((int(value) for value in known if value is not None), default=None)
 
 
 def read_host_memory(root: Path) -> HostMemory:
@@ -49,6 +50,7 @@ def read_host_memory(root: Path) -> HostMemory:
         available_bytes=_meminfo(root, "MemAvailable"),
         cgroup_limit_bytes=cgroup.memory_limit_bytes(root),
         cgroup_usage_bytes=cgroup.memory_usage_bytes(root),
+        cgroup_free_bytes=cgroup.memory_free_bytes(root),
         swap_total_bytes=_meminfo(root, "SwapTotal"),
         swap_free_bytes=_meminfo(root, "SwapFree"),
         memlock_limit_bytes=Fact.of(root / "proc/self/limits", lambda: _memlock(root / "proc/self/limits")),

@@ -5,10 +5,13 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outsize.doctor.run_record import read_mapping
+from outsize.doctor.examine import examine
+from outsize.doctor.facts import Facts
+from outsize.doctor.run_record import RunRecord, read_mapping, record_of
 from outsize.errors import ConfigError
 from outsize.planner.timeline import Timeline
 from outsize.report import series
@@ -16,7 +19,6 @@ from outsize.report.chrome import lane_order
 from outsize.report.downsample import MOST_BUCKETS
 from outsize.report.files import MOST_OPS, read_timeline
 from outsize.report.history import COMPUTE, History
-from outsize.report.verdict import verdict
 
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0
@@ -41,6 +43,7 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         raise ConfigError(f"{directory}: no step has ended yet; ask again later")
     about, plan = read_mapping(directory / "run.json"), read_mapping(directory / "plan.json")
     config = read_mapping(directory / "config.yaml")
+    recorded = _recorded(directory, history)
     return {
         "name": directory.resolve().name,
         "status": _status(history, about, config),
@@ -52,14 +55,24 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         "rates": series.rates(history),
         "memory": series.memory(history, plan),
         "shares": series.shares(history),
-        "waits": _waits(history),
+        "waits": [] if recorded is None else _waits(recorded),
         "gpus": history.recent[-1].get("gpus", []) if history.recent else [],
         "fallbacks": history.recent[-1].get("fallbacks", {}) if history.recent else {},
-        "verdict": verdict(directory, history, plan, config, about),
+        "verdict": {"bottleneck": None, "findings": []}
+        if recorded is None
+        else asdict(examine(Facts(recorded=recorded))),
         "prediction": read_mapping(directory / "prediction.json"),
         "timeline": _timeline(read_timeline(directory / "timeline.json"), about),
         "downsampled": len(history.steps) > 2 * MOST_BUCKETS,
     }
+
+
+def _recorded(directory: Path, history: History) -> RunRecord | None:
+    """Return the newest steps as doctor reads them; None where the heartbeat is of a version that tells too little."""
+    try:
+        return record_of(directory, history.recent)
+    except ConfigError:
+        return None
 
 
 def _status(history: History, about: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,13 +120,11 @@ def _total(history: History, name: str, positions: Sequence[int]) -> float:
     return sum(history.columns[name][position] or 0.0 for position in positions)
 
 
-def _waits(history: History) -> list[dict[str, Any]]:
+def _waits(recorded: RunRecord) -> list[dict[str, Any]]:
     """Mean seconds per typical step of the last lines, by lane, cause and owner, the longest first."""
-    lines = [line for line in list(history.recent)[1:] or history.recent if line.get("waits_s")]
+    lines = [line for line in recorded.typical if line.get("waits_s")]
     if not lines:
         return []
-    limit = _TYPICAL * statistics.median(line["seconds"] for line in lines)
-    lines = [line for line in lines if line["seconds"] <= limit]
     totals: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for line in lines:
         for lane, causes in line["waits_s"].items():

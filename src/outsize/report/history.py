@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outsize.doctor.run_record import KEPT_LINES
 from outsize.errors import ConfigError
 
 HEARTBEAT = "heartbeat.jsonl"
-# Lines that are kept whole, for verdicts: what the run is doing now.
-KEPT_LINES = 500
 # Fields of a line that become columns as they are.
 FIELDS = (
     "time",
@@ -47,7 +46,7 @@ class History:
         columns: values by field; None where a line does not have it.
         shares: of each step, by what compute lanes did or waited for, 0 to 1; from schema 4 on.
         tiers: bytes used, by tier.
-        recent: the last lines, whole.
+        recent: the last lines, whole, as doctor wants them: with those of steps that were repeated.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -117,8 +116,6 @@ class History:
             column.pop()
         self.shares.pop()
         self.tiers.pop()
-        if self.recent:
-            self.recent.pop()
 
 
 def shares_of(step: Mapping[str, Any], seconds: float) -> dict[str, float]:

@@ -18,6 +18,8 @@ from outsize.units import format_bytes
 
 SYSFS, DEV = Path("/sys"), Path("/dev")
 _NAME = re.compile(r"zram\d+")
+# Of what a kernel may offer, what makes the least of training state first.
+_BEST_FIRST = ("zstd", "deflate", "842", "lz4hc", "lz4", "lzo-rle", "lzo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class Zram:
         name: such as ``zram0``.
         num_bytes: that it holds, uncompressed; 0 where it was not configured.
         algorithm: that compresses.
+        algorithms: all that this kernel offers.
         original_bytes: written to it.
         compressed_bytes: of these, after compression.
         memory_bytes: of RAM that it takes for them, its own bookkeeping included.
@@ -37,6 +40,7 @@ class Zram:
     name: str
     num_bytes: int
     algorithm: str
+    algorithms: tuple[str, ...]
     original_bytes: int
     compressed_bytes: int
     memory_bytes: int
@@ -67,11 +71,17 @@ class Zram:
             name=name,
             num_bytes=num_bytes,
             algorithm=chosen[1] if chosen else algorithms.strip(),
+            algorithms=tuple(re.sub(r"[\[\]]", "", algorithms).split()),
             original_bytes=original,
             compressed_bytes=compressed,
             memory_bytes=memory,
             limit_bytes=limit,
         )
+
+    @property
+    def best_algorithm(self) -> str:
+        """Which of those that the kernel offers to choose; the chosen one where none of them is known."""
+        return next((name for name in _BEST_FIRST if name in self.algorithms), self.algorithm)
 
     def costs(self) -> str:
         """Return what it holds and what that takes, in a line for people."""
@@ -104,9 +114,10 @@ def check_not_a_device(directory: Path, *, sysfs: Path = SYSFS, dev: Path = DEV)
             "directory over (chown)"
         )
     if not found.num_bytes:
+        block = f"/sys/block/{found.name}"
         raise StorageError(
             f"{directory} is not configured. As root, choose its algorithm and the bytes that it holds: "
-            f"echo zstd > /sys/block/{found.name}/comp_algorithm; echo 64G > /sys/block/{found.name}/disksize"
+            f"echo {found.best_algorithm} > {block}/comp_algorithm; echo 64G > {block}/disksize"
         )
     raise StorageError(
         f"{directory} is a device, and a home is a file in a directory. As root: mkfs.ext4 -E nodiscard {directory}; "

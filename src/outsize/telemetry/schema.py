@@ -49,6 +49,31 @@ class GpuSample(Part):
     )
 
 
+class HostSample(Part):
+    """What the kernel counted of a host that may be short of something; null for what it does not tell."""
+
+    span_s: Seconds = Field(description="s that it was counted over: since the line before that has it")
+    queued_s: Seconds | None = Field(
+        description="s that threads of this process were ready to run and had no processor, added up over threads"
+    )
+    others_cpu_s: Seconds | None = Field(
+        description="processor s that other processes had of the processors that this one may use"
+    )
+    stolen_cpu_s: Seconds | None = Field(
+        description="s that a hypervisor kept those processors from this machine"
+    )
+    throttled_s: Seconds | None = Field(
+        description="s that the quota of the control group stopped it, added up over processors"
+    )
+    memory_pressure_s: Seconds | None = Field(
+        description="s in which some task of the machine stood still for want of memory"
+    )
+    swapped_in_bytes: Bytes | None = Field(description="read back from swap, by all processes")
+    major_faults: int = Field(
+        ge=0, description="pages of this process that had to be read from a disk, a network or swap"
+    )
+
+
 class Line(Part):
     """One step."""
 
@@ -122,6 +147,10 @@ class Line(Part):
     )
     gpus: tuple[GpuSample, ...] = Field(
         strict=False, description="clocks, use, PCIe counters by NVML, one for each GPU; empty without NVML"
+    )
+    host: HostSample | None = Field(
+        default=None,
+        description="what other work and limits of the host took; null in steps that are too short to tell",
     )
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "

@@ -21,7 +21,8 @@ from outsize.group.group import CHUNK_BYTES, Collectives, Group, even_ranges
 from outsize.testing.samples import raises, same_bits
 
 T = TypeVar("T")
-_JOIN_S = 60.0
+# To wait in vain means that a rank hangs, not that the machine is slow.
+_PATIENCE_S = 600.0
 
 
 class ThreadWorld:
@@ -32,7 +33,7 @@ class ThreadWorld:
         timeout_s: seconds that a call waits for a rank.
     """
 
-    def __init__(self, size: int, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, size: int, *, timeout_s: float = _PATIENCE_S) -> None:
         self.size = size
         self._timeout_s = timeout_s
         self._sent: dict[tuple[int, int, str], deque[Tensor]] = {}
@@ -114,7 +115,7 @@ def in_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_JOIN_S)
+        thread.join(_PATIENCE_S)
     return results
 
 
@@ -234,7 +235,7 @@ class GroupContract:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(_JOIN_S)
+                thread.join(_PATIENCE_S)
             return [sums["up"], sums["down"]]
 
         size = max(self.sizes)

@@ -13,6 +13,7 @@ from outsize.planner.ops import COMPUTE_KINDS
 from outsize.planner.timeline import Event, Timeline
 from outsize.runtime.allocator import resident_bytes
 from outsize.runtime.workers import device_names
+from outsize.telemetry.host import HostSampler
 from outsize.telemetry.nvml import GpuSampler
 from outsize.train.flops import Peak
 from outsize.train.lane_times import LaneTimes, lane_times
@@ -38,6 +39,7 @@ class Accounts:
     ) -> None:
         self._trainer = trainer
         self._sampler = sampler
+        self._host = HostSampler()
         self._flops = flops
         self._peak = peak
         machine = trainer.prepared.machine
@@ -63,6 +65,7 @@ class Accounts:
         moved = self.count()
         before, self._cpu_s = self._cpu_s, time.process_time()
         kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
+        host = self._host.sample()
         return StepRecord(
             step=outcome.number + 1,
             loss=outcome.loss,
@@ -97,6 +100,7 @@ class Accounts:
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
+            host=None if host is None else host.model_dump(),
             fallbacks=self._fallbacks(failed),
         )
 

@@ -5,20 +5,19 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
+from outsize.hardware.host_memory import HostMemory, read_host_memory
 from outsize.hardware.spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory import Tier
 from outsize.runtime.workers import device_names
 from outsize.storage.zram import check_not_a_device
+from outsize.units import format_bytes
 
 # Where the device's memory is RAM it shares it with the host tier.
 CPU_DEVICE_SHARE = 0.4
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +70,8 @@ def choose_dtype(name: str, device: str) -> str:
 
 
 def available_ram_bytes() -> int:
-    """RAM that the process may still take: what is available, within the limit of its control group."""
-    available: int = psutil.virtual_memory().available
-    try:
-        limit, usage = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USAGE.read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, max(int(limit) - int(usage), 0))
+    """Return how much RAM the process may still take: what is available, within the limits of its control groups."""
+    return read_host_memory(Path("/")).free_bytes() or 0
 
 
 def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) -> Machine:
@@ -89,10 +83,13 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
         store_dir: where the disk home would be, its directory or its file.
 
     Raises:
+        ConfigError: a budget is more than the machine has.
         StorageError: the home would be on disk, and ``store_dir`` is a zram device instead of a directory on one.
     """
     device = choose_device(memory.device)
-    available = available_ram_bytes()
+    ram = read_host_memory(Path("/"))
+    _check_budgets(memory, device, ram, store_dir)
+    available = ram.free_bytes() or 0
     host = memory.host_memory or int(available * HOST_SHARE)
     home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
     below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
@@ -126,6 +123,35 @@ def _default_device_bytes(device: str, available: int) -> int:
     return int(available * CPU_DEVICE_SHARE / len(names))
 
 
+def _check_budgets(memory: MemoryConfig, device: str, ram: HostMemory, store_dir: Path) -> None:
+    """Refuse budgets that the machine could never keep, whatever else runs on it."""
+    names = device_names(device)
+    there, of_what = ram.usable_bytes(), "RAM"
+    if there is not None and there == ram.cgroup_limit_bytes.number():
+        of_what = f"memory, the limit of the control group {ram.cgroup_limit_bytes.source}"
+    most: dict[str, tuple[int | None, str]] = {"host_memory": (there, of_what)}
+    if not device.startswith("cuda"):
+        each = f"{of_what}, which {len(names)} devices share" if len(names) > 1 else of_what
+        most["device_memory"] = (there and there // len(names), each)
+    elif memory.device_memory and torch.cuda.is_available():
+        totals = (
+            torch.cuda.mem_get_info(int(name.partition(":")[2]))[1] // names.count(name) for name in names
+        )
+        most["device_memory"] = (min(totals), f"memory on {device}")
+    if memory.disk_memory:
+        most["disk_memory"] = (
+            shutil.disk_usage(_existing(store_dir)).total,
+            f"disk at {_existing(store_dir)}",
+        )
+    for key, (least, what) in most.items():
+        budget = getattr(memory, key)
+        if budget and least is not None and budget > least:
+            raise ConfigError(
+                f"{key}: {format_bytes(budget)} are more than this machine has: {format_bytes(least)} of {what}; "
+                "give less, or nothing for what is free. `outsize plan` plans for other machines"
+            )
+
+
 def home_file(memory: MemoryConfig, run_dir: Path) -> Path:
     """Return the file of a disk home that commits; several runs may share ``memory.store_dir``."""
     if memory.store_dir is None:
@@ -139,5 +165,9 @@ def home_file(memory: MemoryConfig, run_dir: Path) -> Path:
 
 def _free_disk_bytes(path: Path) -> int:
     """What is free for a home at ``path``, and what an earlier one there takes already."""
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return shutil.disk_usage(existing).free + (path.stat().st_blocks * 512 if path.is_file() else 0)
+    return shutil.disk_usage(_existing(path)).free + (path.stat().st_blocks * 512 if path.is_file() else 0)
+
+
+def _existing(path: Path) -> Path:
+    """Return ``path``, or what of the way to it there is."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())

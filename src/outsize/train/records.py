@@ -47,6 +47,7 @@ class StepRecord:
         tiers: bytes used, at most used and promised of each tier.
         device_bytes: what torch holds on each CUDA device.
         gpus: what the driver says of each GPU.
+        host: what other work and limits of the host took; None where it was not looked at.
         fallbacks: what did not go as asked so far, and how often.
     """
 
@@ -83,6 +84,7 @@ class StepRecord:
     tiers: dict[str, dict[str, int | None]] = field(default_factory=dict)
     device_bytes: dict[str, int] = field(default_factory=dict)
     gpus: tuple[dict[str, Any], ...] = ()
+    host: dict[str, Any] | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -35,6 +35,7 @@ from outsize.train.loop import Progress, Run
 from outsize.train.machine import choose_device
 from outsize.train.microbatches import PLAN_FILE, as_before
 from outsize.train.near_device import bound, placement_of
+from outsize.train.notes import notes_of
 from outsize.train.preflight import check_same_run
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import StepProfiler
@@ -63,8 +64,15 @@ def plan(config: Config) -> Plan:
     return foresee(config, predict=False)[0]
 
 
-def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | None]:
+def foresee(
+    config: Config, *, predict: bool = True, announce: Announce = lambda _: None
+) -> tuple[Plan, Forecast | None]:
     """Return the plan of a run, and what its steps are predicted to take, without starting it.
+
+    Args:
+        config: the run.
+        predict: whether lanes and units are timed.
+        announce: told which settings have no effect.
 
     Raises:
         OutsizeError: what would keep the run from starting.
@@ -73,6 +81,8 @@ def foresee(config: Config, *, predict: bool = True) -> tuple[Plan, Forecast | N
     with borrowed_torch(deterministic=False):
         config = as_before(config, run_dir, checkpoint.find(config.train.resume, run_dir))
         prepared = prepare(config, run_dir, lambda _: None)
+        for note in notes_of(config, prepared):
+            announce(note)
         prepared, rates = decide(prepared, run_dir, lambda _: None)
         return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
@@ -93,9 +103,6 @@ def train(
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
     place = launched()
-    if place is None or place.rank == 0:
-        for note in config.notes():
-            announce(f"note: {note}")
     asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -155,6 +162,9 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         started = one_share(started, ranks.group.size)
     shared = None if replicated else ranks.group
     prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
+    if ranks.is_first:
+        for note in notes_of(config, prepared, ranks.group.size):
+            announce(note)
     rates = None
     if not replicated:  # which streams nothing
         prepared, rates = decide(prepared, own_dir, announce)

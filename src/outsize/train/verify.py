@@ -15,6 +15,7 @@ from outsize.data.batch import Batch
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.storage.directory import needed_directory
 from outsize.train.machine import choose_device
+from outsize.train.notes import notes_of
 from outsize.train.prepare import Prepared, prepare
 from outsize.train.records import VerifyResult
 from outsize.train.resident import ResidentTrainer, materialise
@@ -42,6 +43,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         )
         set_thresholds(heap=False)
         prepared = prepare(config, directory, announce)
+        for note in notes_of(config, prepared):
+            announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
         store = Path(config.memory.store_dir or directory / "store")

@@ -65,7 +65,7 @@ function verdicts(runs) {
     const good = found.severity === "good";
     const others = run.verdict.findings.filter((f) => f.id !== found.id);
     return make("div", { class: `card verdict ${good ? "good" : ""}` }, titled(run, runs),
-      make("p", { class: "lead" }, good ? "Bound by compute, as it should be" : `Bottleneck: ${found.named}`),
+      make("p", { class: "lead" }, good ? "Limited by compute, as it should be" : `Limited by ${found.limits}`),
       make("p", {}, `${found.evidence[0].toUpperCase()}${found.evidence.slice(1)}.`),
       make("dl", {}, ...[["To gain", good ? null : found.gain], ["First try", found.fix], ["Likely cause", found.causes[0]], ["To check", found.verify]]
         .filter(([, text]) => text).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)])),

@@ -1,0 +1,28 @@
+"""Which settings have no effect, told once a run knows its machine, its model and its data."""
+
+import contextlib
+from pathlib import Path
+
+from outsize.config import Config, Surroundings
+from outsize.data.files import find_sources
+from outsize.errors import DataError
+from outsize.hardware.cpu import read_cpu
+from outsize.train.prepare import Prepared
+
+
+def notes_of(config: Config, prepared: Prepared, num_processes: int = 1) -> list[str]:
+    """Return a line for every setting of ``config``, as the user gave it, without effect on the run that it came to."""
+    container = None
+    with contextlib.suppress(DataError):  # which says so itself where it is opened
+        container = find_sources(Path(config.data.path), config.data.glob).container
+    around = Surroundings(
+        num_processes=num_processes,
+        num_numa_nodes=len(read_cpu(Path("/")).numa_nodes) or None,
+        device=prepared.machine.device,
+        home=prepared.machine.home,
+        dtype=prepared.dtype,
+        chunks_loss=prepared.chunk_tokens is not None,
+        container=container,
+        one_file=Path(config.data.path).is_file(),
+    )
+    return [f"note: {note}" for note in config.notes(around)]

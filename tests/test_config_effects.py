@@ -1,0 +1,183 @@
+"""Settings without effect: every key of the schema says when it stands idle, and is silent nowhere else."""
+
+from typing import Any
+
+import pytest
+
+from outsize.config import Config, Surroundings, load_config
+from outsize.config.messages import all_keys
+from outsize.config.without_effect import NO_EFFECT
+
+ONE, SEVERAL = Surroundings(), Surroundings(num_processes=4)
+DDP = "parallel.mode=ddp"
+SGD = ("optimizer.name=sgd", "optimizer.momentum=0.0")
+# By key: a value that is not the default; then where it has no effect, each way in which that can be.
+CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
+    "data.text_field": (
+        "body",
+        [
+            (["data.format=messages"], ONE),
+            ([], Surroundings(container="text")),
+            ([], Surroundings(container="tokens")),
+        ],
+    ),
+    "data.glob": ("a*", [([], Surroundings(one_file=True))]),
+    "train.head_chunk_tokens": (
+        "64",
+        [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DDP], SEVERAL)],
+    ),
+    "train.save_every": ("100", [([], ONE)]),
+    "train.save_total_limit": (
+        "5",
+        [
+            (["train.save_minutes=0"], ONE),
+            ([], Surroundings(home="disk")),
+            (["train.save_minutes=0", "train.save_every=100"], SEVERAL),
+        ],
+    ),
+    "train.resume": ("auto", [([], ONE)]),
+    "train.profile_steps": ("1", [(["train.steps=2"], ONE), ([DDP], SEVERAL)]),
+    "train.on_stall": ("report", [([DDP], SEVERAL)]),
+    "train.stall_factor": ("20.0", [(["train.on_stall=ignore"], ONE), ([DDP], SEVERAL)]),
+    "train.stall_floor_s": ("20.0", [(["train.on_stall=ignore"], ONE), ([DDP], SEVERAL)]),
+    **{
+        f"lora.{key}": (value, [([], ONE)])
+        for key, value in {
+            "r": "4",
+            "lora_alpha": "4",
+            "lora_dropout": "0.1",
+            "target_modules": "[up]",
+            "bias": "all",
+            "exclude_modules": "[up]",
+            "use_rslora": "true",
+            "modules_to_save": "[up]",
+            "init_lora_weights": "gaussian",
+            "rank_pattern": "{up: 2}",
+            "alpha_pattern": "{up: 2}",
+            "layers_to_transform": "[0]",
+            "layers_pattern": "layers",
+            "fan_in_fan_out": "true",
+            "base_codec": "nf4",
+            "table_codec": "nf4",
+        }.items()
+    },
+    "optimizer.dampening": ("0.5", [([*SGD], ONE)]),
+    "optimizer.max_grad_norm": ("2.0", [(["optimizer.clip=none"], ONE)]),
+    "optimizer.clip": ("unit", [(["optimizer.max_grad_norm=0.0"], ONE)]),
+    "optimizer.gradients": ("bf16", [(["optimizer.clip=unit"], ONE), (["optimizer.max_grad_norm=0.0"], ONE)]),
+    "optimizer.state": ("int8", [([*SGD], ONE)]),
+    "optimizer.masters": (
+        "separate",
+        [(["model.dtype=fp32"], ONE), (["model.dtype=fp16"], ONE), ([], Surroundings(dtype="fp32"))],
+    ),
+    "memory.host_memory": ("1GiB", [([DDP], SEVERAL)]),
+    "memory.home": ("disk", [([DDP], SEVERAL)]),
+    "memory.activations": ("keep", [([DDP], SEVERAL)]),
+    **{
+        f"memory.{key}": (
+            value,
+            [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
+        )
+        for key, value in {"disk_memory": "1GiB", "store_dir": "/mnt", "commits": "none"}.items()
+    },
+    **{
+        f"memory.{key}": (
+            value,
+            [
+                (["memory.device=emulated:2"], ONE),
+                (["memory.device=cuda:0,1"], ONE),
+                (["memory.device=cuda:all"], ONE),
+                ([], Surroundings(device="cuda:0,1")),
+                ([DDP], SEVERAL),
+            ],
+        )
+        for key, value in {"slots": "3", "prefetch": "1", "offload": "true"}.items()
+    },
+    "memory.tile_elements": (
+        "4096",
+        [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
+    ),
+    "memory.numa": ("off", [([], Surroundings(num_numa_nodes=1)), ([DDP], SEVERAL)]),
+    "memory.link_gb_per_s": (
+        "4.0",
+        [(["memory.device=cpu"], ONE), (["memory.device=emulated", DDP], SEVERAL)],
+    ),
+    "memory.peer_gb_per_s": ("4.0", [(["memory.device=cpu"], ONE), (["memory.device=emulated:1"], ONE)]),
+    "transport.weights": ("lossless4", [([DDP], SEVERAL)]),
+    "transport.gradients": ("int8", [([DDP], SEVERAL)]),
+    "transport.activations": ("int8", [(["memory.offload=false"], ONE), ([DDP], SEVERAL)]),
+    "parallel.mode": ("stream", [([], ONE)]),
+    "parallel.timeout_s": ("5.0", [([], ONE)]),
+    "parallel.gradients": ("bf16", [([], ONE), ([DDP], SEVERAL)]),
+    "parallel.weights": ("delta", [([], ONE), ([DDP], SEVERAL)]),
+    "parallel.handover": ("host", [([], ONE), (["memory.device=emulated:1"], ONE)]),
+    "parallel.ddp_bucket_mib": ("5.0", [([], ONE), ([], SEVERAL)]),
+    "parallel.ddp_static_graph": ("true", [([], ONE), ([], SEVERAL)]),
+    "parallel.ddp_find_unused": ("true", [([], ONE), ([], SEVERAL)]),
+    "parallel.ddp_compress": ("fp16", [([], ONE), ([], SEVERAL)]),
+    "parallel.ddp_powersgd_rank": ("2", [([], ONE), ([], SEVERAL), ([DDP], SEVERAL)]),
+    "telemetry.writers": ("[wandb]", [([DDP], SEVERAL)]),
+    "telemetry.project": ("mine", [([], ONE), (["telemetry.writers=[tensorboard]"], ONE)]),
+    "telemetry.every": ("5", [([], ONE), ([DDP, "telemetry.writers=[wandb]"], SEVERAL)]),
+}
+# By key: where the same value does something.
+USED: dict[str, tuple[list[str], Surroundings]] = {
+    "data.text_field": (["data.format=text"], Surroundings(container="json")),
+    "data.glob": ([], Surroundings(one_file=False)),
+    "train.head_chunk_tokens": ([], Surroundings(chunks_loss=True)),
+    "train.save_every": (["train.steps=101"], ONE),
+    "train.save_total_limit": ([], Surroundings(home="host")),
+    "train.resume": (["train.run_dir=run"], ONE),
+    "optimizer.dampening": (["optimizer.name=sgd"], ONE),
+    "optimizer.gradients": (["optimizer.clip=none", "train.on_nonfinite=skip"], ONE),
+    "optimizer.masters": ([], Surroundings(dtype="bf16")),
+    "memory.numa": ([], Surroundings(num_numa_nodes=2)),
+    "memory.tile_elements": (["optimizer.clip=unit"], Surroundings(home="host")),
+    "memory.link_gb_per_s": (["memory.device=emulated"], ONE),
+    "memory.peer_gb_per_s": (["memory.device=emulated:2"], ONE),
+    "transport.activations": (["memory.offload=true"], ONE),
+    "parallel.mode": ([], SEVERAL),
+    "parallel.timeout_s": ([], SEVERAL),
+    "parallel.gradients": ([], SEVERAL),
+    "parallel.weights": ([], SEVERAL),
+    "parallel.handover": (["memory.device=emulated:2"], ONE),
+    **dict.fromkeys(
+        ("parallel.ddp_bucket_mib", "parallel.ddp_static_graph", "parallel.ddp_find_unused"), ([DDP], SEVERAL)
+    ),
+    "parallel.ddp_compress": ([DDP], SEVERAL),
+    "parallel.ddp_powersgd_rank": ([DDP, "parallel.ddp_compress=powersgd"], SEVERAL),
+    "telemetry.project": (["telemetry.writers=[trackio]"], ONE),
+    "telemetry.every": (["telemetry.writers=[tensorboard]"], ONE),
+    **{key: (["train.method=lora"], ONE) for key in CASES if key.startswith("lora.")},
+}
+
+
+def noted(key: str, value: str, others: list[str], around: Surroundings) -> bool:
+    settings = ["model.path=m", "data.path=d", *others, f"{key}={value}"]
+    notes = load_config(None, settings, environ={}).notes(around)
+    assert len(notes) == len(set(notes))
+    return any(note.startswith(f"{key} has no effect: ") for note in notes)
+
+
+def test_the_table_has_a_row_for_every_key_and_none_besides():
+    assert sorted(NO_EFFECT) == sorted(all_keys())
+
+
+def test_every_row_that_says_something_is_tried():
+    assert sorted(key for key, row in NO_EFFECT.items() if row) == sorted(CASES)
+    assert all(len(CASES[key][1]) >= 1 for key in CASES)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_setting_without_effect_is_noted_and_one_with_an_effect_is_not(key: str):
+    value, idle = CASES[key]
+    for others, around in idle:
+        assert noted(key, value, others, around), (others, around)
+    others, around = USED.get(key, ([], ONE))
+    assert not noted(key, value, others, around)
+
+
+@pytest.mark.parametrize("around", [ONE, SEVERAL, Surroundings(home="host", device="cpu", dtype="fp32")])
+def test_defaults_are_never_noted(around: Surroundings):
+    config: Any = Config(model={"path": "m"}, data={"path": "d"})
+    assert config.notes(around) == []
