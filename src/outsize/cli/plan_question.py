@@ -20,7 +20,7 @@ from outsize.model.workload import count_workload
 from outsize.planner.decision import fits_at_all, fits_encoded
 from outsize.planner.plan import Budgets
 from outsize.planner.question import Question
-from outsize.train.options import open_crossings, options_for
+from outsize.train.options import options_for, question_for
 from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
@@ -97,16 +97,14 @@ def ask(options: PlanOptions) -> Asked:
     seq_len = _seq_len(options.seq_len, hf_config.get("max_position_embeddings"))
     config = _config(options, path, seq_len)
     in_parts = _in_parts(hf_config, options.dtype, adapters, seq_len) if options.mlp_parts == 1 else None
-    question = Question(
-        model=spec,
-        machine=machine,
-        budgets=_budgets(machine, config),
-        home=options.home,
-        sequences=share_of(config.sequences_per_step, options.nodes),
-        seq_len=seq_len,
-        microbatches=options.microbatches,
+    share_of(config.sequences_per_step, options.nodes)
+    question = question_for(
+        config,
+        spec,
+        machine,
+        _budgets(machine, config),
         # A machine is taken to have the kernels that come with an install.
-        options=options_for(
+        options_for(
             config,
             spec,
             num_workers=len(machine.gpus),
@@ -114,7 +112,6 @@ def ask(options: PlanOptions) -> Asked:
             can_part=in_parts is not None,
             wire=wire_of(options),
         ),
-        auto=open_crossings(config),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
         in_mlp_parts=in_parts,
         net_bytes_per_s=net_of(options),

@@ -36,6 +36,7 @@ def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]
             for u in spec.units
         ],
         "steps": config.train.steps,
+        "plan_id": prepared.plan.plan_id,
         "tokens_per_step": config.tokens_per_step,
         "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
         "device": machine.device,

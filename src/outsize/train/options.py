@@ -1,7 +1,9 @@
-"""From what a user says to what a plan is made with: the layout of a trained unit at home, and the planner's options.
+"""From what a user says to what the planner is asked: the layout of a trained unit at home, options, the question.
 
 `outsize plan` and a run use the same functions; nothing here needs torch.
 """
+
+from typing import Any
 
 from outsize.choices import Clip
 from outsize.codecs.spec import RAW
@@ -9,8 +11,11 @@ from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
 from outsize.errors import ConfigError
+from outsize.hardware.spec import Machine
 from outsize.model.spec import ModelSpec
 from outsize.optim.spec import Masters, StateLayout, masters_for, num_moments_of
+from outsize.planner.plan import Budgets
+from outsize.planner.question import Question
 from outsize.planner.sizing import PlanOptions
 
 AUTO = "auto"
@@ -66,6 +71,34 @@ def options_for(
         rank=rank,
         wire=wire,
         handover=config.parallel.handover,
+    )
+
+
+def question_for(
+    config: Config, spec: ModelSpec, figures: Machine, budgets: Budgets, options: PlanOptions, **facts: Any
+) -> Question:
+    """Return the question that ``config`` makes, whoever asks it.
+
+    Args:
+        config: of the run.
+        spec: its model.
+        figures: of the machine.
+        budgets: most bytes in each tier.
+        options: what is decided already, see `options_for`.
+        facts: what else is known of model and machine, attributes of `Question`.
+    """
+    in_place = facts.get("shares_memory", False)  # where nothing goes over a link that could be encoded
+    return Question(
+        model=spec,
+        machine=figures,
+        budgets=budgets,
+        options=options,
+        home=config.memory.home,
+        auto=() if in_place else open_crossings(config),
+        sequences=-(-config.sequences_per_step // options.nodes),
+        seq_len=config.data.seq_len,
+        microbatches=config.train.microbatches,
+        **facts,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -17,8 +18,8 @@ from outsize.hardware.spec import Machine as Figures
 from outsize.model.parted import can_take_in_parts
 from outsize.model.split import Split
 from outsize.optim.spec import StateLayout
+from outsize.planner.balance import Rates
 from outsize.planner.choice import Choice, Extent
-from outsize.planner.costs import UnitTimes
 from outsize.planner.decision import plan_within
 from outsize.planner.memory import Demand
 from outsize.planner.microbatches import cuts_to_try
@@ -32,14 +33,14 @@ from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.train.crossings import check_transport, wire_of
 from outsize.train.machine import Machine
-from outsize.train.options import named_transport, open_crossings, options_for
+from outsize.train.options import named_transport, options_for, question_for
 from outsize.train.peers import peers_of
 from outsize.train.presets import assumed_machine
 from outsize.train.state import has_kernel
 from outsize.train.unit_times import counted_times, selected_bytes
 
 if TYPE_CHECKING:
-    from outsize.train.rates import Rates
+    from outsize.train.rates import Rates as Timed
 
 # What a scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
@@ -72,7 +73,7 @@ def question_of(
     machine: Machine,
     tried: Tried,
     group: Group,
-    rates: "Rates | None" = None,
+    rates: "Timed | None" = None,
     coding_rates: CodingRatesOf = unmeasured,
 ) -> Question:
     """Return the question that a run asks the planner.
@@ -127,16 +128,12 @@ def question_of(
             times = rates.times_of(-(-sequences // microbatches), -(-sequences // rates.microbatches))
         return Microbatch(demand=in_seconds(demand, times), times=times)
 
-    return Question(
-        model=spec,
-        machine=figures,
-        budgets=Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes),
-        options=options,
-        home=memory.home,
-        auto=open_crossings(config) if machine.device != "cpu" else (),
-        sequences=sequences,
-        seq_len=config.data.seq_len,
-        microbatches=config.train.microbatches,
+    return question_for(
+        config,
+        spec,
+        figures,
+        Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes),
+        options,
         measured=measured,
         timed=rates is not None,
         linked=rates is not None and is_linked(config, machine),
@@ -168,11 +165,15 @@ def plan_with_heap(
         InfeasiblePlanError: no plan fits, and by how much.
     """
     _check(options.activations, measured, parts, machine)
-    times = _assumed_times(parts, machine, measured)
+    gpu = assumed_machine(machine.device).gpus[0]
+    times = counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
     demand = demand_of(parts, machine, measured, options.activations, held_bytes * options.microbatches)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
+    rates = Rates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf)
+    options = replace(options, num_workers=machine.num_workers, rates=rates, leaves_unasked=False)
     plan = plan_within(parts.spec, in_seconds(demand, times), budgets, options)
-    validate(plan.program, plan.layout)
+    for program in plan.programs:
+        validate(program, plan.layout)
     return plan, plan.heap
 
 
@@ -215,11 +216,6 @@ def _assumed(config: Config, machine: Machine) -> Figures:
         for pair in sorted(peers_of(config, machine))
     )
     return replace(figures, peers=peers, disk=figures.disk or NVME)
-
-
-def _assumed_times(parts: Split, machine: Machine, measured: Measured) -> UnitTimes:
-    gpu = assumed_machine(machine.device).gpus[0]
-    return counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
 
 
 def _check(activations: str, measured: Measured, parts: Split, machine: Machine) -> None:

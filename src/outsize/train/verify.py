@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.runtime.allocator import begin_run, set_thresholds
 from outsize.storage.directory import needed_directory
+from outsize.train.decide import decide
 from outsize.train.machine import choose_device
 from outsize.train.notes import notes_of
 from outsize.train.prepare import Prepared, prepare
@@ -42,7 +43,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
             )
         )
         set_thresholds(heap=False)
-        prepared = prepare(config, directory, announce)
+        prepared, _ = decide(prepare(config, directory, announce), directory, announce)
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
@@ -68,7 +69,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
                 )
         announce("resident run")
         resident_losses, resident = run_resident(prepared, batches)
-    return _compare(streamed_losses, resident_losses, streamed, resident)
+    compared = _compare(streamed_losses, resident_losses, streamed, resident)
+    return replace(compared, plan_id=prepared.plan.plan_id)
 
 
 def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
