@@ -2,7 +2,8 @@
 
 Two matrices, stepped in turn, round after round; medians, and ratios within the run. Torch's Adafactor steps fp32
 parameters, which are then cast to bf16: that is what it replaces. The pace is how fast a step moves its bytes beside
-AdamW over split masters, of which the planner knows the rate of a machine: it is `FACTORED_PACE` in `planner/costs.py`.
+AdamW over split masters, of which the planner knows the rate of a machine: it is `FACTORED_PACE` in
+`planner/simulate/costs.py`.
 
     python bench/bench_adafactor.py --output bench/results/adafactor_2core.json
 
@@ -19,11 +20,11 @@ import torch
 from bench_optimizer import planes_of, stepper, zeros
 
 from outsize import native
-from outsize.model.spec import ModelSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.adafactor import Adafactor, step_whole
 from outsize.optim.factored_kernel import form_of_torch
-from outsize.optim.spec import GRADIENT, WEIGHTS, StateLayout
-from outsize.storage.layout import ITEM_DTYPE
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, StateLayout
+from outsize.storage.home_layout import ITEM_DTYPE
 
 NAMES, STEP, LR = ("one", "other"), 5, 1e-2
 OURS, PLAIN, TORCH, ADAMW = (

@@ -1,7 +1,8 @@
 """Does the all-reduce estimator predict measured sums, and what do the tables of the PCIe lesson really say?
 
 Sums over processes of this machine, started by torchrun: gloo, or NCCL where there are GPUs. The estimator is latency
-and bus bandwidth fitted on every other size (`outsize.hardware.all_reduce`); the sizes between judge it. Below that
+and bus bandwidth fitted on every other size (`outsize.hardware.all_reduce_arithmetic`); the sizes between judge it.
+Below that
 stand the lesson's own table, its own formula evaluated, and what that gives with the real rates of the links.
 
     python bench/bench_all_reduce.py --ranks 2 4                     # about a minute on two cores
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from common import finish, machine, print_table
 
-from outsize.hardware.all_reduce import AllReduceRates, crossing_bytes
+from outsize.hardware.all_reduce_arithmetic import AllReduceRates, crossing_bytes
 from outsize.probe.all_reduce import measure_all_reduce
 from outsize.probe.effort import FULL
 

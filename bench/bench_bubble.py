@@ -14,7 +14,13 @@ from pathlib import Path
 
 from common import finish, machine, print_table
 
-from outsize.planner.classical import (
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, cursor_after, slots_for
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.partition import Pipeline, partition
+from outsize.planner.simulate.classical import (
     Layers,
     gpipe,
     interleaved,
@@ -23,14 +29,8 @@ from outsize.planner.classical import (
     round_robin,
     run_schedule,
 )
-from outsize.planner.discrete import Cost
-from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind
-from outsize.planner.partition import Pipeline, partition
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.stages import Stages, cursor_after, slots_for
-from outsize.planner.validate import validate
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import CostModel, simulate
 
 WORKERS, MICROBATCHES = 8, 16
 NAMES = ("GPipe", "1F1B", "interleaved 1F1B", "looped BFS", "round-robin, sync", "round-robin, async")

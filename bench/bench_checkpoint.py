@@ -30,14 +30,14 @@ DISTANCES = (1, 10, 100, 400)
 
 def cost(args: argparse.Namespace, directory: Path, home: str, dtype: str) -> dict[str, Any]:
     """Measure blocks of steps with and without a checkpoint."""
+    from outsize.checkpoint.checkpoint_dir import latest
+    from outsize.checkpoint.checkpoint_state import describe
+    from outsize.checkpoint.saver import DEFAULT_MINUTES, Saver
     from outsize.config import load_config
-    from outsize.train.checkpoint_dir import latest
-    from outsize.train.checkpoint_state import describe
-    from outsize.train.prepare import prepare
-    from outsize.train.saver import DEFAULT_MINUTES, Saver
-    from outsize.train.sources import open_dataset
-    from outsize.train.standing import Position
-    from outsize.train.stream import StreamedTrainer
+    from outsize.session.job.prepare import prepare
+    from outsize.session.run_state import Position
+    from outsize.session.stream import StreamedTrainer
+    from outsize.train.run_data import open_dataset
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     overrides = [*bench_speed.settings(args, directory), "memory.device_memory=4GiB", "train.save_every=1"]

@@ -26,14 +26,14 @@ from bench_speed import build
 
 from outsize.config import Config
 from outsize.config.load import parse_config
-from outsize.model.spec import GRANULE_ELEMENTS
-from outsize.runtime.allocator import begin_run, set_thresholds
-from outsize.storage.disk import DEFAULT_REQUEST_BYTES
+from outsize.model.sizes.model_spec import GRANULE_ELEMENTS
+from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
+from outsize.session.torch_state import borrowed_torch
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
 from outsize.storage.record import HASH, checksum
-from outsize.train.prepare import prepare
-from outsize.train.sources import open_dataset
-from outsize.train.stream import StreamedTrainer
-from outsize.train.torch_state import borrowed_torch
+from outsize.train.run_data import open_dataset
 
 TARGET = 1.05
 VARIANTS = ("step", "none")

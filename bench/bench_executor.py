@@ -18,13 +18,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
-from outsize.model.spec import ModelSpec, pack_unit
-from outsize.planner.hazards import Hazards
-from outsize.planner.lanes import lane_of
-from outsize.planner.ops import Kind, Op
-from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
-from outsize.runtime.device import CpuDevice
-from outsize.runtime.executor import Executor
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.runtime.device.device import CpuDevice
+from outsize.runtime.engine.executor import Executor
 
 TARGET_US = 100.0
 NUM_UNITS = 34

@@ -158,7 +158,7 @@ def touched() -> list[dict[str, Any]]:
 
 
 def units() -> list[dict[str, Any]]:
-    from outsize.planner.scan import bytes_moved_by_lru, plan_scan
+    from outsize.planner.search.forward_plan import bytes_moved_by_lru, plan_scan
 
     count, tokens, size = 32, 50, 1_000
     rows = []

@@ -25,9 +25,9 @@ from common import Spread, Usage, finish, machine, print_table
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+from outsize.data.corpus_files import find_sources
 from outsize.data.documents import DocumentReader
 from outsize.data.encode import batches
-from outsize.data.files import find_sources
 from outsize.data.opening import open_data
 
 CLAIM = "37.5 M tokens/s through ingest, tokenise, feed and writeback"

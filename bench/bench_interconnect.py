@@ -12,7 +12,7 @@ from typing import Any
 
 from common import finish, machine, print_table
 
-from outsize.hardware.all_reduce import crossing_bytes
+from outsize.hardware.all_reduce_arithmetic import crossing_bytes
 from outsize.hardware.machine_file import MachineFile, read
 from outsize.hardware.pcie import LANE_BYTES_PER_S, SOUND_SHARE, theory_bytes_per_s
 from outsize.hardware.presets import GPUS

@@ -33,14 +33,14 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child must not mis
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
-import outsize.train.home_file
+import outsize.checkpoint.home_file
 import outsize.train.run
+from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint.saving import Saving
 from outsize.config import Config, parse_config
+from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import CommittedHome
-from outsize.train import checkpoint
 from outsize.train.run import train
-from outsize.train.saving import Saving
-from outsize.train.stream import StreamedTrainer
 
 SEQ_LEN, VOCABULARY = 16, 97
 # Where a child is, as the parent reads it from memory that they share.
@@ -152,10 +152,10 @@ def mark_phases(phase: mmap.mmap) -> None:
 
     StreamedTrainer.fill = marking(1, StreamedTrainer.fill)  # type: ignore[method-assign]
     StreamedTrainer.resume = marking(1, StreamedTrainer.resume)  # type: ignore[method-assign]
-    checkpoint.restore = marking(1, checkpoint.restore)
+    run_checkpoint.restore = marking(1, run_checkpoint.restore)
     CommittedHome.commit = marking(3, CommittedHome.commit)  # type: ignore[method-assign]
     Saving.__call__ = marking(4, Saving.__call__)  # type: ignore[method-assign]
-    outsize.train.run.remove_home = marking(5, outsize.train.home_file.remove_home, None)
+    outsize.train.run.remove_home = marking(5, outsize.checkpoint.home_file.remove_home, None)
 
 
 def reference_child(config: Config, phase: mmap.mmap, times: Path) -> None:

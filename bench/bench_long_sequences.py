@@ -22,14 +22,14 @@ from common import finish, machine, print_table
 from outsize.planner.one_worker import one_worker
 
 from outsize.errors import InfeasiblePlanError
+from outsize.hardware.machine_spec import DEVICE_SHARE, HOST_SHARE
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import DEVICE_SHARE, HOST_SHARE
-from outsize.model.spec import Workload
-from outsize.model.spec_from_config import in_mlp_parts, read_shape, spec_from_config
-from outsize.model.workload import count_workload
-from outsize.planner.plan import Budgets
-from outsize.planner.prediction import fastest
-from outsize.planner.question import Question
+from outsize.model.sizes.model_spec import Workload
+from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
+from outsize.model.sizes.workload import count_workload
+from outsize.planner.predict.prediction import fastest
+from outsize.planner.predict.question import Question
+from outsize.planner.search.step_plan import Budgets
 
 # Sizes of the published configs.
 MODELS: dict[str, dict[str, Any]] = {

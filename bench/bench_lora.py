@@ -65,9 +65,9 @@ def pretrained(directory: Path, steps: int) -> Path:
 def adapt(directory: Path, model: Path, base: str, table: str) -> dict[str, Any]:
     """Three steps of adapters; what moved and what came of it."""
     from outsize.config.load import parse_config
-    from outsize.train.prepare import prepare
-    from outsize.train.sources import open_dataset
-    from outsize.train.stream import StreamedTrainer
+    from outsize.session.job.prepare import prepare
+    from outsize.session.stream import StreamedTrainer
+    from outsize.train.run_data import open_dataset
 
     lora = {"r": 8, "target_modules": "all-linear", "base_codec": base, "table_codec": table}
     train = {"method": "lora", "steps": STEPS}

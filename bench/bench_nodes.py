@@ -46,7 +46,7 @@ import bench_speed
 import common
 import ranks
 
-from outsize.planner.ops import Kind
+from outsize.planner.program.ops import Kind
 
 # Microbatches of all ranks together.
 SHAPE = {"seq_len": 256, "sequences": 4, "layers": 32, "hidden": 192, "vocabulary": 2048, "microbatches": 4}
@@ -89,7 +89,7 @@ class Rank:
         import torch
 
         from outsize.group.launched import launched, open_group
-        from outsize.train.prepare import prepare
+        from outsize.session.job.prepare import prepare
 
         torch.set_num_threads(1)
         self.job = job
@@ -130,10 +130,10 @@ class Rank:
 
     def run(self) -> dict[str, Any]:
         """Train, in phases where there are any; returns what came of it."""
-        from outsize.runtime.allocator import begin_run
-        from outsize.train.rates import measure_rates
-        from outsize.train.sources import open_dataset
-        from outsize.train.stream import StreamedTrainer
+        from outsize.runtime.device.allocator import begin_run
+        from outsize.session.decide.rates import measure_rates
+        from outsize.session.stream import StreamedTrainer
+        from outsize.train.run_data import open_dataset
 
         job, group, config = self.job, self.group, self.config
         rates = measure_rates(self.prepared, self.own) if job["rounds"] else None
@@ -157,7 +157,7 @@ class Rank:
 
     def _phases(self, trainer: Any, outcomes: Iterator[Any], rates: Any) -> dict[str, Any]:
         """Run throttled and unthrottled steps in turn."""
-        from outsize.planner.timeline import Timeline
+        from outsize.planner.simulate.timeline import Timeline
 
         seen: dict[str, list[Any]] = {"free": [], "slow": []}
         waits: dict[str, Counter[str]] = {"free": Counter(), "slow": Counter()}
@@ -188,8 +188,8 @@ class Rank:
 
     def _throttle(self, free: list["Phase"], rates: Any) -> dict[str, Any]:
         """Throttle the network, find out what that gives, and predict a step."""
+        from outsize.session.decide.rates import measure_exchange, of_slowest
         from outsize.train.forecast import Forecast
-        from outsize.train.rates import measure_exchange, of_slowest
 
         compute_s = max(self.group.gather_objects(statistics.median(free[0].computes)))
         rate = self.job["rate"] or sum(free[0].logical.values()) / (SHARE * compute_s)
@@ -208,7 +208,7 @@ class Rank:
 
     def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:
         """Return what the simulator makes of a network of ``rate``, where all other ops take as long as they took."""
-        from outsize.planner.recalibrate import read_trace
+        from outsize.planner.simulate.recalibrate import read_trace
         from outsize.train.forecast import Forecast
 
         planned = Forecast(self.prepared, replace(rates, net_bytes_per_s=rate)).planned
@@ -248,9 +248,9 @@ class Phase:
     """
 
     def __init__(self, trainer: Any, outcomes: Iterator[Any]) -> None:
-        from outsize.planner.blame import waits_by_cause
-        from outsize.planner.comparison import Steps
-        from outsize.planner.timeline import Timeline
+        from outsize.planner.simulate.comparison import Steps
+        from outsize.planner.simulate.timeline import Timeline
+        from outsize.planner.simulate.wait_cause import waits_by_cause
 
         trainer.take_timeline()
         before = _sent(trainer)
@@ -429,13 +429,13 @@ def simulated() -> list[dict[str, Any]]:
     """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
     from outsize.planner.one_worker import one_worker
 
+    from outsize.hardware.machine_spec import Figure
     from outsize.hardware.presets import parse_gpus
-    from outsize.hardware.spec import Figure
-    from outsize.model.spec_from_config import read_shape, spec_from_config
-    from outsize.model.workload import count_workload
-    from outsize.planner.plan import Budgets
-    from outsize.planner.prediction import predict
-    from outsize.planner.question import Question
+    from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
+    from outsize.model.sizes.workload import count_workload
+    from outsize.planner.predict.prediction import predict
+    from outsize.planner.predict.question import Question
+    from outsize.planner.search.step_plan import Budgets
 
     def step(config: dict[str, Any], nodes: int, bytes_per_s: float) -> Any:
         shape, count = read_shape(config), SIMULATED["microbatches"]

@@ -30,19 +30,19 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.model.spec import UnitSpec, pack_unit
-from outsize.optim.adamw import AdamW
+from outsize.model.sizes.model_spec import UnitSpec, pack_unit
+from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
 from outsize.optim.lion import Lion
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
 from outsize.optim.sgd import SGD
-from outsize.optim.spec import BLOCK_ELEMENTS
-from outsize.optim.split import join_master, split_master, ties_bytes
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
-from outsize.optim.update import Rule
+from outsize.optim.update import UpdateRule
 from outsize.storage.arena import Arena
 
-RULE, LR, STEP = AdamW(weight_decay=0.1), 1e-4, 5
+RULE, LR, STEP = PlaneAdamW(weight_decay=0.1), 1e-4, 5
 ITEMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 TILE = 2**17
 ARENA = Arena()  # for as long as the process lives
@@ -82,7 +82,7 @@ def planes_of(numel: int, moments: str, num_moments: int = 2) -> StatePlanes:
 
 
 def stepper(
-    unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, rule: Rule = RULE, use_native: bool = True
+    unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, rule: UpdateRule = RULE, use_native: bool = True
 ) -> Form:
     def run() -> None:
         step_state(rule, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1, use_native=use_native)

@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outsize.cli.plan_largest import largest_models
-from outsize.cli.plan_options import PlanOptions
+from outsize.cli.plan_options import PlanFlags
 from outsize.cli.plan_question import Asked, ask
-from outsize.codecs.measure import measure
+from outsize.codecs.codec_figures import measure
 from outsize.codecs.transport import Transport
-from outsize.planner.plan import Budgets
+from outsize.planner.search.step_plan import Budgets
 from outsize.units import format_bytes, format_count
 
 # PCIe 4.0 x16, as it is measured rather than printed on the box.
@@ -156,7 +156,7 @@ def asked(directory: Path, host_memory: str | None = None) -> Asked:
     path = directory / "config.json"
     path.write_text(json.dumps(LLAMA_70B), encoding="utf-8")
     return ask(
-        PlanOptions(
+        PlanFlags(
             model=str(path),
             gpus="4090",
             method="lora",

@@ -29,20 +29,20 @@ import common
 from bench_kill import config_of, write_model
 from torch import Tensor
 
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import position_of
 from outsize.choices import Optimizer
 from outsize.config import Config
 from outsize.errors import OutsizeError
-from outsize.model.spec import ModelSpec
-from outsize.optim.spec import GRADIENT
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import GRADIENT
+from outsize.session.job.machine import home_file
+from outsize.session.job.optimizer_layout import layout_for
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.pool import IOPool
 from outsize.testing.faults import Layer, Operation, layered
-from outsize.train.checkpoint_dir import latest
-from outsize.train.checkpoint_state import position_of
-from outsize.train.machine import home_file
 from outsize.train.run import train
-from outsize.train.state import layout_for
 
 SECTOR = 4096
 # Of what is not yet durable: all gone, all there, any subset, one missing, any sectors.

@@ -82,9 +82,9 @@ def resident(args: argparse.Namespace, directory: Path, checkpointing: bool) -> 
     import time
 
     from outsize.config import load_config
-    from outsize.train.prepare import prepare
+    from outsize.session.job.prepare import prepare
     from outsize.train.resident import ResidentTrainer, materialise
-    from outsize.train.sources import open_dataset
+    from outsize.train.run_data import open_dataset
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     config = load_config(None, [*settings(args, directory), "memory.device_memory=8GiB"])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.optim import moments
-from outsize.optim.adamw import AdamW
+from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
 
@@ -40,7 +40,7 @@ def trained(steps: int, seed: int) -> StatePlanes:
         gradient.zero_()
         model(input_ids=batch, labels=batch).loss.backward()
         lr = quality.LR * min(1.0, step / quality.WARMUP)
-        step_state(AdamW(), unit, planes, gradient, start=0, step=step, lr=lr)
+        step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=step, lr=lr)
     return planes
 
 
@@ -57,7 +57,7 @@ def again(values: Tensor, form: tuple[int, bool], chance: Tensor, block: int) ->
 
 
 def direction(exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
-    return exp_avg / (exp_avg_sq.sqrt() + AdamW().eps)
+    return exp_avg / (exp_avg_sq.sqrt() + PlaneAdamW().eps)
 
 
 def error(planes: StatePlanes, block: int, *, nearest: bool) -> float:

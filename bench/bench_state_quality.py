@@ -19,11 +19,11 @@ import torch
 from quality import SEQ_LEN, SEQUENCES
 from torch import Tensor
 
-from outsize.model.spec import UnitSpec, pack_unit
+from outsize.model.sizes.model_spec import UnitSpec, pack_unit
 from outsize.optim import moments
-from outsize.optim.adamw import AdamW
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
-from outsize.optim.spec import BLOCK_ELEMENTS
 from outsize.optim.step import step_state
 
 LR, WARMUP = 1e-3, 20
@@ -126,7 +126,7 @@ def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
         loss.backward()
         found.append(loss.item())
         lr = LR * min(1.0, step / WARMUP) * (1.0 - (step - 1) / steps)
-        step_state(AdamW(), unit, planes, gradient, start=0, step=step, lr=lr, seed=seed)
+        step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=step, lr=lr, seed=seed)
         if rounding is not None:
             rounding(planes, step)
     return found

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 
 from outsize.testing.tiny import tiny_model, tiny_run
-from outsize.train.accounts import Accounts
-from outsize.train.heartbeat import Heartbeat
 from outsize.train.loop import TIMELINE_STEP
+from outsize.train.metrics.heartbeat import Heartbeat
+from outsize.train.metrics.step_metrics import Accounts
 from outsize.train.run import train
 
 TARGET_SHARE, TARGET_BOOKED = 0.01, 0.02

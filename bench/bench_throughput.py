@@ -19,18 +19,18 @@ from bench_bubble import CASES, Case
 from common import finish, machine, print_table
 
 from outsize.hardware.presets import parse_gpus
-from outsize.model.spec import ModelSpec, pack_unit
-from outsize.planner.classical import round_robin, run_schedule
-from outsize.planner.costs import UnitTimes, cost_model
-from outsize.planner.keeping import kept_at_the_turn
-from outsize.planner.lanes import lane_of
-from outsize.planner.layout import StepLayout
-from outsize.planner.partition import Pipeline, partition
-from outsize.planner.program import Program
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import CostModel, Simulation, simulate
-from outsize.planner.stages import cursor_after, slots_for
-from outsize.planner.validate import validate
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.program import Program
+from outsize.planner.program.stages import cursor_after, slots_for
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.partition import Pipeline, partition
+from outsize.planner.search.recompute_policy import kept_at_the_turn
+from outsize.planner.simulate.classical import round_robin, run_schedule
+from outsize.planner.simulate.costs import UnitTimes, cost_model
+from outsize.planner.simulate.simulator import CostModel, Simulation, simulate
 
 PUBLISHED = {
     "Qwen3-1.7B": {1: 8881, 2: 17026, 4: 33178, 8: 65417},

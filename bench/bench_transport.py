@@ -23,10 +23,10 @@ import common
 import torch
 
 from outsize.config import load_config
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.stream import StreamedTrainer
 from outsize.train.forecast import forecast
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.sources import open_dataset
-from outsize.train.stream import StreamedTrainer
+from outsize.train.run_data import open_dataset
 
 LAYERS, HIDDEN, VOCABULARY, SEQ_LEN = 8, 512, 4096, bench_truth.SEQ_LEN
 FROZEN = '["*embed_tokens*", "*layers.[0-6].*"]'

@@ -20,9 +20,9 @@ import torch
 from quality import SEQ_LEN, SEQUENCES
 
 from outsize.config import load_config
-from outsize.train.prepare import prepare
-from outsize.train.sources import open_dataset
-from outsize.train.stream import StreamedTrainer
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
+from outsize.train.run_data import open_dataset
 
 TRANSPORTS: dict[str, dict[str, str]] = {
     "exact": {},

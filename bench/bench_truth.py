@@ -23,11 +23,11 @@ import common
 import torch
 
 from outsize.config import load_config
-from outsize.runtime.allocator import begin_run
+from outsize.runtime.device.allocator import begin_run
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.stream import StreamedTrainer
 from outsize.train.forecast import Forecast, forecast
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.sources import open_dataset
-from outsize.train.stream import StreamedTrainer
+from outsize.train.run_data import open_dataset
 
 MODELS = {"small": (6, 256, 4096), "wide": (4, 512, 4096)}
 SEQ_LEN = 256

@@ -26,8 +26,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from outsize.data import PackedDataset, Prefetcher, open_data
-from outsize.model.spec import pack_unit
-from outsize.optim.adamw import AdamW, step_planes
+from outsize.model.sizes.model_spec import pack_unit
+from outsize.optim.adamw import PlaneAdamW, step_planes
 from outsize.probe.compute import measure_matmul
 from outsize.probe.effort import FULL
 from outsize.storage.arena import Arena
@@ -167,7 +167,7 @@ def bench_b(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
                 planes[3][tensor.offset : tensor.offset + tensor.numel].copy_(gradient.flatten())
                 gradient.zero_()
             state = dict(zip(("master", "exp_avg", "exp_avg_sq", "gradient"), planes, strict=True))
-            step_planes(AdamW(), unit, start=0, stop=unit.numel, step=index + 1, lr=1e-5, **state)
+            step_planes(PlaneAdamW(), unit, start=0, stop=unit.numel, step=index + 1, lr=1e-5, **state)
             if index > 0:
                 times["wait"].append(waited - started)
                 times["layer"].append(computed - waited)

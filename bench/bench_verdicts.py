@@ -21,13 +21,13 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
-from outsize.data.packed import PackedDataset
-from outsize.planner.hazards import Hazards
+from outsize.data.packed_dataset import PackedDataset
+from outsize.planner.program.hazards import Hazards
 from outsize.report.collect import collect
-from outsize.runtime.device import EmulatedDevice
-from outsize.runtime.stepping import OptimizerOps
-from outsize.runtime.storing import StoreOps
-from outsize.storage.disk import DirectFile
+from outsize.runtime.device.device import EmulatedDevice
+from outsize.runtime.ops.checkpoint_ops import StoreOps
+from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.storage.disk_file import DirectFile
 from outsize.testing.tiny import tiny_model, tiny_run
 from outsize.train.run import train
 

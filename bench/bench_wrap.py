@@ -49,8 +49,8 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 def run(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, Any]:
     """Seconds and losses of each step."""
     from outsize.config import load_config
-    from outsize.train.prepare import prepare
-    from outsize.train.sources import open_dataset
+    from outsize.session.job.prepare import prepare
+    from outsize.train.run_data import open_dataset
 
     config = load_config(None, settings(args, directory))
     run_dir = Path(config.train.run_dir)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, An
 
 
 def trainer(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from outsize.train.stream import StreamedTrainer
+    from outsize.session.stream import StreamedTrainer
 
     with StreamedTrainer(prepared, Path(config.train.run_dir) / "store") as streamed:
         streamed.fill()
@@ -76,7 +76,7 @@ def trainer(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) 
 
 def wrap(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> dict[str, Any]:
     import outsize
-    from outsize.optim.groups import decay_parameter_names
+    from outsize.optim.decay_groups import decay_parameter_names
 
     model = outsize.load(
         config.model.path,

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 import zoo
+from outsize.checkpoint.checkpoint_dir import STATE, latest
+from outsize.checkpoint.checkpoint_state import describe
+from outsize.checkpoint.saver import Saver
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.model.split import Split
-from outsize.planner.plan import Plan
-from outsize.runtime.compute import seed_of
-from outsize.train.checkpoint_dir import STATE, latest
-from outsize.train.checkpoint_state import describe
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.saver import Saver
-from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.ops.compute_ops import seed_of
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.run_state import Position
+from outsize.session.stream import StreamedTrainer
 from reference import Recipe, Reseed, Trace
 
 SEQ_LEN = 12

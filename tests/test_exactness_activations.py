@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import reference
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.planner.choice import Choice
-from outsize.planner.ops import Kind
-from outsize.train.prepare import prepare
+from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.ops import Kind
+from outsize.session.job.prepare import prepare
 from outsize.train.verify import verify
 from planner.layouts import first_kept
 from reference import Recipe

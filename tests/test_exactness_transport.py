@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zoo
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.model.spec import UnitSpec
-from outsize.planner.ops import Kind
-from outsize.runtime.carriers import EncodedWeights, GradientCarrier
-from outsize.train.decide import decide
-from outsize.train.prepare import prepare
-from outsize.train.stream import StreamedTrainer
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.planner.program.ops import Kind
+from outsize.runtime.ops.link_codecs import EncodedWeights, GradientCarrier
+from outsize.session.decide.decide import decide
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
 from support import make_batches, make_config, run_streamed, save_model
 from test_exactness import compare
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
-from outsize.train.prepare import prepare
+from outsize.session.job.prepare import prepare
 from outsize.train.run import train
 from outsize.train.verify import verify
 from support import make_model_dir, make_run
@@ -125,7 +125,7 @@ def test_tied_embeddings_and_what_forwards_keep_go_with_copies_between_devices(t
 def test_one_set_of_slots_and_accumulators_changes_no_bit(
     halves: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("outsize.planner.plan_stages.HALVES", (halves,))
+    monkeypatch.setattr("outsize.planner.search.plan_stages.HALVES", (halves,))
     got = compare("llama", tmp_path, memory=on(2), train={"microbatches": 4})
     stages = got.plan.layout.stages
     assert stages is not None

@@ -67,7 +67,9 @@ for arguments in (
     assert not {"torch", "transformers", "numpy", "outsize.config"} & set(report["modules"])
 
 
-@pytest.mark.parametrize("module", ["outsize.config", "outsize.train.records", "outsize.model.spec"])
+@pytest.mark.parametrize(
+    "module", ["outsize.config", "outsize.train.metrics.run_records", "outsize.model.sizes.model_spec"]
+)
 def test_what_only_describes_needs_no_torch(module):
     report, printed = run(f"import {module}")
     assert printed == ""

@@ -27,13 +27,13 @@ from random_weights import RandomWeights
 
 from outsize.config import Config, load_config
 from outsize.data.batch import Batch
-from outsize.planner.timeline import Timeline
+from outsize.planner.simulate.timeline import Timeline
 from outsize.report.chrome import to_chrome
-from outsize.train.machine import available_ram_bytes
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.steps import StepOutcome
-from outsize.train.stream import StreamedTrainer
-from outsize.train.torch_state import borrowed_torch
+from outsize.session.job.machine import available_ram_bytes
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.steps import StepOutcome
+from outsize.session.stream import StreamedTrainer
+from outsize.session.torch_state import borrowed_torch
 from outsize.units import parse_bytes
 
 SHAPE = {

@@ -3,7 +3,7 @@
 from harness import ADAMW, Job, Recorder
 
 from outsize.config import Config, load_config
-from outsize.train.records import StepRecord
+from outsize.train.metrics.run_records import StepRecord
 from outsize.train.run import train
 
 

@@ -24,7 +24,7 @@ from outsize.errors import (
 
 if TYPE_CHECKING:
     from outsize.wrapped.api import load, unwrap, wrap
-    from outsize.wrapped.clip import clip_grad_norm_
+    from outsize.wrapped.clip_grad import clip_grad_norm_
     from outsize.wrapped.optimizer import AdamW
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ __all__ = [
 # What needs torch comes with the first use of its name.
 _LATER = {
     "AdamW": "outsize.wrapped.optimizer",
-    "clip_grad_norm_": "outsize.wrapped.clip",
+    "clip_grad_norm_": "outsize.wrapped.clip_grad",
     "load": "outsize.wrapped.api",
     "unwrap": "outsize.wrapped.api",
     "wrap": "outsize.wrapped.api",

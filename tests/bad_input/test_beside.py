@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bad_input.world import World, change_weight, command, half_written, names_below, process_state, run_well
+from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, DataError, InfeasiblePlanError, OutsizeError, StorageError
-from outsize.train.export import export
 from outsize.train.run import train
 from outsize.train.verify import verify
 

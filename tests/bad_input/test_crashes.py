@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from bad_input.world import World, make_model, run_well
+from outsize.checkpoint.saver import Saver
 from outsize.errors import ConfigError, InfeasiblePlanError, StorageError
-from outsize.planner.ops import Kind
-from outsize.runtime import engine
+from outsize.planner.program.ops import Kind
+from outsize.runtime.engine import engine
+from outsize.session.run_state import Position
 from outsize.train.run import plan, train
-from outsize.train.saver import Saver
-from outsize.train.standing import Position
 
 STEPS = {"steps": 5}
 AUTO = {"train": {"resume": "auto", **STEPS}}

@@ -16,15 +16,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from bad_input.traps import Trap, raiser
 from bad_input.world import World, run_well
 from outsize.errors import DataError, ExecutionError, ModelError, StorageError
-from outsize.planner.ops import Kind
-from outsize.runtime import stepping
-from outsize.runtime.microbatch import MicrobatchRun
-from outsize.runtime.stepping import OptimizerOps
+from outsize.planner.program.ops import Kind
+from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.ops import optimizer_ops
+from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.session.job.prepare import Prepared
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
 from outsize.train import run
-from outsize.train.heartbeat import Heartbeat
-from outsize.train.prepare import Prepared
+from outsize.train.metrics.heartbeat import Heartbeat
 from outsize.train.run import train
 
 DIRECT = {"device": "cpu", "home": "disk", "offload": True}
@@ -45,8 +45,14 @@ LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
     "gradient": (DIRECT, Kind.GRAD, DiskHome, "write", r"GRAD \d@w0.* failed on lane down:w0"),
     "write of a unit": (STAGED, Kind.WRITE, DiskHome, "write", r"WRITE \d<h\d failed on lane write:units"),
     "read of a tile": (DIRECT, Kind.READ, DiskHome, "read_planes", r"READ \d#\d>t\d failed on lane read:"),
-    "step of a tile": (DIRECT, Kind.STEP, stepping, "step_planes", r"STEP \d#\d@t\d failed on lane host"),
-    "step of a unit": (HOST, Kind.STEP, stepping, "step_planes", r"STEP \d failed on lane host"),
+    "step of a tile": (
+        DIRECT,
+        Kind.STEP,
+        optimizer_ops,
+        "step_planes",
+        r"STEP \d#\d@t\d failed on lane host",
+    ),
+    "step of a unit": (HOST, Kind.STEP, optimizer_ops, "step_planes", r"STEP \d failed on lane host"),
     "write of a tile": (
         DIRECT,
         Kind.WRITE,
@@ -258,7 +264,7 @@ def test_an_error_does_not_hold_the_run_in_a_cycle(world: World, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(OptimizerOps, "__init__", noted)
-        Trap(patched, Kind.STEP).put(stepping, "step_planes", raiser(RuntimeError("broken")))
+        Trap(patched, Kind.STEP).put(optimizer_ops, "step_planes", raiser(RuntimeError("broken")))
         gc.collect()
         gc.disable()
         try:

@@ -84,7 +84,7 @@ def test_weights_that_shrink_after_the_check_are_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Headers are checked first; the bytes are read later, when the home is filled."""
-    from outsize.train import stream
+    from outsize.session import stream
 
     model = world.own_model()
     whole = (model / WEIGHTS).read_bytes()

@@ -14,8 +14,8 @@ import pytest
 from bad_input.traps import Trap, while_saving
 from bad_input.world import World, half_written, names_below, run_well
 from outsize.config import dump_config
-from outsize.planner.ops import Kind
-from outsize.runtime.compute import ComputeOps
+from outsize.planner.program.ops import Kind
+from outsize.runtime.ops.compute_ops import ComputeOps
 from outsize.train import run
 from outsize.train.interrupt import Interrupt
 from patience import PATIENCE_S

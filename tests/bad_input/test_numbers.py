@@ -19,12 +19,12 @@ from bad_input.world import SEQ_LEN, WEIGHTS, World, change_weight
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import NonFiniteError
-from outsize.planner.ops import Kind
-from outsize.train.prepare import prepare
+from outsize.planner.program.ops import Kind
+from outsize.session.job.prepare import prepare
+from outsize.session.steps import StepOutcome
+from outsize.session.stream import StreamedTrainer
+from outsize.session.torch_state import borrowed_torch
 from outsize.train.run import train
-from outsize.train.steps import StepOutcome
-from outsize.train.stream import StreamedTrainer
-from outsize.train.torch_state import borrowed_torch
 
 NAN = float("nan")
 POISONED = 50  # the row of the embedding that is NaN

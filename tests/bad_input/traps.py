@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from outsize.model import checkpoint_format
-from outsize.model.checkpoint_shards import CheckpointWriter
-from outsize.planner.ops import Kind, Op
-from outsize.runtime import engine
-from outsize.runtime.context import StepContext
-from outsize.runtime.handlers import HandlerTable
-from outsize.train.saving import Saving
+from outsize.checkpoint.files import checkpoint_format
+from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
+from outsize.checkpoint.saving import Saving
+from outsize.planner.program.ops import Kind, Op
+from outsize.runtime.engine import engine
+from outsize.runtime.engine.op_handlers import HandlerTable
+from outsize.runtime.ops.context import StepContext
 
 SECOND = 1  # steps are numbered from 0
 

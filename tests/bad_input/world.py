@@ -22,7 +22,7 @@ from outsize.config import Config, dump_config
 from outsize.config.load import parse_config
 from outsize.errors import OutsizeError
 from outsize.storage.record import has_commit
-from outsize.train.records import TrainResult
+from outsize.train.metrics.run_records import TrainResult
 from outsize.train.run import train
 from support import save_model
 

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from cli.command_line import status_of
 from outsize.cli import main
-from outsize.cli.options import FLAGS
-from outsize.cli.progress import Progress, describe
+from outsize.cli.text.options import FLAGS
+from outsize.cli.text.progress import Progress, describe
 from outsize.config.messages import all_keys
 from outsize.errors import InfeasiblePlanError, NonFiniteError
-from outsize.train.records import StepRecord, TrainResult, VerifyResult
+from outsize.train.metrics.run_records import StepRecord, TrainResult, VerifyResult
 
 PATHS = ["--model", "m", "--data", "d"]
 

@@ -6,8 +6,8 @@ import pytest
 from cli.command_line import status_of
 from doctor.records import gpu_machine
 from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, probed
-from outsize.cli.probe_text import describe
-from outsize.hardware.all_reduce import summarize
+from outsize.cli.text.probe_text import describe
+from outsize.hardware.all_reduce_arithmetic import summarize
 from outsize.hardware.link_fit import Piece, fit_link
 from outsize.hardware.machine_file import DataRates, parse
 from outsize.hardware.readings import Fact
@@ -26,7 +26,7 @@ def found(tmp_path, monkeypatch):
         announce("host memory and optimizer", 0, 4)
         return found
 
-    monkeypatch.setattr("outsize.probe.run.probe", stand_in)
+    monkeypatch.setattr("outsize.probe.run_probe.probe", stand_in)
     monkeypatch.chdir(tmp_path)
     return found, asked
 

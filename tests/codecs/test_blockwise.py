@@ -3,10 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.open import open_codec
-from outsize.codecs.spec import BLOCKWISE
 from outsize.testing import CodecContract
-from outsize.testing.codecs import TORCH_DTYPE, encode, normal
+from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
 
 NAMES = [spec.name for spec in BLOCKWISE]
 

@@ -5,7 +5,7 @@ from outsize.codecs.delta import apply_difference, difference
 from outsize.codecs.open import open_codec
 from outsize.errors import CodecError
 from outsize.testing import CodecContract, same_bits
-from outsize.testing.codecs import encode, normal
+from outsize.testing.codec_contract import encode, normal
 
 
 class TestDelta(CodecContract):

@@ -3,11 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.codec_spec import ROTATED, codec_spec
 from outsize.codecs.hadamard import rotate, rotate_back, signs
 from outsize.codecs.open import open_codec
-from outsize.codecs.spec import ROTATED, codec_spec
 from outsize.testing import CodecContract
-from outsize.testing.codecs import TORCH_DTYPE, encode, normal
+from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
 
 
 class TestInt8Hadamard(CodecContract):

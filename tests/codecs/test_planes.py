@@ -1,12 +1,12 @@
 import pytest
 import torch
 
+from outsize.codecs.byte_planes import exponent_bound
+from outsize.codecs.codec_spec import ENTROPY
 from outsize.codecs.open import open_codec
-from outsize.codecs.planes import exponent_bound
-from outsize.codecs.spec import ENTROPY
 from outsize.errors import CodecError
 from outsize.testing import CodecContract
-from outsize.testing.codecs import encode, normal
+from outsize.testing.codec_contract import encode, normal
 
 
 class TestEntropy(CodecContract):

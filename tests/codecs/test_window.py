@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.codecs.open import open_codec
-from outsize.codecs.spec import LOSSLESS3, LOSSLESS4
-from outsize.codecs.window_layout import BLOCK_ELEMENTS, MANTISSA_BITS, Sections, WindowLayout
+from outsize.codecs.window_layout import BLOCK_ELEMENTS, MANTISSA_BITS, WindowLayout, WindowSections
 from outsize.codecs.window_numpy import decode_window, encode_window
 from outsize.codecs.window_torch import decode_window_torch
 from outsize.errors import CodecError
 from outsize.testing import CodecContract
-from outsize.testing.codecs import encode, normal
+from outsize.testing.codec_contract import encode, normal
 from words import LAYOUTS, near
 
 
@@ -112,7 +112,7 @@ def test_what_has_no_structure_is_kept_as_it_is():
 def test_zeros_between_blocks_of_weights_cost_nothing():
     """A bias that is all zeros has a window of its own."""
     words = np.concatenate([near(BLOCK_ELEMENTS, odd=0), np.zeros(BLOCK_ELEMENTS, np.uint16)])
-    assert encoded_of(LAYOUTS[0], words).size == Sections(LAYOUTS[0], words.size).num_bytes(0)
+    assert encoded_of(LAYOUTS[0], words).size == WindowSections(LAYOUTS[0], words.size).num_bytes(0)
 
 
 def test_bytes_that_are_no_encoding_are_refused():
@@ -124,7 +124,7 @@ def test_bytes_that_are_no_encoding_are_refused():
         with pytest.raises(CodecError, match="no lossless4 encoding of 40000 elements"):
             codec.decode(damaged.clone(), into)
     outside = encoded.clone()
-    sections = Sections(WindowLayout(MANTISSA_BITS["bf16"], 4), 40_000)
+    sections = WindowSections(WindowLayout(MANTISSA_BITS["bf16"], 4), 40_000)
     listed = outside[2 * sections.exceptions_start : -sections.num_bases].view(torch.int16)
     listed[-1] |= 2047
     with pytest.raises(CodecError, match="listed at"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data.cache import new_entry
+from outsize.data.token_cache import new_entry
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
 from outsize.files import System, replaced

@@ -3,7 +3,7 @@ import gzip
 import pytest
 import zstandard
 
-from outsize.data.files import find_sources, read_chunks
+from outsize.data.corpus_files import find_sources, read_chunks
 from outsize.errors import DataError
 
 

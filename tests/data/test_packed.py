@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outsize.data import IGNORED, open_data
 from outsize.data.detected import Detected
-from outsize.data.packed import OnePerDocument, Packed, PackedDataset
+from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset
 from outsize.data.permute import SeededPermutation
 from outsize.errors import ConfigError, DataError
 
@@ -141,7 +141,7 @@ def test_steps_begin_at_zero(step, num_sequences):
 
 def test_the_order_is_that_of_the_permutation_whatever_the_blocks(tmp_path, monkeypatch):
     """Worked out block by block, in any order of asking, it is the permutation of each epoch."""
-    monkeypatch.setattr("outsize.data.packed._BLOCK", 7)
+    monkeypatch.setattr("outsize.data.packed_dataset._BLOCK", 7)
     np.save(tmp_path / "tokens.npy", np.arange(50 * 4, dtype=np.int32))
     with open_data(
         tmp_path / "tokens.npy", None, seq_len=4, cache_dir=tmp_path, seed=3, vocab_size=999

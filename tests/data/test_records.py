@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data import records
-from outsize.data.records import read_records
+from outsize.data import record_reader
+from outsize.data.record_reader import read_records
 from outsize.errors import DataError
 
 
@@ -44,7 +44,7 @@ json_objects = st.dictionaries(
 def test_an_array_reads_like_its_objects_whatever_the_chunks(objects, indent, size):
     body = json.dumps(objects, indent=indent)
     texts = [body[i : i + size] for i in range(0, len(body), size)]
-    found = list(records._read_array(texts, "a.json"))
+    found = list(record_reader._read_array(texts, "a.json"))
     assert [record for _, record in found] == objects
     if indent:  # an object begins on the line that its number says
         assert all(body.split("\n")[number - 1].lstrip().startswith("{") for number, _ in found)

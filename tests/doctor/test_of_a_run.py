@@ -2,12 +2,12 @@ import time
 from pathlib import Path
 
 from doctor.records import host
-from outsize.data.packed import PackedDataset
+from outsize.data.packed_dataset import PackedDataset
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
+from outsize.telemetry.heartbeat_schema import HostSample
 from outsize.telemetry.host import HostSampler
-from outsize.telemetry.schema import HostSample
 from outsize.testing.tiny import tiny_run
 from outsize.train.run import train
 

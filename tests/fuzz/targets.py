@@ -17,28 +17,28 @@ from torch import nn
 from fuzz.damage import JUNK, documents, holes, texts
 from fuzz.guard import survives
 from hardware.fake_machine import CGROUP_V2, SERVER, build, probed
+from outsize.checkpoint import checkpoint_dir, checkpoint_state, run_checkpoint, trainer_checkpoint
+from outsize.checkpoint.files.checkpoint_files import find_tensors
+from outsize.checkpoint.files.checkpoint_format import read_header, read_tensor, write_file
 from outsize.config.load import load_config
-from outsize.data.cache import CachedTokens
 from outsize.data.detected import Detected
+from outsize.data.token_cache import CachedTokens
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.presets import parse_gpus
 from outsize.model.build import load_hf_config
-from outsize.model.checkpoint_files import find_tensors
-from outsize.model.checkpoint_format import read_header, read_tensor, write_file
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.model.split import split
-from outsize.optim.spec import commit_record_bytes, planes_for
-from outsize.planner.layout import StepLayout
-from outsize.planner.program import parse, render
-from outsize.planner.schedule import build_step
-from outsize.planner.validate import validate
+from outsize.optim.optimizer_spec import commit_record_bytes, planes_for
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.program import parse, render
+from outsize.planner.program.step_layout import StepLayout
+from outsize.session.run_state import checked
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record, layout_digest
 from outsize.storage.pool import IOPool
-from outsize.storage.record import _HEADER, VERSION, Record, _digest
+from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
 from outsize.testing.tiny import SIZES, tiny_run
-from outsize.train import checkpoint, checkpoint_dir, checkpoint_state, trainer_checkpoint
-from outsize.train.standing import checked
 
 ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))
 
@@ -218,7 +218,7 @@ def read_sealed_state(data: bytes) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     written(run / "checkpoints/latest", "step-00000002")
     written(directory / "trainer_state.json", data)
-    survives(ROOT, lambda: checkpoint.check_files(directory))
+    survives(ROOT, lambda: run_checkpoint.check_files(directory))
     survives(ROOT, lambda: checkpoint_state.known_files(run, "0" * 32))
     read_state(data)
 
@@ -290,7 +290,9 @@ SMALL = ModelSpec(dtype="fp32", units=(pack_unit(0, "u", "block", [("w", (40, 60
 SLOT_BYTES = commit_record_bytes(SMALL)
 
 
-def committed_home(path: Path, pool: IOPool, arena: Arena, record: Record | None = None) -> CommittedHome:
+def committed_home(
+    path: Path, pool: IOPool, arena: Arena, record: CommitRecord | None = None
+) -> CommittedHome:
     return CommittedHome(SMALL, planes_for("fp32"), path, pool, arena=arena, record=record)
 
 

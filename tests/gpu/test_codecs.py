@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.open import open_codec
-from outsize.codecs.spec import BLOCKWISE
 from outsize.testing import CodecContract, same_bits
-from outsize.testing.codecs import TORCH_DTYPE, encode, normal
+from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
 from outsize.train.verify import verify
 from support import make_run
 

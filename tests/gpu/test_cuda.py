@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.planner.choice import Choice
-from outsize.train.prepare import prepare
+from outsize.planner.program.activation_policy import Choice
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
 from outsize.train.run import train
-from outsize.train.stream import StreamedTrainer
 from outsize.train.verify import verify
 from support import make_model_dir, make_run
 

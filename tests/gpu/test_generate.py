@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zoo
-from outsize.hardware.spec import CUBLAS_BYTES
+from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.wrapped.module import runner_of
 from wrapped.loops import wrapped
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.runtime.peers import can_copy
-from outsize.runtime.workers import device_names
+from outsize.runtime.device.device_group import device_names
+from outsize.runtime.device.peer_copies import can_copy
 from outsize.train.verify import verify
 from support import make_model_dir, make_run
 

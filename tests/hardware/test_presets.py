@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
+from outsize.hardware.machine_spec import Figure, Link, Machine, Peer, from_json
 from outsize.hardware.pcie import LANE_BYTES_PER_S
 from outsize.hardware.presets import GPUS, find_gpu, parse_gpus, pcie_bytes_per_s
-from outsize.hardware.spec import Figure, Link, Machine, Peer, from_json
 
 
 def test_every_figure_has_a_source_and_none_claims_to_be_measured():

@@ -10,8 +10,8 @@ import torch
 from outsize.errors import StorageError
 from outsize.inference.caller import Caller
 from outsize.inference.loader import Loader
-from outsize.planner.scan import Scan, plan_scan
-from outsize.runtime.device import CpuDevice
+from outsize.planner.search.forward_plan import Scan, plan_scan
+from outsize.runtime.device.device import CpuDevice
 from patience import PATIENCE_S
 
 NUM_UNITS, UNIT_BYTES = 5, 8

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from outsize.checkpoint.files import checkpoint_map
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.errors import CheckpointError
-from outsize.model import checkpoint_map
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.checkpoint import CheckpointReader, WeightSource
 
 STRETCH = 1000  # elements per read: ends inside rows, experts and projections
 

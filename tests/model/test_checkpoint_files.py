@@ -3,8 +3,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.errors import CheckpointError
-from outsize.model.checkpoint_files import locate_checkpoint
 
 
 def test_a_directory_is_its_own_place(tmp_path: Path):

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize import files
-from outsize.errors import CheckpointError
-from outsize.model import checkpoint_format
-from outsize.model.checkpoint_format import (
+from outsize.checkpoint.files import checkpoint_format
+from outsize.checkpoint.files.checkpoint_format import (
     DTYPES,
     bytes_of,
     read_elements,
@@ -19,6 +18,7 @@ from outsize.model.checkpoint_format import (
     sum_of_file,
     write_file,
 )
+from outsize.errors import CheckpointError
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

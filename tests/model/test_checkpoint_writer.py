@@ -11,11 +11,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import zoo
+from outsize.checkpoint.files import checkpoint_format
+from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.errors import StorageError
-from outsize.model import checkpoint_format
 from outsize.model.build import build_skeleton
-from outsize.model.checkpoint_writer import write_checkpoint
-from outsize.model.spec import UnitSpec
+from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
 
 

@@ -8,12 +8,12 @@ import pytest
 from model.test_workload import CONFIGS
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton
-from outsize.model.lora_from_config import MODULES, adapted_workload, parse_modules, with_adapters
-from outsize.model.spec_from_config import read_shape, spec_from_config
-from outsize.model.workload import count_workload
-from outsize.planner.memory import home_bytes
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets, PlanOptions, plan_step
+from outsize.model.sizes.lora_from_config import MODULES, adapted_workload, parse_modules, with_adapters
+from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
+from outsize.model.sizes.workload import count_workload
+from outsize.planner.memory.memory_table import home_bytes
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
 from planner.questions import CONFIG, GIB, ask
 
 

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from outsize.errors import ModelError
-from outsize.model.parted import parts_of, take_in_parts
-from outsize.model.spec_from_config import forward_flops, in_mlp_parts, read_shape, recompute_flops
+from outsize.model.sizes.spec_from_config import forward_flops, in_mlp_parts, read_shape, recompute_flops
 from outsize.model.split import split
+from outsize.model.tiled_mlp import parts_of, take_in_parts
 
 TOKENS = 32
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import outsize
 import zoo
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.checkpoint import CheckpointReader
-from outsize.train.prepare import prepare
+from outsize.session.job.prepare import prepare
 from outsize.train.run import train
 from support import make_model_dir, make_run
 

@@ -3,7 +3,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outsize.errors import ModelError
-from outsize.model.spec_from_config import forward_flops, read_shape, spec_from_config
+from outsize.model.sizes.spec_from_config import forward_flops, read_shape, spec_from_config
 
 LLAMA_8B = {
     "model_type": "llama",

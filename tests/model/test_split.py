@@ -3,7 +3,7 @@ from torch import nn
 
 import zoo
 from outsize.errors import ModelError
-from outsize.model.spec import ALIGN_ELEMENTS, PLANE_ELEMENTS
+from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS
 from outsize.model.split import Split, split
 
 

@@ -5,11 +5,11 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from outsize.config import parse_config
 from outsize.model.build import build_skeleton
-from outsize.model.parted import take_in_parts
-from outsize.model.spec_from_config import in_mlp_parts, read_shape
+from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape
+from outsize.model.sizes.workload import count_workload
+from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
-from outsize.model.workload import count_workload
-from outsize.train import prepare
+from outsize.session.job import prepare
 
 SIZES = {
     "hidden_size": 192,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from outsize import native
+from outsize.native.kernel_sources import checksum
 from outsize.native.library import LIBRARY, open_library
-from outsize.native.sources import checksum
 from patience import PATIENCE_S
 
 CI = os.environ.get("CI")
@@ -101,7 +101,7 @@ def test_the_sources_travel_with_the_package():
 THREADS = """
 import os, sys, threading
 import torch
-from outsize.optim.split import join_master, split_master
+from outsize.optim.split_masters import join_master, split_master
 
 torch.set_num_threads(4)
 

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from optim.test_other_rules import Reference, groups
 from optim.test_step import random
-from outsize.model.spec import ModelSpec, UnitSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.optim import factored_kernel
 from outsize.optim.adafactor import Adafactor, step_whole
 from outsize.optim.factors import FACTORS, factored
-from outsize.optim.spec import GRADIENT, StateLayout
-from outsize.optim.split import join_master, split_master, ties_bytes
-from outsize.storage.layout import ITEM_DTYPE
+from outsize.optim.optimizer_spec import GRADIENT, StateLayout
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
+from outsize.storage.home_layout import ITEM_DTYPE
 
 # Matrices of any form, stacks of them, vectors, a number; some do not train.
 SHAPES = [(61, 97), (65,), (3, 700), (200, 300), (40, 10), (1, 33), (5, 31, 17), (4, 3, 64, 3), ()]

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.model.spec import ModelSpec, UnitSpec, pack_unit
-from outsize.optim.adamw import AdamW, step_planes
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
+from outsize.optim.adamw import PlaneAdamW, step_planes
 from outsize.optim.clip import clip_coefficient, gradient_norms
 
-SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+SETTINGS = PlaneAdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 # Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch their
 # neighbour.
 SHAPES = [(61, 97), (3,), (64, 64), (64, 33), (129,), (17, 5, 3), (2048,), (4099,)]
@@ -25,7 +25,7 @@ def odd_unit() -> UnitSpec:
 class Resident:
     """Separate parameters under ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_``: the reference."""
 
-    def __init__(self, unit: UnitSpec, master: torch.Tensor, settings: AdamW) -> None:
+    def __init__(self, unit: UnitSpec, master: torch.Tensor, settings: PlaneAdamW) -> None:
         self.unit = unit
         self.parameters = [
             torch.nn.Parameter(master[t.offset : t.offset + t.numel].clone().view(t.shape))
@@ -177,7 +177,7 @@ def test_padding_and_frozen_parameters_keep_weights_and_moments():
 )
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        AdamW(**bad)
+        PlaneAdamW(**bad)
 
 
 def test_settings_cannot_change():

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.model.spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.factors import FACTORS, factor_shape, factored
-from outsize.optim.spec import StateLayout, commit_record_bytes, committed_bytes, home_bytes
-from outsize.storage.layout import Layout
+from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes, committed_bytes, home_bytes
+from outsize.storage.home_layout import HomeLayout
 
 SHAPE = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 TENSORS = st.lists(st.tuples(SHAPE, st.booleans()), min_size=1, max_size=6)
@@ -57,9 +57,9 @@ def test_a_home_is_as_large_as_its_planes_say(units, layout):
         for i, tensors in enumerate(units)
     )
     model = ModelSpec(units=specs, dtype=layout.dtype)
-    assert Layout(model, layout.planes).num_bytes == sum(home_bytes(unit, layout) for unit in specs)
+    assert HomeLayout(model, layout.planes).num_bytes == sum(home_bytes(unit, layout) for unit in specs)
     twice = [name for name in layout.planes if name != "gradient"]
-    assert Layout(model, layout.planes, twice=twice).num_bytes == sum(
+    assert HomeLayout(model, layout.planes, twice=twice).num_bytes == sum(
         committed_bytes(unit, layout) for unit in specs
     )
     assert commit_record_bytes(model, planes=layout.planes) > 0

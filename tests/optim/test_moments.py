@@ -12,7 +12,7 @@ from outsize.optim.moments import (
     to_bf16,
     to_codes,
 )
-from outsize.optim.spec import BLOCK_ELEMENTS
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 
 
 def coded(values: torch.Tensor, form, chance: int | torch.Tensor = 0) -> torch.Tensor:

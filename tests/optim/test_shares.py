@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, StateLayout
 from outsize.optim.shares import largest_share, share_granule, shares
-from outsize.optim.spec import GRADIENT, WEIGHTS, StateLayout
 
 
 @st.composite

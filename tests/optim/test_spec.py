@@ -1,6 +1,6 @@
 import pytest
 
-from outsize.optim.spec import (
+from outsize.optim.optimizer_spec import (
     StateLayout,
     bytes_per_parameter,
     master_plane,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outsize.optim.split import join_master, split_master, ties_bytes
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
 
 EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16
 # Where rounding changes, and a few between.

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize import native
-from outsize.model.spec import UnitSpec, pack_unit
-from outsize.optim.adamw import AdamW
+from outsize.model.sizes.model_spec import UnitSpec, pack_unit
+from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
-from outsize.optim.spec import BLOCK_ELEMENTS
-from outsize.optim.split import join_master, split_master, ties_bytes
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
 
 # Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch.
@@ -63,7 +63,7 @@ def same(one: StatePlanes, other: StatePlanes) -> bool:
 class Resident:
     """Separate fp32 parameters under ``torch.optim.AdamW(fused=True)``: the reference."""
 
-    def __init__(self, unit: UnitSpec, master: torch.Tensor, settings: AdamW) -> None:
+    def __init__(self, unit: UnitSpec, master: torch.Tensor, settings: PlaneAdamW) -> None:
         self.tensors = [t for t in unit.tensors if t.trainable]
         self.parameters = [
             torch.nn.Parameter(master[t.offset : t.offset + t.numel].clone()) for t in self.tensors
@@ -95,11 +95,11 @@ class Resident:
 
 
 OPTIONS = [
-    (AdamW(betas=(0.9, 0.999), weight_decay=0.1), torch.bfloat16, "split", None),
-    (AdamW(betas=(0.9, 0.95), weight_decay=0.0), torch.float32, "split", 0.3),
-    (AdamW(betas=(0.3, 0.5), weight_decay=1.0, eps=1e-3), torch.bfloat16, "split", 0.5),
-    (AdamW(betas=(0.0, 0.999), eps=0.0), torch.float32, "separate", None),
-    (AdamW(betas=(0.95, 0.99), weight_decay=0.01), torch.bfloat16, "own", 2.0),
+    (PlaneAdamW(betas=(0.9, 0.999), weight_decay=0.1), torch.bfloat16, "split", None),
+    (PlaneAdamW(betas=(0.9, 0.95), weight_decay=0.0), torch.float32, "split", 0.3),
+    (PlaneAdamW(betas=(0.3, 0.5), weight_decay=1.0, eps=1e-3), torch.bfloat16, "split", 0.5),
+    (PlaneAdamW(betas=(0.0, 0.999), eps=0.0), torch.float32, "separate", None),
+    (PlaneAdamW(betas=(0.95, 0.99), weight_decay=0.01), torch.bfloat16, "own", 2.0),
 ]
 
 
@@ -145,7 +145,7 @@ def test_fewer_bits_are_the_same_bits_in_every_form(moments, masters, dtype, use
         gradient[::7] = 0.0
         for planes, use in zip(forms, (False, use_native), strict=True):
             step_state(
-                AdamW(weight_decay=0.1), unit, planes, gradient, start=0, step=number, lr=1e-2,
+                PlaneAdamW(weight_decay=0.1), unit, planes, gradient, start=0, step=number, lr=1e-2,
                 clip_coefficient=torch.tensor(0.7), seed=3, use_native=use,
             )  # fmt: skip
     assert same(*forms)
@@ -162,12 +162,14 @@ def test_tiles_and_threads_change_nothing(moments, tile, use_native):
         gradient = random(unit.numel, number).bfloat16()
         common = {"step": number, "lr": 1e-2, "seed": 1, "use_native": use_native}
         torch.set_num_threads(1)
-        step_state(AdamW(), unit, whole, gradient, start=0, **common)
+        step_state(PlaneAdamW(), unit, whole, gradient, start=0, **common)
         torch.set_num_threads(3)
         try:
             for first in range(0, unit.numel, tile):
                 last = min(first + tile, unit.numel)
-                step_state(AdamW(), unit, tiled.cut(first, last), gradient[first:last], start=first, **common)
+                step_state(
+                    PlaneAdamW(), unit, tiled.cut(first, last), gradient[first:last], start=first, **common
+                )
         finally:
             torch.set_num_threads(former)
     assert same(whole, tiled)
@@ -186,7 +188,7 @@ def test_any_sizes_and_magnitudes_give_the_same_bits_in_both_forms(sizes, moment
     for number in (1, 2):
         gradient = random(unit.numel, number) * 10.0**scale * torch.exp(4 * random(unit.numel, seed + 9))
         for planes, use in zip(forms, (False, True), strict=True):
-            step_state(AdamW(), unit, planes, gradient, start=0, step=number, lr=0.1, use_native=use)
+            step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=number, lr=0.1, use_native=use)
     assert same(*forms)
 
 
@@ -195,7 +197,7 @@ def test_what_does_not_step_keeps_what_it_has(moments, use_native):
     unit = odd_unit()
     planes = planes_of(random(unit.numel, 0), moments)
     gradient = random(unit.numel, 1)
-    step_state(AdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, use_native=use_native)
+    step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, use_native=use_native)
     before = planes_of(random(unit.numel, 0), moments)
     for field in dataclasses.fields(planes):
         if (plane := getattr(planes, field.name)) is not None:
@@ -205,7 +207,9 @@ def test_what_does_not_step_keeps_what_it_has(moments, use_native):
         if t.trainable and t.name != "p1":
             outside[t.offset : t.offset + t.numel] = False
     gradient[outside] = torch.nan
-    step_state(AdamW(), unit, planes, gradient, start=0, step=2, lr=0.1, skip={"p1"}, use_native=use_native)
+    step_state(
+        PlaneAdamW(), unit, planes, gradient, start=0, step=2, lr=0.1, skip={"p1"}, use_native=use_native
+    )
     for name in ("weights", "master_low", "exp_avg", "exp_avg_sq"):
         now, then = getattr(planes, name), getattr(before, name)
         assert torch.equal(now[outside], then[outside]), name
@@ -219,7 +223,9 @@ def test_another_seed_rounds_otherwise_and_the_same_seed_the_same(moments, use_n
     for seed in (1, 1, 2):
         planes = planes_of(random(unit.numel, 0), moments)
         gradient = random(unit.numel, 1)
-        step_state(AdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, seed=seed, use_native=use_native)
+        step_state(
+            PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, seed=seed, use_native=use_native
+        )
         results.append(planes)
     assert same(results[0], results[1])
     assert not torch.equal(results[0].exp_avg.view(torch.uint8), results[2].exp_avg.view(torch.uint8))
@@ -246,7 +252,7 @@ def test_what_does_not_fit_is_refused(change, message):
     arguments = {"planes": planes_of(torch.zeros(4096)), "gradient": torch.zeros(4096)}
     arguments |= {"start": 0, "step": 1, "lr": 0.1} | change
     with pytest.raises(ValueError, match=message):
-        step_state(AdamW(), odd_unit(), **arguments)
+        step_state(PlaneAdamW(), odd_unit(), **arguments)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from outsize.planner.choice import Choice, Kept
-from outsize.planner.layout import StepLayout
-from outsize.planner.leaving import Way, kept_in_stages
-from outsize.planner.stages import HALVES, Stages, slots_for, spans_down, spans_up
+from outsize.planner.program.activation_policy import Choice, Kept
+from outsize.planner.program.stages import HALVES, Stages, slots_for, spans_down, spans_up
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.stage_offload import Way, kept_in_stages
 
 
 def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:

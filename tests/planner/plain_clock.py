@@ -1,8 +1,8 @@
-"""The clock of `outsize.planner.discrete` without what makes it fast: at every moment all work is looked at."""
+"""The clock of `outsize.planner.simulate.discrete` without what makes it fast: every moment looks at all work."""
 
 from math import inf
 
-from outsize.planner.fairness import fair_rates
+from outsize.planner.simulate.fairness import fair_rates
 
 
 def run_plainly(work, capacity):

@@ -3,11 +3,11 @@
 from dataclasses import fields
 
 from outsize.hardware.presets import parse_gpus
-from outsize.model.spec_from_config import read_shape, spec_from_config
-from outsize.model.workload import count_workload
-from outsize.planner.plan import Budgets
-from outsize.planner.question import Question
-from outsize.planner.sizing import PlanOptions
+from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
+from outsize.model.sizes.workload import count_workload
+from outsize.planner.predict.question import Question
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.step_plan import Budgets
 
 GIB = 2**30
 CONFIG = {

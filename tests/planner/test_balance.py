@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
-from outsize.planner.balance import Rates, balanced, offload_order, phases
-from outsize.planner.choice import Choice, Extent
-from outsize.planner.costs import UnitTimes
-from outsize.planner.memory import Demand, offload_rooms
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets, plan_step
-from outsize.planner.prediction import fastest
-from outsize.planner.validate import MemoryLimits, validate
+from outsize.planner.memory.memory_table import Demand, offload_rooms
+from outsize.planner.passes.validate import MemoryLimits, validate
+from outsize.planner.predict.prediction import fastest
+from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.offload_balance import UnitRates, balanced, offload_order, phases
+from outsize.planner.search.step_plan import Budgets, plan_step
+from outsize.planner.simulate.costs import UnitTimes
 from planner.layouts import first_kept, make_layout
 from planner.questions import GIB, ask
 from planner.test_plan import HOST, make_demand, make_model
@@ -39,7 +39,7 @@ SELECTED = {
 
 def rates(link_mib_per_s):
     size = link_mib_per_s * MiB
-    return Rates(times=TIMES, up_bytes_per_s=size, down_bytes_per_s=size)
+    return UnitRates(times=TIMES, up_bytes_per_s=size, down_bytes_per_s=size)
 
 
 def plan(link, device=48 * MiB, host=None, **changes):

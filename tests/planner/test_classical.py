@@ -1,6 +1,6 @@
 import pytest
 
-from outsize.planner.classical import (
+from outsize.planner.simulate.classical import (
     Layers,
     Schedule,
     gpipe,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from outsize.planner.comparison import BETWEEN, COMPUTE, Steps, compare
-from outsize.planner.timeline import Event, Timeline
+from outsize.planner.simulate.comparison import BETWEEN, COMPUTE, Steps, compare
+from outsize.planner.simulate.timeline import Event, Timeline
 
 
 def event(lane, op, start_s, end_s, waited_for=""):

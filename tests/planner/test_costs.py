@@ -4,18 +4,18 @@ import pytest
 
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ConfigError
+from outsize.hardware.machine_spec import Figure, Peer
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure, Peer
-from outsize.model.spec import ModelSpec, PartKind, pack_part, pack_unit
-from outsize.optim.spec import StateLayout
-from outsize.planner.choice import Choice, Extent
-from outsize.planner.costs import EXCHANGE_S, UnitTimes, cost_model
-from outsize.planner.discrete import Cost
-from outsize.planner.program import parse_op
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import simulate
-from outsize.planner.stages import Stages
-from outsize.planner.transport import load_bytes
+from outsize.model.sizes.model_spec import ModelSpec, PartKind, pack_part, pack_unit
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.memory.link_bytes import load_bytes
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.program import parse_op
+from outsize.planner.program.stages import Stages
+from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes, cost_model
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import simulate
 from planner.layouts import make_layout
 
 UNITS = tuple(pack_unit(i, f"u{i}", "block", [("w", (1 << 20,), True, True)]) for i in range(4))

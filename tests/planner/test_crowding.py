@@ -2,12 +2,12 @@
 
 import pytest
 
-from outsize.planner.costs import EXCHANGE_S, UnitTimes
-from outsize.planner.crowding import crowded
-from outsize.planner.discrete import Cost
-from outsize.planner.ops import Kind
-from outsize.planner.program import parse_op
-from outsize.planner.simulate import CostModel
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import parse_op
+from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
+from outsize.planner.simulate.crowding import crowded
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import CostModel
 
 OPS = [parse_op(text) for text in ("F 0.0@w0", "B 0.0@w0", "STEP 0", "REDUCE 0<h0", "READ 0#0>t0")]
 COSTS = {

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ProgramError
-from outsize.planner.cut import cut_step, step_units, summing
-from outsize.planner.hazards import Hazards
-from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind
-from outsize.planner.program import Program, parse, render
-from outsize.planner.schedule import build_step
-from outsize.planner.validate import validate
+from outsize.planner.passes.step_parts import cut_step, step_units, summing
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Program, parse, render
+from outsize.planner.program.step_layout import StepLayout
 from planner.layouts import first_kept
 
 LAYOUT = StepLayout(

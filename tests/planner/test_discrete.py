@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.discrete import Cost, Work, run_work
+from outsize.planner.simulate.discrete import Cost, Work, run_work
 from planner.plain_clock import run_plainly
 
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
-from outsize.planner.hazards import Hazards
-from outsize.planner.lanes import lane_of
-from outsize.planner.ops import Kind
-from outsize.planner.program import Program, parse_op, render
-from outsize.planner.schedule import build_step
-from outsize.planner.validate import validate
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Program, parse_op, render
 from planner.layouts import layouts, make_layout, shared_layouts, staged_layouts
 
 EXCHANGES = (Kind.REDUCE, Kind.AGREE, Kind.GATHER)

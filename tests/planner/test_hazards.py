@@ -1,10 +1,10 @@
 import pytest
 from hypothesis import given, settings
 
-from outsize.planner.hazards import SAVE_WINDOW, Hazards
-from outsize.planner.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind
-from outsize.planner.program import parse, parse_op
-from outsize.planner.schedule import build_step
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
+from outsize.planner.program.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind
+from outsize.planner.program.program import parse, parse_op
 from planner.layouts import layouts, make_layout
 
 

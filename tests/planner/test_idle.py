@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.planner.idle import Waits, Window
-from outsize.planner.timeline import Event
+from outsize.planner.simulate.stalls import Waits, Window
+from outsize.planner.simulate.timeline import Event
 
 
 def event(lane: str, op: str, start_s: float, end_s: float, waited_for: str = "") -> Event:

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
-from outsize.planner.choice import Choice, Extent
-from outsize.planner.keeping import keep_order, kept_so_far, most_kept
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets, Demand, plan_step
-from outsize.planner.validate import validate
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.recompute_policy import keep_order, kept_so_far, most_kept
+from outsize.planner.search.step_plan import Budgets, Demand, plan_step
 from planner.layouts import first_kept, make_layout
 from planner.test_plan import HOST, check, make_demand, make_model
 

@@ -1,7 +1,7 @@
 import pytest
 
-from outsize.planner.lanes import lane_of
-from outsize.planner.program import parse_op
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.program import parse_op
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.choice import Extent, bytes_of
-from outsize.planner.hazards import Hazards
-from outsize.planner.lanes import lane_of
-from outsize.planner.liveness import ActivationMeter, Live, peak_activations
-from outsize.planner.ops import FORWARD_KINDS, Kind
-from outsize.planner.program import parse, render_op
-from outsize.planner.schedule import build_step
+from outsize.planner.memory.activation_liveness import ActivationMeter, Live, peak_activations
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.activation_policy import Extent, bytes_of
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.ops import FORWARD_KINDS, Kind
+from outsize.planner.program.program import parse, render_op
 from planner.layouts import first_kept, layouts, make_layout
 
 

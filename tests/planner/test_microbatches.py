@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
-from outsize.planner.microbatches import (
+from outsize.planner.search.microbatch_search import (
     FULL_TOKENS,
     LARGEST_TOKENS,
     PER_GPU,

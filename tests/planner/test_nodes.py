@@ -4,10 +4,10 @@ import pytest
 
 from outsize.codecs.wire import Wire
 from outsize.errors import ConfigError
-from outsize.hardware.spec import Figure
+from outsize.hardware.machine_spec import Figure
 from outsize.planner.decision import planned_at
-from outsize.planner.prediction import fastest, predict
-from outsize.planner.what_if import outcome
+from outsize.planner.predict.prediction import fastest, predict
+from outsize.planner.predict.what_if import outcome
 from planner.questions import CONFIG, ask
 
 

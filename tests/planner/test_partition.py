@@ -4,13 +4,13 @@ from random import Random
 
 import pytest
 
-from outsize.planner.discrete import Cost
-from outsize.planner.ops import Kind
-from outsize.planner.partition import Pipeline, partition
-from outsize.planner.pipeline import StageTimes, bubble, makespan_s, stage_times
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.stages import Stages, spans_down, spans_up
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.planner.search.partition import Pipeline, partition
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.pipeline import StageTimes, bubble, makespan_s, stage_times
+from outsize.planner.simulate.simulator import CostModel, simulate
 from planner.test_staged import staged
 
 

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from outsize.planner.disk import insert_disk
-from outsize.planner.ops import Kind
-from outsize.planner.passes import (
+from outsize.planner.passes.cycle import (
     COMPUTE,
     insert_gradients,
     insert_loads,
@@ -14,8 +12,10 @@ from outsize.planner.passes import (
     insert_steps,
     v_cycle,
 )
-from outsize.planner.program import Program, parse, render
-from outsize.planner.schedule import build_step
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.tiles import insert_disk
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Program, parse, render
 from planner.layouts import layouts, make_layout
 
 

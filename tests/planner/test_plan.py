@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
-from outsize.model.spec import ModelSpec, pack_unit
-from outsize.optim.spec import StateLayout, commit_record_bytes
-from outsize.planner.memory import COMMIT_COPIES
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets, Demand, PlanOptions, plan_step
-from outsize.planner.validate import MemoryLimits, validate
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
+from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
+from outsize.planner.memory.memory_table import COMMIT_COPIES
+from outsize.planner.passes.validate import MemoryLimits, validate
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.step_plan import Budgets, Demand, PlanOptions, plan_step
 
 MiB = 2**20
 BLOCK, EMBEDDING, REST = 256 * 1024, 1024 * 1024, 2048

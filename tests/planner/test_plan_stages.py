@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.model.spec import ModelSpec, pack_unit
-from outsize.planner.balance import Rates
-from outsize.planner.choice import Choice, Extent
-from outsize.planner.costs import UnitTimes
-from outsize.planner.discrete import Cost
-from outsize.planner.memory import Demand
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets, PlanOptions
-from outsize.planner.plan_stages import plan_stages
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.stage_layout import num_handed_over
-from outsize.planner.stages import Stages, cursor_after, spans_down, spans_up
-from outsize.planner.validate import validate
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
+from outsize.planner.memory.memory_table import Demand
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, cursor_after, spans_down, spans_up
+from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.plan_stages import plan_stages
+from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.step_plan import Budgets, PlanOptions
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import CostModel, simulate
 from planner.layouts import staged_layouts
 
 HOST = PlanOptions(home="host", below="host", microbatches=4)
@@ -211,7 +211,7 @@ def test_the_faster_of_keeping_and_recomputing_at_the_turn_is_taken():
         validate(program, found["auto"].layout)
 
 
-def rates(spec: ModelSpec, link: float = 1e6) -> Rates:
+def rates(spec: ModelSpec, link: float = 1e6) -> UnitRates:
     """Units of a second forward and two backward beside the recompute, over links of a megabyte per second."""
     count, asked = spec.num_streamed, demand(spec)
     times = UnitTimes(
@@ -220,7 +220,7 @@ def rates(spec: ModelSpec, link: float = 1e6) -> Rates:
         recompute_s=asked.recompute_s,
         spared_s={extent: tuple(seconds) for extent, seconds in asked.selected_s.items()},
     )
-    return Rates(times=times, up_bytes_per_s=link, down_bytes_per_s=link)
+    return UnitRates(times=times, up_bytes_per_s=link, down_bytes_per_s=link)
 
 
 def cut_plan(attention: int = 2_000, products: int = 9_000, budgets: Budgets = ROOMY):

@@ -1,8 +1,8 @@
 import pytest
 
 from outsize.planner.decision import planned_at
-from outsize.planner.expectation import SIMULATED_TILES
-from outsize.planner.prediction import fastest
+from outsize.planner.predict.expectation import SIMULATED_TILES
+from outsize.planner.predict.prediction import fastest
 from planner.questions import ask
 
 
@@ -53,7 +53,7 @@ def test_tiles_are_simulated_coarsely_and_take_the_same_time():
     question = ask(home="disk", microbatches=2)
     coarse_s = planned_at(question, 2, "disk").step_s
     assert tiles(question) == SIMULATED_TILES
-    import outsize.planner.expectation as module
+    import outsize.planner.predict.expectation as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIMULATED_TILES", 10**6)

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
-from outsize.planner import ops as ops_module
-from outsize.planner.ops import Kind, Op
-from outsize.planner.program import (
+from outsize.planner.program import ops as ops_module
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import (
     SHAPES,
     Program,
     excerpt,

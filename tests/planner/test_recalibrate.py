@@ -5,16 +5,16 @@ from math import inf
 
 import pytest
 
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner.balance import Rates
-from outsize.planner.comparison import compare
-from outsize.planner.costs import UnitTimes
-from outsize.planner.expectation import PlannedStep
-from outsize.planner.plan import Budgets, PlanOptions, plan_step
-from outsize.planner.plan_stages import plan_stages
-from outsize.planner.recalibrate import read_trace
-from outsize.planner.timeline import Timeline
+from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.plan_stages import plan_stages
+from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
+from outsize.planner.simulate.comparison import compare
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.recalibrate import read_trace
+from outsize.planner.simulate.timeline import Timeline
 from planner.test_plan import make_demand, make_model
 
 FORWARD_S = (1e-4, *[2e-3] * 6, 3e-3)
@@ -37,7 +37,7 @@ def planned(home="host", workers=1, **changes):
     if workers == 1:
         plan = plan_step(model, demand, budgets, options)
     else:
-        rates = Rates(times=TIMES, up_bytes_per_s=inf, down_bytes_per_s=inf)
+        rates = UnitRates(times=TIMES, up_bytes_per_s=inf, down_bytes_per_s=inf)
         options = replace(options, num_workers=workers, rates=rates, leaves_unasked=False)
         plan = plan_stages(model, demand, budgets, options)
     return PlannedStep(plan=plan, model=model, boundary_bytes=demand.boundary_bytes)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Kind, Op
-from outsize.planner.program import parse
-from outsize.planner.rules import Rules
-from outsize.planner.rules_home import BrokenRuleError
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import parse
+from outsize.planner.program.program_rules import Rules
+from outsize.planner.program.rules_home import BrokenRuleError
+from outsize.planner.program.step_layout import StepLayout
 from planner.layouts import make_layout
 
 ONE = make_layout(1)

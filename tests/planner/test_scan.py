@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
-from outsize.planner.scan import PREFETCH, break_even_batch, bytes_moved_by_lru, plan_scan, spread
+from outsize.planner.search.forward_plan import (
+    PREFETCH,
+    break_even_batch,
+    bytes_moved_by_lru,
+    plan_scan,
+    spread,
+)
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
 

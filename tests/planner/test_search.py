@@ -3,13 +3,13 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner.assumptions import figures_used
 from outsize.planner.decision import decide, missing_host_bytes
-from outsize.planner.microbatches import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
-from outsize.planner.plan import Budgets
-from outsize.planner.prediction import fastest, predict
+from outsize.planner.predict.assumptions import figures_used
+from outsize.planner.predict.prediction import fastest, predict
+from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
+from outsize.planner.search.step_plan import Budgets
 from planner.questions import GIB, ask
 
 

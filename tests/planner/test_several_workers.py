@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.spec import Figure
-from outsize.planner.choice import Choice
+from outsize.hardware.machine_spec import Figure
 from outsize.planner.decision import clocked_s, planned_at
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Budgets
-from outsize.planner.prediction import fastest
-from outsize.planner.simulate import simulate
-from outsize.planner.stages import Stages, spans_down, spans_up
-from outsize.planner.validate import validate
+from outsize.planner.passes.validate import validate
+from outsize.planner.predict.prediction import fastest
+from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.planner.search.step_plan import Budgets
+from outsize.planner.simulate.simulator import simulate
 from planner.questions import CONFIG, GIB, ask
 
 

@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.choice import Extent
-from outsize.planner.discrete import Cost
-from outsize.planner.ops import Kind
-from outsize.planner.program import parse, parse_op
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import CostModel, simulate
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import parse, parse_op
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import CostModel, simulate
 from planner.layouts import layouts, make_layout
 
 SECONDS = {Kind.LOAD: 2.0, Kind.FORWARD: 1.0, Kind.FORWARD_BACKWARD: 3.0, Kind.BACKWARD: 3.0, Kind.GRAD: 1.0}
@@ -68,7 +68,7 @@ def test_critical_path_order_and_memory_hold_for_any_program_and_any_speed(layou
 @settings(max_examples=60)
 @given(layouts(), costs())
 def test_what_is_held_never_exceeds_what_the_plan_sets_aside(layout, costs):
-    from outsize.planner.liveness import peak_activations
+    from outsize.planner.memory.activation_liveness import peak_activations
 
     program = build_step(layout)
     sizes = tuple(range(1, layout.num_streamed + 1))

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.planner.slots import assign_slots
+from outsize.planner.passes.slots import assign_slots
 
 
 def v(num_units):

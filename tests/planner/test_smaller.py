@@ -2,9 +2,9 @@
 
 import pytest
 
-from outsize.optim.spec import StateLayout
-from outsize.planner.sizing import PlanOptions
-from outsize.planner.smaller import smaller_microbatches, smaller_states
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.smaller import smaller_microbatches, smaller_states
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
-from outsize.planner.choice import Choice, Extent, bytes_of
-from outsize.planner.discrete import Cost
-from outsize.planner.hazards import SAVE_WINDOW, Hazards
-from outsize.planner.leaving import ON_THEIR_WAY, Way, kept_in_stages
-from outsize.planner.ops import COMPUTE_KINDS, Kind
-from outsize.planner.program import Program, parse, render
-from outsize.planner.schedule import build_step
-from outsize.planner.simulate import CostModel, simulate
-from outsize.planner.stage_layout import arrival_bytes
-from outsize.planner.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
-from outsize.planner.validate import validate
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
+from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
+from outsize.planner.program.ops import COMPUTE_KINDS, Kind
+from outsize.planner.program.program import Program, parse, render
+from outsize.planner.program.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
+from outsize.planner.search.stage_layout import arrival_bytes
+from outsize.planner.search.stage_offload import ON_THEIR_WAY, Way, kept_in_stages
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import CostModel, simulate
 from planner.layouts import make_layout, staged_layouts
 
 STAGES = Stages(forward=((0, 1),), backward=((1, 2), (0, 1)), round_size=2)

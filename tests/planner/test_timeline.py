@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.planner.timeline import UNKNOWN_OWNER, Event, Timeline
+from outsize.planner.simulate.timeline import UNKNOWN_OWNER, Event, Timeline
 
 
 def event(lane, op, start_s, end_s, waited_for=""):

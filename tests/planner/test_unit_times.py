@@ -4,7 +4,7 @@ import pytest
 
 from outsize.errors import ConfigError
 from outsize.hardware.presets import find_gpu, parse_gpus
-from outsize.planner.unit_times import unit_times
+from outsize.planner.simulate.gpu_times import unit_times
 from planner.questions import ask
 
 WORK = ask().workload_of(2)

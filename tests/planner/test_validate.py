@@ -5,11 +5,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
-from outsize.planner.choice import Choice
-from outsize.planner.ops import Kind
-from outsize.planner.program import Program, parse, parse_op, render
-from outsize.planner.schedule import build_step
-from outsize.planner.validate import MemoryLimits, validate
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import MemoryLimits, validate
+from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Program, parse, parse_op, render
 from planner.layouts import first_kept, layouts, make_layout
 
 ESSENTIAL = (Kind.LOAD, Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD, Kind.GRAD, Kind.STEP)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.codecs.spec import LOSSLESS4
+from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.spec import Figure
-from outsize.model.spec_from_config import in_mlp_parts, read_shape
-from outsize.model.workload import count_workload
-from outsize.planner.plan import Budgets
-from outsize.planner.prediction import LINK_UP, fastest
-from outsize.planner.what_if import estimated_outcome, outcome, parse_change, usual_changes
+from outsize.hardware.machine_spec import Figure
+from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape
+from outsize.model.sizes.workload import count_workload
+from outsize.planner.predict.prediction import LINK_UP, fastest
+from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
+from outsize.planner.search.step_plan import Budgets
 from planner.questions import CONFIG, GIB, ask
 
 TIGHT = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)

@@ -2,11 +2,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outsize.cli.probe_rows import several_rows
+from outsize.cli.text.probe_rows import several_rows
 from outsize.errors import CodecError
 from outsize.hardware.machine_file import parse
-from outsize.probe.codecs import measure_codecs
-from outsize.probe.run import Wishes, probe
+from outsize.probe.codec_probe import measure_codecs
+from outsize.probe.run_probe import Wishes, probe
 from probe.efforts import TINY
 
 

@@ -11,9 +11,9 @@ from doctor.records import gpu
 from hardware.fake_machine import measured
 from outsize.hardware.cpu import NumaNode
 from outsize.hardware.readings import Fact
-from outsize.model.spec import ModelSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.probe import host_costs, several_gpus
-from outsize.probe.data import measure_data
+from outsize.probe.data_probe import measure_data
 from outsize.probe.host_costs import measure_numa, measure_pinning
 from outsize.probe.several_gpus import measure_peers, measure_together, read_loaded_link
 from outsize.probe.shapes import measure_shapes, shapes_of

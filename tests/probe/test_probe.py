@@ -7,10 +7,10 @@ import torch
 from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.readings import Measurement
 from outsize.probe.compute import measure_attention, measure_matmul
-from outsize.probe.disk import measure_disk
+from outsize.probe.disk_probe import measure_disk
 from outsize.probe.effort import FULL, shared, within_memory
 from outsize.probe.link import measure_links, sizes
-from outsize.probe.run import Wishes, probe
+from outsize.probe.run_probe import Wishes, probe
 from outsize.probe.timing import sample
 from probe.efforts import MIB, TINY
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from outsize.hardware.machine_file import readings
 from outsize.probe.effort import QUICK
-from outsize.probe.run import probe
+from outsize.probe.run_probe import probe
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 tempfile.tempdir = "/proc"  # nobody may write there, not even root

@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from outsize.planner.timeline import Event, Timeline
+from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.report.chrome import to_chrome
 
 MIB = 2**20

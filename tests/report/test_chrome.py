@@ -1,6 +1,6 @@
 import json
 
-from outsize.planner.timeline import Event, Timeline
+from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.report.chrome import to_chrome
 
 TIMELINE = Timeline(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.planner.timeline import Timeline
+from outsize.planner.simulate.timeline import Timeline
 from outsize.report import collect as collecting
 from outsize.report.collect import collect
 from outsize.report.html_page import make_page, page_data, to_json

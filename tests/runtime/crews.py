@@ -11,20 +11,20 @@ from transformers import Trainer
 
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
-from outsize.optim.spec import planes_for
-from outsize.planner.balance import Rates
-from outsize.planner.choice import OFFLOADED, Extent
-from outsize.planner.costs import UnitTimes
-from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions
-from outsize.planner.plan_stages import plan_stages
-from outsize.planner.stage_layout import num_handed_over
-from outsize.planner.stages import Stages
-from outsize.planner.validate import validate
-from outsize.runtime.device import Device, EmulatedDevice
-from outsize.runtime.engine import Engine
-from outsize.runtime.engine_settings import EngineSettings
-from outsize.runtime.workers import Workers
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import planes_for
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.activation_policy import OFFLOADED, Extent
+from outsize.planner.program.stages import Stages
+from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.plan_stages import plan_stages
+from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.runtime.device.device import Device, EmulatedDevice
+from outsize.runtime.device.device_group import Workers
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
 from outsize.storage.scratch import HostScratch
@@ -68,7 +68,7 @@ def plan_crew(
             peers=peers,
             num_workers=num_workers,
             stages=stages,
-            rates=Rates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf),
+            rates=UnitRates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf),
             leaves_unasked=False,
         ),
     )
@@ -126,7 +126,7 @@ def crew_over(
             arena,
             scratch,
             EngineSettings(
-                optimizer=AdamW(weight_decay=0.1), max_grad_norm=max_grad_norm or float("inf"), **chosen
+                optimizer=PlaneAdamW(weight_decay=0.1), max_grad_norm=max_grad_norm or float("inf"), **chosen
             ),
             rooms,
         )

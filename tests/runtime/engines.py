@@ -15,20 +15,20 @@ from outsize.codecs.wire import EXACT, Wire
 from outsize.group.group import Group
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import planes_for
 from outsize.optim.shares import shares
-from outsize.optim.spec import planes_for
-from outsize.planner.choice import Kept
-from outsize.planner.net_memory import net_staging
-from outsize.planner.plan import Budgets, Demand, Plan, PlanOptions, plan_step
-from outsize.planner.schedule import build_step
-from outsize.runtime.binding import TORCH_DTYPE
-from outsize.runtime.context import Microbatch, StepContext
-from outsize.runtime.device import open_device
-from outsize.runtime.engine import Engine
-from outsize.runtime.engine_settings import EngineSettings
-from outsize.runtime.exchange import Shared
-from outsize.runtime.scratches import open_rooms
+from outsize.planner.memory.exchange_memory import net_staging
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.activation_policy import Kept
+from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.runtime.device.device import open_device
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.plan_scratch import open_rooms
+from outsize.runtime.forward.binding import TORCH_DTYPE
+from outsize.runtime.ops.context import Microbatch, StepContext
+from outsize.runtime.ops.exchange_ops import Shared
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
@@ -153,7 +153,7 @@ def engine_over(
             arena,
             scratch,
             EngineSettings(
-                optimizer=AdamW(weight_decay=0.1),
+                optimizer=PlaneAdamW(weight_decay=0.1),
                 max_grad_norm=max_grad_norm or float("inf"),
                 **(settings or {}),
             ),

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.planner.program import parse_op
-from outsize.runtime.activations import ActivationOps
-from outsize.runtime.device import CpuDevice
+from outsize.planner.program.program import parse_op
+from outsize.runtime.device.device import CpuDevice
+from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.arena import Arena
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch

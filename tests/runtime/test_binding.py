@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.model.spec import ALIGN_ELEMENTS, UnitSpec, pack_unit
+from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, UnitSpec, pack_unit
 from outsize.model.split import split
-from outsize.runtime.binding import Binder, GradientSums, tensor_views
+from outsize.runtime.forward.binding import Binder, GradientSums, tensor_views
 
 UNIT = pack_unit(
     0, "u", "block", [("w", (3, 5), True, True), ("b", (7,), True, False), ("s", (), True, True)]

@@ -10,9 +10,9 @@ from outsize.errors import ModelError
 from outsize.model.build import build_skeleton
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.runtime import calibrate as module
-from outsize.runtime.calibrate import calibrate
-from outsize.runtime.measured import Measured
+from outsize.runtime.trial import calibrate as module
+from outsize.runtime.trial.calibrate import calibrate
+from outsize.runtime.trial.measured import Measured
 from runtime.oddities import VOCAB, WIDTH, Odd, Sparse
 
 

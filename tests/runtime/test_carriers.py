@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outsize.codecs.open import open_codec
 from outsize.codecs.transport import Transport, staging_bytes
-from outsize.model.spec import pack_unit
-from outsize.runtime.carriers import GradientCarrier
-from outsize.runtime.context import StepContext
+from outsize.model.sizes.model_spec import pack_unit
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.link_codecs import GradientCarrier
 
 UNIT = pack_unit(3, "block", "block", [("weight", (64, 128), True, True)])
 DEVICE: Any = SimpleNamespace(link=lambda _: nullcontext())

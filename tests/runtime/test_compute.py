@@ -1,8 +1,8 @@
 import itertools
 
-from outsize.planner.program import parse
-from outsize.runtime.compute import seed_of
-from outsize.runtime.context import slots_used
+from outsize.planner.program.program import parse
+from outsize.runtime.ops.compute_ops import seed_of
+from outsize.runtime.ops.context import slots_used
 
 
 def test_every_piece_of_code_has_a_seed_of_its_own():

@@ -14,12 +14,12 @@ from torch import nn
 
 import reference
 from outsize.errors import ExecutionError, ModelError, NonFiniteError
-from outsize.planner.choice import Extent
-from outsize.planner.ops import Kind
-from outsize.planner.stages import Stages, spans_down, spans_up
-from outsize.runtime.device import EmulatedDevice
-from outsize.runtime.selecting import PRODUCTS, Watch
-from outsize.runtime.staged_run import StagedRun
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.runtime.device.device import EmulatedDevice
+from outsize.runtime.forward.selective_recompute import PRODUCTS, Watch
+from outsize.runtime.forward.staged_run import StagedRun
 from patience import PATIENCE_S
 from planner.layouts import cuts
 from reference import Recipe

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from outsize.errors import ConfigError
-from outsize.runtime.device import CpuDevice, Device, EmulatedDevice, open_device
+from outsize.runtime.device.device import CpuDevice, Device, EmulatedDevice, open_device
 from outsize.storage.ledger import Ledger
 from outsize.testing import DEVICE_CONTRACT, MakeDevice
 
@@ -59,7 +59,7 @@ def test_an_emulated_link_takes_the_time_that_its_rate_says(
     """The copy itself counts; a copy that takes longer is not slowed down further."""
     clock = Clock()
     times = itertools.cycle((0.0, copying_s))
-    monkeypatch.setattr("outsize.runtime.device.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("outsize.runtime.device.device.time.perf_counter", lambda: next(times))
     device = EmulatedDevice("emulated:1", link_bytes_per_s=1000.0)
     monkeypatch.setattr(device, "_never", clock)
     source, into = torch.arange(500, dtype=torch.uint8), torch.zeros(500, dtype=torch.uint8)

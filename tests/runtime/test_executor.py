@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ExecutionError, NonFiniteError
-from outsize.planner.hazards import Hazards
-from outsize.planner.lanes import lane_of
-from outsize.planner.layout import StepLayout
-from outsize.planner.ops import Op
-from outsize.planner.program import parse
-from outsize.planner.schedule import build_step
-from outsize.runtime.device import CpuDevice, Device
-from outsize.runtime.executor import Executor
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.ops import Op
+from outsize.planner.program.program import parse
+from outsize.planner.program.step_layout import StepLayout
+from outsize.runtime.device.device import CpuDevice, Device
+from outsize.runtime.engine.executor import Executor
 from patience import PATIENCE_S
 from planner.layouts import layouts, make_layout
 

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from outsize.errors import NonFiniteError
-from outsize.model.spec import ModelSpec, pack_unit
-from outsize.optim.spec import planes_for
-from outsize.planner.program import parse_op
-from outsize.runtime.binding import GradientSums, tensor_views
-from outsize.runtime.context import StepContext
-from outsize.runtime.device import CpuDevice
-from outsize.runtime.gradients import GradientOps
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
+from outsize.optim.optimizer_spec import planes_for
+from outsize.planner.program.program import parse_op
+from outsize.runtime.device.device import CpuDevice
+from outsize.runtime.forward.binding import GradientSums, tensor_views
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.pool import IOPool

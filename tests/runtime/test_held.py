@@ -1,6 +1,6 @@
 import torch
 
-from outsize.runtime.held import Held
+from outsize.runtime.forward.saved_tensors import Held
 
 
 def test_what_is_held_is_shown_as_it_was_and_shares_its_memory():

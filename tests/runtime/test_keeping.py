@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.planner.ops import Kind
-from outsize.runtime.held import Shown
-from outsize.runtime.keeping import Keeping
+from outsize.planner.program.ops import Kind
+from outsize.runtime.forward.kept_graph import Keeping
+from outsize.runtime.forward.saved_tensors import Shown
 from planner.layouts import first_kept
 from runtime.engines import contexts, engine_over
 from runtime.test_engine import Breaking, batches, make

@@ -3,7 +3,7 @@ import gc
 import pytest
 import torch
 
-from outsize.runtime.live_bytes import LiveBytes
+from outsize.runtime.trial.live_bytes import LiveBytes
 
 KIB = 1024
 

@@ -9,8 +9,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from outsize.planner.choice import Choice
-from outsize.runtime.selecting import ATTENTION, PRODUCTS, DivergedError, Selected
+from outsize.planner.program.activation_policy import Choice
+from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS, DivergedError, Selected
 from planner.layouts import first_kept
 from reference import Recipe
 from runtime.engines import contexts, engine_over
@@ -110,7 +110,7 @@ def test_a_recompute_that_runs_other_operations_is_found_out():
 
 def test_what_draws_random_numbers_leaves_the_generator_as_it_did(monkeypatch: pytest.MonkeyPatch):
     drop = torch.ops.aten.native_dropout.default
-    monkeypatch.setattr("outsize.runtime.selecting.ATTENTION", frozenset({drop}))
+    monkeypatch.setattr("outsize.runtime.forward.selective_recompute.ATTENTION", frozenset({drop}))
 
     def run() -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)

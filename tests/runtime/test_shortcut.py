@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.runtime.live_bytes import LiveBytes
-from outsize.runtime.microbatch import Roots, roots_of
-from outsize.runtime.shortcut import Needed, Shortcuts, Trial
+from outsize.runtime.forward.microbatch import Roots, roots_of
+from outsize.runtime.forward.short_recompute import Needed, Shortcuts, Trial
+from outsize.runtime.trial.live_bytes import LiveBytes
 
 WIDTH = 8
 

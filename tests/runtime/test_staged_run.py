@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.runtime.boundary import Gradients
-from outsize.runtime.microbatch import Visit
-from outsize.runtime.staged_run import StagedRun, bytes_of
+from outsize.runtime.forward.boundary import Gradients
+from outsize.runtime.forward.microbatch import UnitVisit
+from outsize.runtime.forward.staged_run import StagedRun, bytes_of
 from runtime.oddities import Sparse, batch
 
 
@@ -116,10 +116,10 @@ def test_an_input_with_a_copy_below_leaves_the_worker(world: World):
 def test_what_all_units_share_crosses_once_for_each_worker(world: World):
     mask, table = torch.ones(4, 4), torch.arange(8)
 
-    def visit() -> Visit:
+    def visit() -> UnitVisit:
         leaves = [mask.detach(), table, table[2:], "text"]
         _, structure = pytree.tree_flatten(leaves)
-        return Visit(leaves, structure, {}, Gradients(0))
+        return UnitVisit(leaves, structure, {}, Gradients(0))
 
     first, second, here = visit(), visit(), visit()
     world.run._localise(here)

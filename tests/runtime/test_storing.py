@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
-from outsize.optim.adamw import AdamW
-from outsize.optim.spec import EXP_AVG, MASTER, WEIGHTS, planes_for
-from outsize.planner.memory import store_buffer_bytes
-from outsize.runtime.stepping import OptimizerOps
-from outsize.runtime.storing import StoreOps
+from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import EXP_AVG, MASTER, WEIGHTS, planes_for
+from outsize.planner.memory.memory_table import store_buffer_bytes
+from outsize.runtime.ops.checkpoint_ops import StoreOps
+from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome
@@ -42,7 +42,7 @@ def test_the_pieces_of_a_disk_home_make_the_unit(
             )
         with closing(home):
             buffer = arena.take(store_buffer_bytes(model, "disk"), "buffer")
-            ops = StoreOps(model, home, OptimizerOps(model, home, AdamW(), [], 0), buffer)
+            ops = StoreOps(model, home, OptimizerOps(model, home, PlaneAdamW(), [], 0), buffer)
             for unit in units:
                 dtypes = [torch.bfloat16 if plane == WEIGHTS else torch.float32 for plane in planes]
                 written = [pattern(unit.numel, dtype, seed, arena) for seed, dtype in enumerate(dtypes)]

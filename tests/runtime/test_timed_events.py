@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from outsize.planner.hazards import Hazards
-from outsize.planner.lanes import lane_of
-from outsize.planner.program import parse
-from outsize.runtime.device import CpuDevice
-from outsize.runtime.executor import Executor
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.program import parse
+from outsize.runtime.device.device import CpuDevice
+from outsize.runtime.engine.executor import Executor
 
 
 class Mark:

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from outsize.optim.spec import planes_for
-from outsize.planner.program import parse_op
-from outsize.runtime.device import CpuDevice
-from outsize.runtime.weights import WeightOps, typed_plane
+from outsize.optim.optimizer_spec import planes_for
+from outsize.planner.program.program import parse_op
+from outsize.runtime.device.device import CpuDevice
+from outsize.runtime.ops.load_ops import WeightOps, typed_plane
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.pool import IOPool

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outsize.errors import BudgetExceededError, ConfigError
-from outsize.runtime.device import EmulatedDevice
-from outsize.runtime.workers import Workers, device_names, open_workers, tier_of
+from outsize.runtime.device.device import EmulatedDevice
+from outsize.runtime.device.device_group import Workers, device_names, open_workers, tier_of
 from outsize.storage.ledger import Ledger
 
 

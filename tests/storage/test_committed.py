@@ -12,8 +12,14 @@ from torch import Tensor
 
 from outsize import files
 from outsize.errors import StorageError
-from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for, pack_unit
-from outsize.optim.spec import (
+from outsize.model.sizes.model_spec import (
+    GRANULE_ELEMENTS,
+    PLANE_ELEMENTS,
+    ModelSpec,
+    granule_elements_for,
+    pack_unit,
+)
+from outsize.optim.optimizer_spec import (
     GRADIENT,
     StateLayout,
     commit_record_bytes,
@@ -23,7 +29,7 @@ from outsize.optim.spec import (
 from outsize.storage import record as record_module
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record, layout_digest
-from outsize.storage.layout import ITEM_DTYPE
+from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern, same_bits, small_model

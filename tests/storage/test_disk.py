@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outsize.errors import BudgetExceededError, StorageError
-from outsize.storage.disk import DirectFile
+from outsize.storage.disk_file import DirectFile
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outsize.errors import BudgetExceededError
-from outsize.optim.spec import planes_for
+from outsize.optim.optimizer_spec import planes_for
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome

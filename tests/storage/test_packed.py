@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from outsize.codecs.open import open_codec
 from outsize.codecs.transport import PIECE_ALIGN, PIECE_ELEMENTS, room_bytes
 from outsize.errors import StorageError
-from outsize.optim.spec import planes_for
+from outsize.optim.optimizer_spec import planes_for
 from outsize.storage.arena import Arena
+from outsize.storage.encoded_planes import EncodedRoom, PackedPlane
 from outsize.storage.home import HostHome
-from outsize.storage.packed import PackedPlane, Room
 from outsize.testing import HOME_CONTRACT, same_bits, small_model
-from outsize.testing.codecs import normal
+from outsize.testing.codec_contract import normal
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 400)), max_size=30))
 def test_stretches_never_overlap_and_come_back_whole(changes):
     """Whatever is taken and given back, in any order: what is left in the end is one stretch."""
-    room, held = Room(2048), {}
+    room, held = EncodedRoom(2048), {}
     for name, size in changes:
         if name in held:
             room.give(*held.pop(name))

@@ -6,8 +6,8 @@ import pytest
 
 from hardware.fake_machine import build
 from outsize.telemetry import host
+from outsize.telemetry.heartbeat_schema import HostSample
 from outsize.telemetry.host import HostSampler
-from outsize.telemetry.schema import HostSample
 
 CPU = min(os.sched_getaffinity(0))
 HZ, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outsize.telemetry.schema import SCHEMA_VERSION, Line
-from outsize.train.records import StepRecord
+from outsize.telemetry.heartbeat_schema import SCHEMA_VERSION, Line
+from outsize.train.metrics.run_records import StepRecord
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -10,7 +10,7 @@ import pytest
 
 from outsize.errors import ConfigError
 from outsize.telemetry.writers import Writers, open_writers, values_of
-from outsize.train.records import StepRecord
+from outsize.train.metrics.run_records import StepRecord
 from outsize.train.run import train
 from support import make_run
 

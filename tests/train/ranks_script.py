@@ -16,7 +16,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in 
 
 from outsize.cli import main
 from outsize.testing.processes import fork_ranks
-from outsize.train.heartbeat import Heartbeat
+from outsize.train.metrics.heartbeat import Heartbeat
 
 
 def run(scenario, root):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outsize.telemetry.schema import Line
-from outsize.train import flops
+from outsize.telemetry.heartbeat_schema import Line
+from outsize.train.metrics import flops
 from outsize.train.run import train
 from support import make_run
 

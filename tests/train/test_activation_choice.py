@@ -7,15 +7,15 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner import question
-from outsize.planner.choice import Extent
-from outsize.planner.costs import UnitTimes
-from outsize.planner.ops import Kind
-from outsize.train import decide as module
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.rates import Rates
+from outsize.planner.predict import question
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.session.decide import decide as module
+from outsize.session.decide.rates import Rates
+from outsize.session.job.prepare import Prepared, prepare
 from outsize.train.run import TrainResult, foresee, train
 from support import make_run
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.train.prepare import prepare
+from outsize.session.job.optimizer_layout import layout_for
+from outsize.session.job.prepare import prepare
 from outsize.train.run import plan, train
-from outsize.train.state import layout_for
 from outsize.train.verify import verify
 from outsize.units import align_up
 from support import assert_same_end, end_of, in_dir, make_run

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
+from outsize.checkpoint.saving import Saving
 from outsize.config import Config
 from outsize.errors import ExecutionError, StorageError
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, pack_unit
-from outsize.optim.spec import StateLayout, commit_record_bytes
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
+from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
+from outsize.session.job.machine import home_file
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.pool import IOPool
 from outsize.testing.campaign import digest
 from outsize.testing.faults import LANE, Fault, Key, Layer, layered
 from outsize.train.aftermath import Aftermath
-from outsize.train.machine import home_file
-from outsize.train.records import StepRecord
+from outsize.train.metrics.run_records import StepRecord
 from outsize.train.run import train
-from outsize.train.saving import Saving
 from patience import PATIENCE_S
 from support import make_run
 

@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outsize.checkpoint.checkpoint_dir import STATE, latest
+from outsize.checkpoint.checkpoint_state import position_of
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
-from outsize.train.checkpoint_dir import STATE, latest
-from outsize.train.checkpoint_state import position_of
-from outsize.train.prepare import prepare
+from outsize.session.job.prepare import prepare
+from outsize.session.run_state import Position
+from outsize.session.stream import StreamedTrainer
 from outsize.train.run import train
-from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
 from support import make_run, read_weights, save
 
 

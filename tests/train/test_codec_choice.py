@@ -5,13 +5,13 @@ import pytest
 
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ModelError
+from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import Figure
-from outsize.planner.costs import UnitTimes
-from outsize.train import decide as module
-from outsize.train.codec_rates import codec_rates, crossing_rates
-from outsize.train.prepare import prepare
-from outsize.train.rates import Rates
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.session.decide import decide as module
+from outsize.session.decide.codec_rates import codec_rates, crossing_rates
+from outsize.session.decide.rates import Rates
+from outsize.session.job.prepare import prepare
 from outsize.train.run import foresee, train
 from support import make_run
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import zoo
+from outsize.checkpoint.home_file import newest_home, start
 from outsize.errors import LostRankError, StorageError
+from outsize.session.job.machine import home_file
+from outsize.session.job.prepare import prepare
+from outsize.session.loss_scale import LossScale
+from outsize.session.run_state import Position, state_of
+from outsize.session.stream import StreamedTrainer
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_records
 from outsize.storage.pool import IOPool
-from outsize.testing.groups import ThreadWorld, in_ranks
-from outsize.train.home_file import newest_home, start
-from outsize.train.loss_scale import LossScale
-from outsize.train.machine import home_file
-from outsize.train.prepare import prepare
-from outsize.train.standing import Position, state_of
-from outsize.train.stream import StreamedTrainer
+from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import make_batches, make_config, read_weights, save_model
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from outsize.data.batch import Batch
-from outsize.optim.spec import EXP_AVG
-from outsize.testing.groups import ThreadWorld
+from outsize.optim.optimizer_spec import EXP_AVG
+from outsize.session.job.prepare import prepare
+from outsize.testing.group_contract import ThreadWorld
 from outsize.testing.tiny import tiny_run
 from outsize.train import ddp
-from outsize.train.prepare import prepare
 from outsize.train.replica import opened
 from outsize.train.run import plan, train
 

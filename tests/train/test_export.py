@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, StorageError
-from outsize.train.checkpoint_dir import latest
-from outsize.train.export import export
 from outsize.train.run import train
 from support import make_run
 
@@ -56,7 +56,7 @@ def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path, monk
         target.mkdir()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outsize.train.export.shutil.copytree", broken)
+    monkeypatch.setattr("outsize.checkpoint.export.shutil.copytree", broken)
     with pytest.raises(StorageError, match="No space left"):
         export(run_dir, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -9,16 +9,16 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
 from outsize.hardware.from_probe import read_machine
-from outsize.hardware.spec import Peer
-from outsize.planner.costs import UnitTimes
-from outsize.planner.recalibrate import Trace
+from outsize.hardware.machine_spec import Peer
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.recalibrate import Trace
+from outsize.session.decide import rates
+from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
+from outsize.session.job.prepare import prepare
+from outsize.session.job.relative_times import recompute_shares
 from outsize.testing import in_ranks
 from outsize.train import forecast as module
-from outsize.train import rates
-from outsize.train.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
-from outsize.train.prepare import prepare
 from outsize.train.run import foresee, train
-from outsize.train.unit_times import recompute_shares
 from support import make_run
 
 ALONE = Pace(SingleGroup())
@@ -94,7 +94,7 @@ def test_a_large_state_has_its_disk_timed_and_nothing_stays_there(tmp_path, monk
     times, flops = rates._times(prepared, ALONE)
     assert not lane_rates(prepared, tmp_path / "store", times, flops, ALONE).disk.read_bytes_per_s.measured
     assert SMALL_STATE_BYTES > 2**20
-    monkeypatch.setattr("outsize.train.lane_rates.SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr("outsize.session.decide.lane_rates.SMALL_STATE_BYTES", 0)
     assert lane_rates(prepared, tmp_path / "store", times, flops, ALONE).disk.read_bytes_per_s.measured
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from outsize.checkpoint import home_file as module
 from outsize.errors import StorageError
 from outsize.storage.zram import Zram
-from outsize.train import home_file as module
 
 ZRAM = Zram(
     name="zram0",

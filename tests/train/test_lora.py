@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.export import export
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import base_name
-from outsize.train.checkpoint_dir import latest
-from outsize.train.export import export
-from outsize.train.prepare import Prepared, prepare
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.stream import StreamedTrainer
 from outsize.train.run import plan, train
-from outsize.train.sources import open_dataset
-from outsize.train.stream import StreamedTrainer
+from outsize.train.run_data import open_dataset
 from outsize.train.verify import verify
 from support import make_run
 

@@ -10,8 +10,8 @@ from hardware.fake_machine import build
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, StorageError
 from outsize.hardware.host_memory import read_host_memory
-from outsize.train import machine as module
-from outsize.train.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine
+from outsize.session.job import machine as module
+from outsize.session.job.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine
 
 GIB = 2**30
 

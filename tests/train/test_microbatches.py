@@ -8,10 +8,10 @@ import torch
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
-from outsize.train.microbatches import as_before
-from outsize.train.planning import question_of
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.presets import assumed_machine
+from outsize.session.job.device_presets import assumed_machine
+from outsize.session.job.planning import question_of
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.train.resumed_microbatches import as_before
 from outsize.train.run import plan, train
 from outsize.train.verify import verify
 from support import make_run

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outsize.errors import InfeasiblePlanError, ModelError
-from outsize.train.prepare import prepare
+from outsize.session.job.prepare import prepare
 from outsize.train.run import plan
 from outsize.train.verify import verify
 from support import make_run

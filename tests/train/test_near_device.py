@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.hardware.numa import Placement, left_alone
-from outsize.train import near_device
-from outsize.train.near_device import address_of, bound
+from outsize.session import numa_binding
+from outsize.session.numa_binding import address_of, bound
 from outsize.train.run import train
 from support import in_dir, make_run
 
@@ -53,7 +53,7 @@ def test_threads_old_and_new_are_bound_and_come_back():
 
 def test_a_thread_that_ends_meanwhile_holds_nobody_up(monkeypatch):
     own, gone = os.getpid(), 2**22 + 1  # above the most that a system gives out
-    monkeypatch.setattr(near_device, "_tasks", lambda: [own, gone])
+    monkeypatch.setattr(numa_binding, "_tasks", lambda: [own, gone])
     cpus = os.sched_getaffinity(0)
     with bound(Placement(node=0, cpus=frozenset(cpus), reason="a test")):
         pass
@@ -88,14 +88,14 @@ def test_a_run_of_two_nodes_goes_to_that_of_its_gpu_by_what_the_machine_says(tmp
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(near_device, "_addresses", lambda device: ["0000:41:00.0"])
-    monkeypatch.setattr(near_device.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(numa_binding, "_addresses", lambda device: ["0000:41:00.0"])
+    monkeypatch.setattr(numa_binding.torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda task: {own, 4000})
     config = make_run(tmp_path)
     prepared = SimpleNamespace(
         machine=SimpleNamespace(device="cuda:0"), plan=SimpleNamespace(memory={"host": {"home": 10**9}})
     )
-    found = near_device.placement_of(config, prepared, 1, tmp_path)
+    found = numa_binding.placement_of(config, prepared, 1, tmp_path)
     assert (found.node, found.cpus) == (0, {own})
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.train import peers as module
-from outsize.train.machine import Machine
-from outsize.train.peers import measured_peers, peers_of
-from outsize.train.prepare import prepare
-from outsize.train.rates import measure_rates
+from outsize.session.decide.rates import measure_rates
+from outsize.session.job import device_peers as module
+from outsize.session.job.device_peers import measured_peers, peers_of
+from outsize.session.job.machine import RunMachine
+from outsize.session.job.prepare import prepare
 from support import make_run
 
 RING = frozenset({(0, 1), (1, 2), (2, 0)})
@@ -20,9 +20,9 @@ def configured(**sections: dict[str, Any]) -> Config:
     return Config(model={"path": "m"}, data={"path": "d"}, train={"run_dir": "r"}, **sections)
 
 
-def machine(device: str) -> Machine:
+def machine(device: str) -> RunMachine:
     sizes = dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), 2**40)
-    return Machine(device=device, home="host", below="host", **sizes)
+    return RunMachine(device=device, home="host", below="host", **sizes)
 
 
 def test_emulated_devices_copy_where_a_rate_says_how_fast():

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from outsize.train.prepare import prepare
+from outsize.session.job.prepare import prepare
 from support import make_run
 
 

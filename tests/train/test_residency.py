@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outsize.errors import InfeasiblePlanError
-from outsize.train.prepare import prepare
+from outsize.session.job.prepare import prepare
 from support import make_run
 
 MIB = 2**20

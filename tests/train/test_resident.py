@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import reference
 import zoo
 from outsize.data.batch import IGNORED, Batch
-from outsize.train.prepare import Prepared, prepare
+from outsize.session.job.prepare import Prepared, prepare
 from outsize.train.resident import materialise
 from outsize.train.verify import run_resident
 from support import make_batches, make_config, microbatches, recipe_of, reseed_of, save_model, unit_names

@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from outsize.checkpoint.checkpoint_dir import STATE, latest, remove_litter, remove_old
+from outsize.checkpoint.files import checkpoint_format, checkpoint_shards
+from outsize.checkpoint.run_checkpoint import check_files
+from outsize.checkpoint.saving import Saving
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
-from outsize.model import checkpoint_format, checkpoint_shards
-from outsize.planner.ops import Kind
-from outsize.runtime import engine
-from outsize.runtime.storing import UnitAtRest
-from outsize.train.checkpoint import check_files
-from outsize.train.checkpoint_dir import STATE, latest, remove_litter, remove_old
-from outsize.train.prepare import prepare
+from outsize.planner.program.ops import Kind
+from outsize.runtime.engine import engine
+from outsize.runtime.ops.checkpoint_ops import UnitAtRest
+from outsize.session.job.prepare import prepare
+from outsize.session.run_state import Position
+from outsize.session.stream import StreamedTrainer
 from outsize.train.run import train
-from outsize.train.saving import Saving
-from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
 from patience import PATIENCE_S
 from support import make_batches, make_run, read_weights, save, saver_of
 

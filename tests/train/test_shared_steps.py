@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import zoo
+from outsize.checkpoint import feedback, run_checkpoint
 from outsize.errors import CheckpointError, ConfigError, LostRankError
-from outsize.planner import net_memory
-from outsize.testing.groups import ThreadWorld, in_ranks
-from outsize.train import checkpoint, feedback
-from outsize.train.prepare import prepare
-from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
+from outsize.planner.memory import exchange_memory
+from outsize.session.job.prepare import prepare
+from outsize.session.run_state import Position
+from outsize.session.stream import StreamedTrainer
+from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import SEQ_LEN, make_batches, make_config, read_weights, save_model, saver_of
 
 NUM_SEQUENCES, STEPS = 6, 3
@@ -47,7 +47,7 @@ def run(size, model_dir, directory, batches, *, first=0, resume=None, announce=p
         with StreamedTrainer(prepared, own_dir) as trainer:
             trainer.fill()
             if resume is not None:
-                trainer.position = checkpoint.restore(trainer, resume)
+                trainer.position = run_checkpoint.restore(trainer, resume)
                 feedback.restore(trainer, resume, announce)
             with saver_of(
                 trainer, directory, config, decide=group_decides(group), writes=group.rank == 0
@@ -91,7 +91,7 @@ def same(one, other, tolerance=0.0):
 
 def files_of(directory):
     """What a checkpoint holds, by file, but for what a run is called."""
-    step = checkpoint.find("auto", directory)
+    step = run_checkpoint.find("auto", directory)
     return {path.name: path.read_bytes() for path in sorted((step / "optimizer").iterdir())}
 
 
@@ -134,7 +134,7 @@ def test_two_that_go_on_end_as_two_that_were_never_stopped_and_three_close_by(op
     options = {"dtype": "bf16", "optimizer": optimizer}
     through = run(2, model_dir, tmp_path / "through", batches, **options)
     run(2, model_dir, tmp_path / "half", batches[:1], train={"steps": STEPS}, **options)
-    saved = checkpoint.find("auto", tmp_path / "half")
+    saved = run_checkpoint.find("auto", tmp_path / "half")
     found = run(2, saved, tmp_path / "on", batches, first=1, resume=saved, **options)
     assert all(same(weights, through[0][1]) for _, weights, _ in found)
     assert found[0][0] == through[0][0][1:]
@@ -147,12 +147,14 @@ def test_two_that_go_on_end_as_two_that_were_never_stopped_and_three_close_by(op
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_error_feedback_that_goes_on_ends_where_it_would_have_ended(home, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(net_memory, "STORE_ELEMENTS", 2048)  # so that residuals go to a checkpoint in pieces
+    monkeypatch.setattr(
+        exchange_memory, "STORE_ELEMENTS", 2048
+    )  # so that residuals go to a checkpoint in pieces
     batches = make_batches("llama", STEPS, NUM_SEQUENCES)
     options = {"parallel": {"gradients": "int4-ef"}, "memory": {"home": home}}
     through = run(2, model_dir, tmp_path / "through", batches, **options)
     run(2, model_dir, tmp_path / "half", batches[:2], train={"steps": STEPS}, **options)
-    saved = checkpoint.find("auto", tmp_path / "half")
+    saved = run_checkpoint.find("auto", tmp_path / "half")
     found = run(2, saved, tmp_path / "on", batches, first=2, resume=saved, **options)
     assert all(same(weights, through[0][1]) for _, weights, _ in found)
     assert files_of(tmp_path / "on") == files_of(tmp_path / "through")
@@ -163,7 +165,7 @@ def test_what_other_ranks_have_lost_is_not_gone_on_with_and_that_is_said(model_d
     batches = make_batches("llama", 2, NUM_SEQUENCES)
     options = {"parallel": {"gradients": "int8-ef"}}
     run(2, model_dir, tmp_path / "two", batches[:1], train={"steps": 2}, **options)
-    saved, said = checkpoint.find("auto", tmp_path / "two"), []
+    saved, said = run_checkpoint.find("auto", tmp_path / "two"), []
     run(3, saved, tmp_path / "three", batches, first=1, resume=saved, announce=said.append, **options)
     assert len(said) == 3
     assert all("holds that of 2 ranks" in line and "not bit for bit" in line for line in said)
@@ -176,7 +178,7 @@ def test_damaged_residuals_are_refused(model_dir, tmp_path):
     batches = make_batches("llama", 1, NUM_SEQUENCES)
     options = {"parallel": {"gradients": "int8-ef"}}
     run(2, model_dir, tmp_path / "two", batches, **options)
-    saved = checkpoint.find("auto", tmp_path / "two")
+    saved = run_checkpoint.find("auto", tmp_path / "two")
     (path, *_) = sorted((saved / "optimizer").glob("*.residual-001.safetensors"))
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with pytest.raises((CheckpointError, LostRankError), match=r"residual-001\.safetensors is damaged"):
@@ -189,11 +191,13 @@ def test_any_number_of_ranks_takes_a_checkpoint_over_to_the_bit(
 ):
     """What three ranks, or one, take from two, and save before they train, is what they were given."""
     if home == "host":
-        monkeypatch.setattr(net_memory, "STORE_ELEMENTS", 2048)  # so that shares go to a checkpoint in pieces
+        monkeypatch.setattr(
+            exchange_memory, "STORE_ELEMENTS", 2048
+        )  # so that shares go to a checkpoint in pieces
     batches = make_batches("llama", 1, NUM_SEQUENCES)
     options = {"dtype": "bf16", "optimizer": optimizer, "memory": {"home": home}}
     run(2, model_dir, tmp_path / "two", batches, **options)
-    saved = checkpoint.find("auto", tmp_path / "two")
+    saved = run_checkpoint.find("auto", tmp_path / "two")
     for size in (1, 3):
         run(size, saved, tmp_path / f"on{size}", batches, first=1, resume=saved, **options)
         assert files_of(tmp_path / f"on{size}") == files_of(tmp_path / "two")

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from outsize.train.state_kinds import check_kinds
+from outsize.session.state_kinds import check_kinds
 
 GOOD: dict[str, Any] = {
     "step": 2,

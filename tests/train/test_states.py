@@ -10,11 +10,11 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, StorageError
 from outsize.native import library
+from outsize.session.job import optimizer_layout
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
 from outsize.testing.tiny import tiny_model
-from outsize.train import state
-from outsize.train.prepare import prepare
 from outsize.train.run import plan, train
-from outsize.train.stream import StreamedTrainer
 from outsize.train.verify import verify
 from support import assert_same_end, in_dir, make_run
 
@@ -135,7 +135,7 @@ def test_masters_of_bf16_are_split_by_themselves_where_kernels_step_them(
     assert plan(make_run(tmp_path, model=BF16)).state.masters == ("split" if kernels else "separate")
     assert plan(make_run(tmp_path)).state.masters == "separate"
     # A torch whose AdamW rounds otherwise is followed in torch ops, which are slow over split masters.
-    monkeypatch.setattr(state, "agrees_with_torch", lambda level: False)
+    monkeypatch.setattr(optimizer_layout, "agrees_with_torch", lambda level: False)
     assert plan(make_run(tmp_path, model=BF16)).state.masters == "separate"
 
 

@@ -10,11 +10,11 @@ import torch
 import zoo
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import BudgetExceededError, InfeasiblePlanError, NonFiniteError
-from outsize.planner.ops import Kind
-from outsize.runtime.context import Microbatch
-from outsize.train.prepare import prepare
-from outsize.train.steps import microbatches_of, schedule_of
-from outsize.train.stream import StreamedTrainer
+from outsize.planner.program.ops import Kind
+from outsize.runtime.ops.context import Microbatch
+from outsize.session.job.prepare import prepare
+from outsize.session.steps import microbatches_of, schedule_of
+from outsize.session.stream import StreamedTrainer
 from support import make_batches, make_config, read_weights, save_model
 
 MIB = 2**20
@@ -143,7 +143,7 @@ def test_a_trainer_that_cannot_be_made_gives_everything_back(
     def full(*_: object, **__: object) -> None:
         raise BudgetExceededError("planted")
 
-    monkeypatch.setattr("outsize.train.tiers.open_device", full)
+    monkeypatch.setattr("outsize.session.tiers.open_device", full)
     with pytest.raises(BudgetExceededError, match="planted"):
         StreamedTrainer(prepared, tmp_path / "store")
     monkeypatch.undo()

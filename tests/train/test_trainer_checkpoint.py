@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
-from outsize.train.prepare import prepare
-from outsize.train.records import StepRecord
+from outsize.session.job.prepare import prepare
+from outsize.train.metrics.run_records import StepRecord
 from outsize.train.run import train
-from outsize.train.sources import open_dataset
+from outsize.train.run_data import open_dataset
 from support import make_run
 
 BEFORE, STEPS = 2, 4

@@ -9,8 +9,8 @@ import pytest
 from outsize import files
 from outsize.config import dump_config
 from outsize.errors import StalledError
-from outsize.planner.ops import Op
-from outsize.runtime import engine
+from outsize.planner.program.ops import Op
+from outsize.runtime.engine import engine
 from outsize.train import watchdog
 from outsize.train.run import train
 from outsize.train.watchdog import Watchdog

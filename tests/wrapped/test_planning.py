@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import zoo
-from outsize.optim.spec import StateLayout
-from outsize.planner.choice import Choice
-from outsize.runtime.allocator import ResidentLimit
-from outsize.train import unit_times
-from outsize.wrapped import tiers
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.program.activation_policy import Choice
+from outsize.runtime.device.allocator import ResidentLimit
+from outsize.session.job import relative_times
+from outsize.wrapped import wrap_tiers
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.planning import Shape, held_copies, shape_of
+from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of
 from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
 BATCH = zoo.batch("llama", num_sequences=4)
@@ -24,7 +24,7 @@ def test_room_for_a_loss_of_one_s_own_will_do_for_that_of_the_model():
     assert scored.scored
     assert own.covers(scored)
     assert not scored.covers(own)
-    assert Shape(4, 12, scored=True).covers(Shape(2, 12, scored=True))
+    assert BatchShape(4, 12, scored=True).covers(BatchShape(2, 12, scored=True))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -46,8 +46,8 @@ def test_a_call_without_labels_is_planned_with_more_room():
 
 def test_a_budget_that_is_too_small_to_keep_all_keeps_what_is_dear(monkeypatch: pytest.MonkeyPatch):
     """What products returned, as in a run; the rest is made again, and no bit changes."""
-    monkeypatch.setattr(unit_times, "LEAST_SELECTED_FLOPS", 1.0)
-    monkeypatch.setattr(unit_times, "FLOPS_PER_BYTE", 0.0)
+    monkeypatch.setattr(relative_times, "LEAST_SELECTED_FLOPS", 1.0)
+    monkeypatch.setattr(relative_times, "FLOPS_PER_BYTE", 0.0)
     room = {"slots": 2, "offload": False, "microbatches": 2}
 
     def needs(activations: str) -> int:
@@ -83,7 +83,7 @@ def test_free_memory_goes_back_where_a_cpu_is_over_its_budget(monkeypatch: pytes
             looks.append(1)
             super().keep()
 
-    monkeypatch.setattr(tiers, "ResidentLimit", Watched)
+    monkeypatch.setattr(wrap_tiers, "ResidentLimit", Watched)
     with wrapped(zoo.build("llama"), device_memory="64MiB") as model:
         streamed_backward(model, BATCH)
         ((before, budget, host),) = limits

@@ -13,12 +13,12 @@ from torch import nn
 
 import outsize
 import zoo
-from outsize.planner.choice import Choice
-from outsize.planner.ops import Kind
-from outsize.planner.plan import Plan
-from outsize.runtime import shortcut
-from outsize.train.prepare import prepare
-from outsize.train.stream import StreamedTrainer
+from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.forward import short_recompute
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
 from outsize.wrapped.module import runner_of
 from support import make_batches, make_config, save_model
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
@@ -57,7 +57,7 @@ class Work:
 def watching(model: nn.Module, work: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Count the forwards of the blocks of a Llama, and what is left out of them."""
 
-    class Counted(shortcut._Skip):
+    class Counted(short_recompute._Skip):
         def __init__(self) -> None:
             super().__init__()
             work.skips.append(self.made)
@@ -70,7 +70,7 @@ def watching(model: nn.Module, work: Work, monkeypatch: pytest.MonkeyPatch) -> I
         return run
 
     with monkeypatch.context() as patched:
-        patched.setattr(shortcut, "_Skip", Counted)
+        patched.setattr(short_recompute, "_Skip", Counted)
         for name, block in model.get_submodule("model.layers").named_children():
             part = block.get_submodule("mlp")
             patched.setattr(part, "forward", counted(name, part.forward), raising=False)

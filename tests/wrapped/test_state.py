@@ -10,12 +10,12 @@ from torch import Tensor, nn
 import outsize
 import zoo
 from outsize.errors import ConfigError
-from outsize.optim.adamw import AdamW
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes
-from outsize.optim.spec import GRADIENT
 from outsize.optim.step import step_state
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.moments import as_kept
+from outsize.wrapped.moment_forms import as_kept
 from wrapped.loops import ROOM, assert_equal, streamed_backward, wrapped
 
 BATCHES = [zoo.batch("llama", seed=step, num_sequences=2) for step in range(4)]
@@ -37,7 +37,7 @@ def planes_at_home(model: nn.Module) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_a_step_is_the_rule_s_own(state: str, dtype: torch.dtype):
     """Unit by unit, with the number of the step, and clipped."""
-    rule = AdamW(betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
+    rule = PlaneAdamW(betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
     with wrapped(zoo.build("llama", dtype=dtype), state=state, microbatches=2) as model:
         optimizer = outsize.AdamW(model, lr=1e-2, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
         for number, batch in enumerate(BATCHES[:3], start=1):

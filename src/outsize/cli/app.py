@@ -8,16 +8,16 @@ import typer
 from typer.core import TyperGroup
 
 from outsize import __version__
-from outsize.cli.doctor import doctor
-from outsize.cli.export import export
-from outsize.cli.generate import generate
-from outsize.cli.inspect import inspect
-from outsize.cli.plan import plan
-from outsize.cli.probe import probe
-from outsize.cli.report import report
-from outsize.cli.train import train
-from outsize.cli.verify import verify
-from outsize.cli.watch import watch
+from outsize.cli.doctor_command import doctor
+from outsize.cli.export_command import export
+from outsize.cli.generate_command import generate
+from outsize.cli.inspect_command import inspect
+from outsize.cli.plan_command import plan
+from outsize.cli.probe_command import probe
+from outsize.cli.report_command import report
+from outsize.cli.train_command import train
+from outsize.cli.verify_command import verify
+from outsize.cli.watch_command import watch
 from outsize.errors import OutsizeError
 
 

@@ -2,15 +2,15 @@
 
 import re
 
-from outsize.cli.plan_options import PlanOptions
+from outsize.cli.plan_options import PlanFlags
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
-from outsize.hardware.spec import Figure
+from outsize.hardware.machine_spec import Figure
 
 _FACTORS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def check_nodes(options: PlanOptions) -> None:
+def check_nodes(options: PlanFlags) -> None:
     """Refuse what several nodes cannot do together.
 
     Raises:
@@ -35,7 +35,7 @@ def share_of(sequences: int, nodes: int) -> int:
     return sequences // nodes
 
 
-def wire_of(options: PlanOptions) -> Wire:
+def wire_of(options: PlanFlags) -> Wire:
     """Return how gradients and weights are written between nodes.
 
     Raises:
@@ -51,7 +51,7 @@ def wire_of(options: PlanOptions) -> Wire:
     return wire
 
 
-def net_of(options: PlanOptions) -> Figure | None:
+def net_of(options: PlanFlags) -> Figure | None:
     """Return the rate of the network: bits per second where it ends in ``b``, bytes where in ``B``; of one node, None.
 
     Raises:

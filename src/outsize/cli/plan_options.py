@@ -21,7 +21,7 @@ from outsize.choices import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanFlags:
     """The options of the command; the text of each is its documentation."""
 
     model: Annotated[

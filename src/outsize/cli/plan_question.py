@@ -8,18 +8,18 @@ from typing import Any
 
 from outsize.cli.model_config import read_config
 from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
-from outsize.cli.plan_options import PlanOptions
+from outsize.cli.plan_options import PlanFlags
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
+from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
 from outsize.hardware.presets import parse_gpus
-from outsize.hardware.spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
-from outsize.model.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
-from outsize.model.spec import ModelSpec, Workload
-from outsize.model.spec_from_config import in_mlp_parts, read_shape, spec_from_config
-from outsize.model.workload import count_workload
+from outsize.model.sizes.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
+from outsize.model.sizes.model_spec import ModelSpec, Workload
+from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
+from outsize.model.sizes.workload import count_workload
 from outsize.planner.decision import fits_at_all, fits_encoded
-from outsize.planner.plan import Budgets
-from outsize.planner.question import Question
+from outsize.planner.predict.question import Question
+from outsize.planner.search.step_plan import Budgets
 from outsize.train.options import options_for, question_for
 from outsize.units import parse_bytes, parse_count
 
@@ -59,7 +59,7 @@ class Asked:
         return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
 
 
-def ask_what_fits(options: PlanOptions) -> Asked:
+def ask_what_fits(options: PlanFlags) -> Asked:
     """Return the question of `ask`; tokens per step that the user does not name are halved while nothing fits.
 
     Raises:
@@ -82,7 +82,7 @@ def _fits(asked: Asked) -> bool:
     return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
 
 
-def ask(options: PlanOptions) -> Asked:
+def ask(options: PlanFlags) -> Asked:
     """Return the question that the options of the command make.
 
     Raises:
@@ -145,7 +145,7 @@ def _seq_len(wanted: int | None, limit: int | None) -> int:
     return wanted
 
 
-def _config(options: PlanOptions, path: str, seq_len: int) -> Config:
+def _config(options: PlanFlags, path: str, seq_len: int) -> Config:
     """Return the configuration of the run that is asked about."""
     tokens_per_step = options.tokens_per_step
     flags: dict[str, Any] = {

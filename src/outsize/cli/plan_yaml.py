@@ -2,7 +2,7 @@
 
 from outsize.cli.plan_question import Asked
 from outsize.config import dump_config
-from outsize.planner.prediction import Prediction
+from outsize.planner.predict.prediction import Prediction
 
 
 def train_yaml(asked: Asked, prediction: Prediction) -> str:

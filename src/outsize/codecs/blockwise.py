@@ -24,7 +24,7 @@ from torch import Tensor
 
 from outsize.codecs import blockwise_native, hadamard
 from outsize.codecs.codec import Codec
-from outsize.codecs.spec import CodecSpec
+from outsize.codecs.codec_spec import CodecSpec
 
 # 262,144 elements are 1 MiB of fp32: smaller pieces fit caches better and cost more in calls.
 PIECE_ELEMENTS = 2**18
@@ -69,7 +69,7 @@ class BlockwiseCodec(Codec):
     """Integers and a scale per group.
 
     Args:
-        spec: see `outsize.codecs.spec.INT8` and those after it.
+        spec: see `outsize.codecs.codec_spec.INT8` and those after it.
         bits: of an integer, 8 or 4.
         symmetric: whether the grid is centred on zero.
         stochastic: round up or down by chance, so that the mean of many roundings is exact; to the nearest otherwise.

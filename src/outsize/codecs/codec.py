@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from outsize.codecs.spec import CodecSpec
+from outsize.codecs.codec_spec import CodecSpec
 from outsize.errors import CodecError
 
 DTYPE_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -92,7 +92,7 @@ class RawCodec(Codec):
     """Bytes as they lie in memory.
 
     Args:
-        spec: see `outsize.codecs.spec.RAW`.
+        spec: see `outsize.codecs.codec_spec.RAW`.
     """
 
     def __init__(self, spec: CodecSpec) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outsize.codecs import huffman
 from outsize.codecs.codec import Codec
-from outsize.codecs.host import host_bytes, host_words
+from outsize.codecs.codec_spec import CodecSpec
+from outsize.codecs.host_arrays import host_bytes, host_words
 from outsize.codecs.huffman import Bytes
-from outsize.codecs.spec import CodecSpec
 from outsize.errors import CodecError
 
 
@@ -32,7 +32,7 @@ class DeltaCodec(Codec):
     """Words that are mostly zero, see `difference`; on the host.
 
     Args:
-        spec: see `outsize.codecs.spec.DELTA`.
+        spec: see `outsize.codecs.codec_spec.DELTA`.
     """
 
     def __init__(self, spec: CodecSpec) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outsize.codecs import nf4_native
 from outsize.codecs.codec import Codec
-from outsize.codecs.spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
+from outsize.codecs.codec_spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
 
 # 131,072 elements are 512 KiB of fp32: a piece and what is made of it stay in a cache.
 _PIECE_BLOCKS = 2048
@@ -28,7 +28,7 @@ class NF4Codec(Codec):
     """NF4, see this file.
 
     Args:
-        spec: see `outsize.codecs.spec.NF4` and ``NF4_DOUBLE``.
+        spec: see `outsize.codecs.codec_spec.NF4` and ``NF4_DOUBLE``.
         double: whether magnitudes are quantised as well.
     """
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 
 from outsize.codecs.blockwise import BlockwiseCodec
+from outsize.codecs.byte_planes import PlanesCodec
 from outsize.codecs.codec import Codec, RawCodec
+from outsize.codecs.codec_spec import CodecSpec, codec_spec
 from outsize.codecs.delta import DeltaCodec
 from outsize.codecs.nf4 import NF4Codec
-from outsize.codecs.planes import PlanesCodec
-from outsize.codecs.spec import CodecSpec, codec_spec
 from outsize.codecs.window import WindowCodec
 
 _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
@@ -33,7 +33,7 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
 
 
 def open_codec(name: str) -> Codec:
-    """Return the codec called ``name``, one of `outsize.codecs.spec.SPECS`.
+    """Return the codec called ``name``, one of `outsize.codecs.codec_spec.SPECS`.
 
     Raises:
         ValueError: there is none of that name.

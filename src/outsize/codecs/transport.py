@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from outsize.codecs.spec import RAW, CodecSpec, codec_spec, raw_bytes
+from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.units import align_up
 
 # What is sent is encoded in pieces of so many elements: one is decoded while the next one is under way.

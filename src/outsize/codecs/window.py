@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec import Codec
-from outsize.codecs.host import host_bytes
-from outsize.codecs.spec import CodecSpec
+from outsize.codecs.codec_spec import CodecSpec
+from outsize.codecs.host_arrays import host_bytes
 from outsize.codecs.window_layout import MANTISSA_BITS, WindowLayout
 from outsize.codecs.window_native import decode_window, encode_window, join_halves, split_halves
 from outsize.codecs.window_numpy import Words
@@ -25,7 +25,7 @@ class WindowCodec(Codec):
     synchronisation.
 
     Args:
-        spec: see `outsize.codecs.spec.LOSSLESS4` and ``LOSSLESS3``.
+        spec: see `outsize.codecs.codec_spec.LOSSLESS4` and ``LOSSLESS3``.
         code_bits: kept of a bf16's exponent; an fp16 keeps 3 of its 5.
     """
 

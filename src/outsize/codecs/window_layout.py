@@ -34,7 +34,7 @@ MANTISSA_BITS = {"bf16": 7, "fp16": 10}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowPiece:
     """A field of guests in the holes of hosts.
 
     Attributes:
@@ -90,11 +90,11 @@ class WindowLayout:
         return ((1 << self.num_guests) - 1) << self.hole_shift
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[WindowPiece, ...]:
         """Fields of as many hosts as there are guests: host i of a piece carries it for guest i."""
         width, low_bits = self.num_guests, 15 - self.num_guests
         pieces = [
-            Piece((first * width, (first + 1) * width), self.hole, first * width - self.hole_shift)
+            WindowPiece((first * width, (first + 1) * width), self.hole, first * width - self.hole_shift)
             for first in range(low_bits // width)
         ]
         rest = low_bits % width
@@ -102,8 +102,8 @@ class WindowLayout:
             hosts = (self.num_hosts - width, self.num_hosts)
             if rest:
                 mask = ((1 << rest) - 1) << self.hole_shift
-                pieces.append(Piece(hosts, mask, low_bits - rest - self.hole_shift))
-            pieces.append(Piece(hosts, 1 << 14, 1))
+                pieces.append(WindowPiece(hosts, mask, low_bits - rest - self.hole_shift))
+            pieces.append(WindowPiece(hosts, 1 << 14, 1))
         return tuple(pieces)
 
     @property
@@ -115,7 +115,7 @@ class WindowLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Sections:
+class WindowSections:
     """Where the parts of an encoding of ``numel`` elements lie, in 16-bit words; exceptions and bases follow.
 
     Attributes:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from outsize import native
 from outsize.codecs import window_numpy
-from outsize.codecs.window_layout import Sections, WindowLayout
+from outsize.codecs.window_layout import WindowLayout, WindowSections
 from outsize.codecs.window_numpy import Words
 
 _MOST_PIECES, _MOST_SIGNS = 16, 5
@@ -66,7 +66,7 @@ def decode_window(layout: WindowLayout, encoded: NDArray[np.uint8], into: Words)
     Raises:
         ValueError: the lengths do not fit each other, or a list of exceptions leads outside.
     """
-    num_exceptions = Sections(layout, into.size).num_exceptions(encoded.size)
+    num_exceptions = WindowSections(layout, into.size).num_exceptions(encoded.size)
     if encoded.size < into.nbytes and 0 <= num_exceptions <= into.size and _serve(encoded, into):
         arguments = _address(encoded), ctypes.c_int64(num_exceptions), _address(into)
         places = ctypes.byref(_layout(layout)), ctypes.byref(_sections(layout, into.size))
@@ -124,5 +124,5 @@ def _layout(layout: WindowLayout) -> _Layout:
 
 @lru_cache(maxsize=256)
 def _sections(layout: WindowLayout, numel: int) -> _Sections:
-    sections = Sections(layout, numel)
+    sections = WindowSections(layout, numel)
     return _Sections(*(getattr(sections, name) for name in _PARTS))

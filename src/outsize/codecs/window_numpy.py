@@ -13,8 +13,8 @@ from outsize.codecs.window_layout import (
     POSITION_BITS,
     ROWS,
     SPAN_ELEMENTS,
-    Sections,
     WindowLayout,
+    WindowSections,
 )
 
 Words: TypeAlias = NDArray[np.uint16]
@@ -27,7 +27,7 @@ SAMPLING = 16
 
 def encode_window(layout: WindowLayout, source: Words, into: NDArray[np.uint8]) -> int:
     """Encode ``source`` [n] into ``into`` [2 n] and return the bytes written."""
-    sections = Sections(layout, source.size)
+    sections = WindowSections(layout, source.size)
     words = into[: into.size // 2 * 2].view(np.uint16)
     if sections.num_bytes(0) >= source.nbytes:
         return _as_it_is(source, words)
@@ -57,7 +57,7 @@ def decode_window(layout: WindowLayout, encoded: NDArray[np.uint8], into: Words)
     if encoded.size == into.nbytes:
         into.view(np.uint8)[:] = encoded
         return
-    sections = Sections(layout, into.size)
+    sections = WindowSections(layout, into.size)
     num_exceptions = sections.num_exceptions(encoded.size)
     if not 0 <= num_exceptions <= into.size:
         raise ValueError(f"{encoded.size} bytes hold no {into.size} elements")
@@ -92,7 +92,7 @@ def choose_bases(layout: WindowLayout, blocks: Words) -> Words:
     return bases
 
 
-def _blocks(sections: Sections, elements: Words, words: Words) -> list[tuple[int, Words, Words]]:
+def _blocks(sections: WindowSections, elements: Words, words: Words) -> list[tuple[int, Words, Words]]:
     """Cut in pieces: index of the first block, elements [m, size] of blocks, words [m, hosts, size / 16] of theirs."""
     hosts = sections.layout.num_hosts
     whole = elements[: sections.num_blocks * BLOCK_ELEMENTS].reshape(-1, BLOCK_ELEMENTS)
@@ -141,7 +141,9 @@ def _unpack(layout: WindowLayout, rows: Words, bases: Words, blocks: Words) -> N
     blocks += bases[:, None]
 
 
-def _list_exceptions(sections: Sections, found: list[tuple[NDArray[np.int64], Words]], words: Words) -> None:
+def _list_exceptions(
+    sections: WindowSections, found: list[tuple[NDArray[np.int64], Words]], words: Words
+) -> None:
     at = sections.exceptions_start
     counts = np.zeros(sections.num_counts, np.int64)
     for positions, holes in found:

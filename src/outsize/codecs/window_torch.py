@@ -12,8 +12,8 @@ from outsize.codecs.window_layout import (
     POSITION_BITS,
     ROWS,
     SPAN_ELEMENTS,
-    Sections,
     WindowLayout,
+    WindowSections,
 )
 
 
@@ -25,7 +25,7 @@ def decode_window_torch(layout: WindowLayout, encoded: Tensor, numel: int) -> Te
     """
     if encoded.numel() == 2 * numel:
         return encoded.view(torch.int16)
-    sections = Sections(layout, numel)
+    sections = WindowSections(layout, numel)
     num_exceptions = sections.num_exceptions(encoded.numel())
     if not 0 <= num_exceptions <= numel:
         raise ValueError(f"{encoded.numel()} bytes hold no {numel} elements")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from outsize.codecs.spec import RAW, CodecSpec, codec_spec, raw_bytes
+from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.codecs.transport import FEEDBACK
 
 GRADIENTS: Final = ("fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef")

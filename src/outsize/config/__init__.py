@@ -5,17 +5,17 @@ Each section is a file of its own, and `schema` puts them together. `rules` know
 `messages` turns a failed check into plain words.
 """
 
-from outsize.config.data import DataConfig
+from outsize.config.data_section import DataConfig
 from outsize.config.load import dump_config, load_config, parse_config
-from outsize.config.lora import LoraConfig
-from outsize.config.memory import MemoryConfig
-from outsize.config.model import ModelConfig
-from outsize.config.optimizer import OptimizerConfig
-from outsize.config.parallel import ParallelConfig
+from outsize.config.lora_section import LoraConfig
+from outsize.config.memory_section import MemoryConfig
+from outsize.config.model_section import ModelConfig
+from outsize.config.optimizer_section import OptimizerConfig
+from outsize.config.parallel_section import ParallelConfig
 from outsize.config.schema import Config
-from outsize.config.telemetry import TelemetryConfig
-from outsize.config.train import TrainConfig
-from outsize.config.transport import TransportConfig
+from outsize.config.telemetry_section import TelemetryConfig
+from outsize.config.train_section import TrainConfig
+from outsize.config.transport_section import TransportConfig
 from outsize.config.without_effect import Surroundings
 
 __all__ = [

@@ -9,17 +9,17 @@ from typing import Self
 
 from pydantic import model_validator
 
-from outsize.config.data import DataConfig
-from outsize.config.lora import LoraConfig
-from outsize.config.memory import MemoryConfig
-from outsize.config.model import ModelConfig
-from outsize.config.optimizer import OptimizerConfig
-from outsize.config.parallel import ParallelConfig
-from outsize.config.rules import contradictions
+from outsize.config.config_rules import contradictions
+from outsize.config.data_section import DataConfig
+from outsize.config.lora_section import LoraConfig
+from outsize.config.memory_section import MemoryConfig
+from outsize.config.model_section import ModelConfig
+from outsize.config.optimizer_section import OptimizerConfig
+from outsize.config.parallel_section import ParallelConfig
 from outsize.config.section import Section
-from outsize.config.telemetry import TelemetryConfig
-from outsize.config.train import TrainConfig
-from outsize.config.transport import TransportConfig
+from outsize.config.telemetry_section import TelemetryConfig
+from outsize.config.train_section import TrainConfig
+from outsize.config.transport_section import TransportConfig
 from outsize.config.without_effect import Surroundings, settings_without_effect
 
 

@@ -21,7 +21,7 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
 from outsize.data.formats import FORMATS
 from outsize.data.opening import Progress, open_data
-from outsize.data.packed import PackedDataset
+from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher, PrefetchStatistics
 from outsize.data.shared import SharedData
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from outsize.data.files import SourceFile, Sources, read_chunks
+from outsize.data.corpus_files import SourceFile, Sources, read_chunks
 from outsize.data.formats import Document, FormatName, detect_format, to_document
-from outsize.data.lines import Piece, cut_pieces, decode_chunks
-from outsize.data.records import Record, read_records
+from outsize.data.lines import TextPiece, cut_pieces, decode_chunks
+from outsize.data.record_reader import Record, read_records
 from outsize.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class DocumentReader:
         self.bytes_read += num_bytes
 
 
-def _piece_document(piece: Piece, file: SourceFile) -> Document:
+def _piece_document(piece: TextPiece, file: SourceFile) -> Document:
     return Document(f"{file.path}:{piece.line}", piece.text, opens=piece.opens, closes=piece.closes)
 
 

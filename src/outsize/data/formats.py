@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outsize.data.records import Record
+from outsize.data.record_reader import Record
 from outsize.errors import DataError
 
 FormatName = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]

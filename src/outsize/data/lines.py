@@ -12,7 +12,7 @@ PIECE_CHARS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A bounded part of a document, cut where tokenisers cut anyway.
 
     Attributes:
@@ -75,7 +75,7 @@ def decode_chunks(chunks: Iterable[bytes], path: Path) -> Iterator[str]:
             yield text
 
 
-def cut_pieces(texts: Iterable[str]) -> Iterator[Piece]:
+def cut_pieces(texts: Iterable[str]) -> Iterator[TextPiece]:
     """Yield the document that ``texts`` are consecutive parts of, in pieces, in constant memory.
 
     Tokens never span a cut, so cuts fall before a line that starts with a printable character where there is
@@ -87,12 +87,12 @@ def cut_pieces(texts: Iterable[str]) -> Iterator[Piece]:
         start = 0
         while len(rest) - start > PIECE_CHARS:
             end = _cut(rest, start)
-            yield Piece(rest[start:end], line, opens, closes=False)
+            yield TextPiece(rest[start:end], line, opens, closes=False)
             line += rest.count("\n", start, end)
             start, opens = end, False
         rest = rest[start:]
     if rest:  # never empty after a piece: the loop above leaves at least one character
-        yield Piece(rest, line, opens, closes=True)
+        yield TextPiece(rest, line, opens, closes=True)
 
 
 def _with_end(chunks: Iterable[bytes]) -> Iterator[bytes | None]:

@@ -7,18 +7,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from outsize.data.cache import CachedTokens, fingerprint, new_entry, write_index
+from outsize.data.corpus_files import Sources, find_sources
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.documents import DocumentReader
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.files import Sources, find_sources
 from outsize.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
-from outsize.data.packed import Layout, OnePerDocument, Packed, PackedDataset
+from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
+from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, write_index
 from outsize.data.tokens import TokenStore
 from outsize.data.writer import TokenWriter
 from outsize.errors import ConfigError, DataError
-from outsize.runtime.allocator import trim
+from outsize.runtime.device.allocator import trim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ def open_data(
     with ExitStack() as unless_used:
         unless_used.callback(store.close)
         _check_ids(detected, vocab_size)
-        layout: Layout = (
+        layout: PackedLayout = (
             Packed(store, seq_len) if pack else OnePerDocument(store, seq_len, _pad_id(tokenizer))
         )
         unless_used.pop_all()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.data.files import Sources
+from outsize.data.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import ConfigError, DataError
 from outsize.files import open_binary

@@ -14,7 +14,7 @@ from outsize.doctor import (
     disk_rules,
     host_rules,
     link_rules,
-    nccl,
+    nccl_rules,
     peer_rules,
     run_rules,
 )
@@ -330,7 +330,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="nccl-overridden",
         part="link",
-        look=nccl.overridden,
+        look=nccl_rules.overridden,
         causes=("left over from a search for an error", "copied from another machine"),
         fix="unset the variables; set one again only where a benchmark on this machine shows that it helps",
         verify="all_reduce_perf of nccl-tests with and without",
@@ -338,7 +338,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="nccl-misspelt",
         part="link",
-        look=nccl.misspelt,
+        look=nccl_rules.misspelt,
         causes=("a typing mistake", "advice that was never true: NCCL_TIMEOUT is no variable"),
         fix="the name in the evidence; a time limit is an argument: torch.distributed.init_process_group(timeout=...)",
         verify="NCCL_DEBUG=INFO names the variables that were read",

@@ -28,14 +28,15 @@ from pydantic import ValidationError
 
 from outsize.errors import ConfigError
 from outsize.hardware.inventory import Inventory
-from outsize.telemetry.schema import READABLE
+from outsize.telemetry.heartbeat_schema import READABLE
 
 # The newest lines are judged: what the run is doing now.
 KEPT_LINES = 500
 # Steps longer than this many medians were interrupted by something else, a checkpoint for example.
 _TYPICAL = 2.0
 _COMPUTE = "compute:w0"
-# Causes of `outsize.planner.idle` that say by themselves what was waited for; with the others the lane says it.
+# Causes of `outsize.planner.simulate.stalls` that say by themselves what was waited for; with the others the lane
+# says it.
 _CAUSES = {
     "disk": "disk",
     "commit": "disk",

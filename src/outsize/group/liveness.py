@@ -26,7 +26,7 @@ from outsize.errors import LostRankError, OutsizeError
 _SILENT_PERIODS = 3
 
 
-class Store(Protocol):
+class BeatStore(Protocol):
     """What is used of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: str) -> None:
@@ -84,7 +84,7 @@ class Liveness:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout_s: float, on_loss: Callable[[], None]
+        self, store: BeatStore, rank: int, size: int, *, timeout_s: float, on_loss: Callable[[], None]
     ) -> None:
         self._store = store
         self._rank = rank

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from outsize.errors import ConfigError
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
+from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
 from outsize.hardware.readings import Measurement
-from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
 
 # The planner multiplies peak by efficiency; a measured product already is what is reached.
 _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ValidationError
 
 from outsize.errors import ConfigError
-from outsize.hardware.all_reduce import AllReducePoint, AllReduceRates
+from outsize.hardware.all_reduce_arithmetic import AllReducePoint, AllReduceRates
 from outsize.hardware.inventory import Inventory
 from outsize.hardware.link_fit import LinkFit
 from outsize.hardware.readings import Fact, Measurement, Record
@@ -164,7 +164,7 @@ class DataRates(Record):
     loader_tokens_per_s: dict[str, Measurement]
 
 
-class CodecRates(Record):
+class ProbedCodec(Record):
     """What one codec makes of one kind of tensors of a given file.
 
     Attributes:
@@ -224,7 +224,7 @@ class MachineFile(Record):
     peers: tuple[PeerLink, ...] = ()
     all_reduce: AllReduceRates | None = None
     data: DataRates | None = None
-    codecs: tuple[CodecRates, ...] = ()
+    codecs: tuple[ProbedCodec, ...] = ()
     left_out: Fact = Fact.unread()
 
     def to_json(self) -> str:
@@ -308,7 +308,7 @@ def _label(part: object, index: int) -> str:
             return f"{part.device} {part.direction}"
         case PeerLink():
             return f"{part.target} from {part.source}"
-        case CodecRates():
+        case ProbedCodec():
             return f"{part.codec} {part.kind} {part.dtype}"
         case AllReducePoint():
             return f"{part.num_bytes}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.hardware.cpu import NumaNode, listed
-from outsize.hardware.spec import HOST_SHARE
+from outsize.hardware.machine_spec import HOST_SHARE
 from outsize.units import format_bytes
 
 

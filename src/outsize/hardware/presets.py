@@ -8,8 +8,8 @@ import re
 from difflib import get_close_matches
 
 from outsize.errors import ConfigError
+from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer
 from outsize.hardware.pcie import theory_bytes_per_s
-from outsize.hardware.spec import Disk, Figure, Gpu, Host, Link, Machine, Peer
 
 GIB = 2**30
 

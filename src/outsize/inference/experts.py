@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.inference.measure import no_grad_parameter, ordinary
+from outsize.inference.forward_extent import no_grad_parameter, ordinary
 from outsize.inference.source import Source
-from outsize.model.spec import ModelSpec, TensorSpec, UnitSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec, pack_unit
 from outsize.model.split import Split
 
 # What the argument is called that holds the choice, [tokens, k].

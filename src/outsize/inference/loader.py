@@ -24,8 +24,8 @@ from torch import Tensor
 
 from outsize.inference.caller import Caller
 from outsize.inference.source import Source
-from outsize.planner.scan import Scan
-from outsize.runtime.device import Device
+from outsize.planner.search.forward_plan import Scan
+from outsize.runtime.device.device import Device
 
 OpenRoom = Callable[[], Device]
 

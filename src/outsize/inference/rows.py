@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.inference.measure import no_grad_parameter
+from outsize.inference.forward_extent import no_grad_parameter
 from outsize.inference.source import Source
-from outsize.model.spec import TensorSpec, UnitSpec
+from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 
 
 def is_table(module: nn.Module, unit: UnitSpec) -> bool:

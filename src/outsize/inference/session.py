@@ -23,18 +23,18 @@ from typing import Any
 from torch import Tensor
 
 from outsize.errors import InfeasiblePlanError
-from outsize.inference.cache import HostedCache, cache_bytes, find_cache, layers_of
 from outsize.inference.caller import Caller
 from outsize.inference.experts import ExpertCache, find_experts, without
+from outsize.inference.forward_extent import Workspace, extent_of, ordinary
+from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, layers_of
 from outsize.inference.loader import Loader
-from outsize.inference.measure import Workspace, extent_of, ordinary
 from outsize.inference.rows import Table, is_table
 from outsize.inference.source import Source
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.planner.scan import Scan, plan_scan
-from outsize.runtime.binding import Binder
-from outsize.runtime.device import Device
+from outsize.planner.search.forward_plan import Scan, plan_scan
+from outsize.runtime.device.device import Device
+from outsize.runtime.forward.binding import Binder
 
 # Room that is kept free for a cache to grow into, as a share of it, so that units do not give way at every token.
 CACHE_AHEAD = 8

@@ -7,12 +7,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
-from outsize.planner.ops import Kind, Op
-from outsize.runtime.binding import TORCH_DTYPE, weight_planes
-from outsize.runtime.context import StepContext
-from outsize.runtime.device import Device
-from outsize.runtime.weights import WeightOps
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
+from outsize.planner.program.ops import Kind, Op
+from outsize.runtime.device.device import Device
+from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.load_ops import WeightOps
 from outsize.storage.arena import Arena, Pinner
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger

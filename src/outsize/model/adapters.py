@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.checkpoint.files.checkpoint_format import read_elements, read_header
+from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.errors import CheckpointError, ConfigError
-from outsize.model.apart import Apart, frozen_part, matrices_and_tables
-from outsize.model.checkpoint import WeightSource
-from outsize.model.checkpoint_format import read_elements, read_header
-from outsize.model.spec import PartKind
+from outsize.model.frozen_params import Apart, frozen_part, matrices_and_tables
+from outsize.model.sizes.model_spec import PartKind
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT calls an adapter that nobody named, and what it puts into the names of the modules that it wraps.

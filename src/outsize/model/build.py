@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.errors import CheckpointError, ModelError
-from outsize.model.quantised import quantisation_of, require_readable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

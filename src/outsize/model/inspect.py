@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.spec import UnitSpec
+from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
 
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from torch import nn
 
 from outsize.errors import ModelError
-from outsize.model.spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
 
 # A parameter: name, shape, whether it trains, whether it decays.
 _Row = tuple[str, tuple[int, ...], bool, bool]

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outsize.native.sources import checksum, sources
+from outsize.native.kernel_sources import checksum, sources
 
 _ROOM = Path(__file__).parent
 LIBRARY = _ROOM / "libkernels.so.0"

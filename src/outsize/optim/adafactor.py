@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.model.spec import TensorSpec, UnitSpec
+from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.adamw import check_numbers
 from outsize.optim.factored_kernel import column_norms, divide_by_root
 from outsize.optim.factors import FACTORS, factored
-from outsize.optim.spec import GRADIENT, MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS
-from outsize.optim.split import join_master, split_master, ties_bytes
+from outsize.optim.optimizer_spec import GRADIENT, MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

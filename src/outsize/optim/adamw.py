@@ -16,14 +16,14 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from outsize.model.spec import PLANE_ELEMENTS, UnitSpec
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, UnitSpec
 from outsize.optim.adamw_kernel import step_native
 from outsize.optim.planes import StatePlanes
 from outsize.optim.update import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW:
+class PlaneAdamW:
     """Settings of AdamW (Loshchilov and Hutter, 2019, algorithm 2); the learning rate comes with each step.
 
     Attributes:
@@ -74,7 +74,7 @@ class AdamW:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StepPiece:
     """Neighbouring parameters that step alike, in elements from the start of the range.
 
     Attributes:
@@ -92,7 +92,7 @@ class Piece:
 
 @torch.no_grad()
 def step_planes(
-    settings: AdamW,
+    settings: PlaneAdamW,
     unit: UnitSpec,
     *,
     start: int,
@@ -159,7 +159,7 @@ def step_planes(
 
 
 def _fused(
-    settings: AdamW,
+    settings: PlaneAdamW,
     master: list[Tensor],
     gradient: list[Tensor],
     exp_avg: list[Tensor],
@@ -187,9 +187,9 @@ def _fused(
 
 def pieces_of(
     unit: UnitSpec, start: int, stop: int, step: int | Mapping[str, int], skip: AbstractSet[str]
-) -> list[Piece]:
+) -> list[StepPiece]:
     """Cut the parameters that step to the range ``start`` to ``stop``, and join those that touch and step alike."""
-    pieces: list[Piece] = []
+    pieces: list[StepPiece] = []
     for tensor in unit.tensors:
         first = max(tensor.offset, start) - start
         last = min(tensor.offset + tensor.numel, stop) - start
@@ -199,11 +199,11 @@ def pieces_of(
         former = pieces[-1] if pieces else None
         if former and (former.stop, former.decay, former.count) == (first, tensor.decay, count):
             first = pieces.pop().start
-        pieces.append(Piece(first, last, tensor.decay, count))
+        pieces.append(StepPiece(first, last, tensor.decay, count))
     return pieces
 
 
-def _views(plane: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+def _views(plane: Tensor, pieces: Sequence[StepPiece]) -> list[Tensor]:
     return [plane[piece.start : piece.stop] for piece in pieces]
 
 

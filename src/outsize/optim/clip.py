@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outsize.model.spec import UnitSpec
+from outsize.model.sizes.model_spec import UnitSpec
 
 
 @torch.no_grad()

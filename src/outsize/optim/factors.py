@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from outsize.model.spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, TensorSpec, UnitSpec
+from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, TensorSpec, UnitSpec
 from outsize.units import align_up
 
 Factor = Literal["row_var", "col_var", "variance"]

@@ -18,7 +18,7 @@ Dettmers et al., arXiv:2110.02861.
 import torch
 from torch import Tensor
 
-from outsize.optim.spec import BLOCK_ELEMENTS
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 
 # Bits of fraction, and whether there is a sign.
 EXP_AVG_FORM, EXP_AVG_SQ_FORM = (3, True), (3, False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from outsize.optim.spec import BLOCK_ELEMENTS, Moments
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS, Moments
 
 _MOMENTS: dict[torch.dtype, Moments] = {
     torch.float32: "fp32",
@@ -42,7 +42,7 @@ class StatePlanes:
         weights: fp32 ``[n]``, which are the masters; or bf16 or fp16 beside masters.
         master: fp32 ``[n]``.
         master_low: int16 ``[n]``, beside bf16 weights: the lower halves of split masters.
-        master_ties: uint8 ``[n / 8]``, see `outsize.optim.split`; None for masters that may lose the last bit.
+        master_ties: uint8 ``[n / 8]``, see `outsize.optim.split_masters`; None for masters that may lose the last bit.
         exp_avg: first moment, or the momentum of SGD and Lion: fp32, bf16 or uint8 ``[n]``; None for none.
         exp_avg_sq: second moment, of the same dtype; None for optimizers that have none.
         exp_avg_scales: uint8 ``[n / 64]``, exponents of blocks, where ``exp_avg`` is uint8.

@@ -8,7 +8,7 @@ have the least of the units before, so that over all units together no rank has 
 Shares follow from the model and the number of ranks, and from nothing else: whoever knows both knows who holds what.
 """
 
-from outsize.model.spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for
+from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for
 
 # A granule is at most this part of a share, so that shares of large models are even within one percent.
 _GRANULES_OF_A_SHARE = 256

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.model.spec import UnitSpec
+from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim import moments
 from outsize.optim.adamw import check_range, pieces_of
 from outsize.optim.planes import StatePlanes
-from outsize.optim.split import join_master, split_master
-from outsize.optim.update import Rule, Update
+from outsize.optim.split_masters import join_master, split_master
+from outsize.optim.update import Update, UpdateRule
 
 # In torch ops a piece is stepped in tiles that stay in a cache: 512 KiB of fp32 for each of four tensors.
 _TILE_ELEMENTS = 2**17
@@ -25,7 +25,7 @@ _TILE_ELEMENTS = 2**17
 
 @torch.no_grad()
 def step_state(
-    rule: Rule,
+    rule: UpdateRule,
     unit: UnitSpec,
     planes: StatePlanes,
     gradient: Tensor,
@@ -90,7 +90,7 @@ def step_state(
 
 
 def _step_tile(
-    rule: Rule, update: Update, planes: StatePlanes, gradient: Tensor, first: int, *, use_native: bool
+    rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor, first: int, *, use_native: bool
 ) -> None:
     """Step a tile in torch ops, beginning at element ``first`` of its unit."""
     master = planes.master

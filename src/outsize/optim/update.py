@@ -29,7 +29,7 @@ class Update:
     key: int
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """How an optimizer that looks at elements one by one updates them."""
 
     @property

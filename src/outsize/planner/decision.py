@@ -15,20 +15,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from outsize.codecs.spec import LOSSLESS3, LOSSLESS4
+from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.model.spec import ModelSpec
-from outsize.planner.choice import Choice
-from outsize.planner.expectation import PlannedStep, Simulated
-from outsize.planner.memory import Demand, Tier
-from outsize.planner.microbatches import NEAR, cuts_to_try, may_shorten, search_cuts
-from outsize.planner.plan import Budgets, Plan, plan_step, shortage_of
-from outsize.planner.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
-from outsize.planner.question import Microbatch, Question, exchange_of
-from outsize.planner.sizing import PlanOptions
-from outsize.planner.stage_pipeline import clock_of
-from outsize.planner.transport import packed_bytes
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.memory.link_bytes import packed_bytes
+from outsize.planner.memory.memory_table import Demand, Tier
+from outsize.planner.predict.expectation import PlannedStep, Simulated
+from outsize.planner.predict.question import Microbatch, Question, exchange_of
+from outsize.planner.program.activation_policy import Choice
+from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.stage_pipeline import clock_of
+from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
 
 # Of a step that a codec must save: predictions of two plans of one model on one machine differ by less.
 GAIN = 0.03

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from outsize.hardware.all_reduce import AllReduceRates, summarize
+from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
 from outsize.probe.effort import Effort
 from outsize.units import format_bytes
 

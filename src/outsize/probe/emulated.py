@@ -6,7 +6,7 @@ from outsize.hardware.readings import Fact, Measurement
 from outsize.probe.effort import Effort
 from outsize.probe.link import sizes
 from outsize.probe.timing import sample
-from outsize.runtime.device import EmulatedDevice
+from outsize.runtime.device.device import EmulatedDevice
 from outsize.storage.arena import Arena
 
 _BYTES_MAX = 16 * 2**20

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from outsize.hardware.streaming import ShapeRate
-from outsize.model.spec import ModelSpec
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.probe.compute import DTYPES, dtypes_of, measure_growing
 from outsize.probe.effort import Effort
 

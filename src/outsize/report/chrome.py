@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from outsize.planner.timeline import Timeline
+from outsize.planner.simulate.timeline import Timeline
 
 _ORDER = ("compute", "up", "down", "host", "read", "write", "commit", "store")
 

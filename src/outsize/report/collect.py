@@ -13,12 +13,12 @@ from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import RunRecord, read_mapping, record_of
 from outsize.errors import ConfigError
-from outsize.planner.timeline import Timeline
+from outsize.planner.simulate.timeline import Timeline
 from outsize.report import series
 from outsize.report.chrome import lane_order
 from outsize.report.downsample import MOST_BUCKETS
-from outsize.report.files import MOST_OPS, read_timeline
 from outsize.report.history import COMPUTE, History
+from outsize.report.run_files import MOST_OPS, read_timeline
 
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0

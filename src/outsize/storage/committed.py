@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from outsize.errors import StorageError
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
-from outsize.optim.spec import GRADIENT, Plane, commit_record_bytes, layout_of
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
+from outsize.optim.optimizer_spec import GRADIENT, Plane, commit_record_bytes, layout_of
 from outsize.storage.arena import Arena
-from outsize.storage.disk import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.granules import DamagedError, Granules
 from outsize.storage.home import DiskHome, Home
-from outsize.storage.layout import Layout, Planes, made_of
+from outsize.storage.home_layout import HomeLayout, Planes, made_of
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
-from outsize.storage.record import NUM_SLOTS, Record, newest_record, pack, whole_records
+from outsize.storage.record import NUM_SLOTS, CommitRecord, newest_record, pack, whole_records
 from outsize.units import align_up
 
 
@@ -62,7 +62,7 @@ def _made(model: ModelSpec, planes: Planes | None) -> dict[str, Plane]:
 
 def find_record(
     path: Path, model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None
-) -> tuple[Record | None, str]:
+) -> tuple[CommitRecord | None, str]:
     """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
 
     ``planes`` are those of the home, None for those of a plain layout.
@@ -82,7 +82,7 @@ def find_record(
 
 def find_records(
     path: Path, model: ModelSpec, planes: Planes | None, own: Sequence[range] | None
-) -> tuple[list[Record], str]:
+) -> tuple[list[CommitRecord], str]:
     """Return the whole commit records of the home of a share at ``path``, newest first, and what is wrong otherwise.
 
     The one before the newest holds until the next step writes, which is when all ranks have committed.
@@ -128,7 +128,7 @@ class CommittedHome(DiskHome):
         *,
         arena: Arena,
         granule_elements: int = PLANE_ELEMENTS,
-        record: Record | None = None,
+        record: CommitRecord | None = None,
         request_bytes: int = DEFAULT_REQUEST_BYTES,
         temporary: bool = False,
         ledger: Ledger | None = None,
@@ -179,7 +179,7 @@ class CommittedHome(DiskHome):
         """
         self.file.sync()
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
-        record = Record(
+        record = CommitRecord(
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
@@ -230,7 +230,7 @@ class CommittedHome(DiskHome):
                 self.read(unit, plane, at, part)
                 home.write(unit, plane, at, part)
 
-    def _restore(self, record: Record) -> None:
+    def _restore(self, record: CommitRecord) -> None:
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
@@ -243,7 +243,7 @@ class CommittedHome(DiskHome):
         self._sequence = record.sequence
         self._forget_later(record)
 
-    def _forget_later(self, record: Record) -> None:
+    def _forget_later(self, record: CommitRecord) -> None:
         """Where the run goes on from the record before the newest one, see that nobody ever goes on from that."""
         newest, _ = newest_record(self.file.path, self._slot_bytes)
         if newest is not None and newest.sequence > record.sequence:
@@ -252,7 +252,7 @@ class CommittedHome(DiskHome):
             self.file.run([lambda: self.file.write_request(view, newest.slot * self._slot_bytes)])
             self.file.sync()
 
-    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> Layout:
+    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> HomeLayout:
         return _layout_of(model, made_of(model.dtype, planes), own)
 
     def _granule_items(self, key: tuple[int, str], granule_elements: int) -> int:
@@ -321,8 +321,8 @@ class CommittedHome(DiskHome):
         return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
 
 
-def _layout_of(model: ModelSpec, made: Mapping[str, Plane], own: Sequence[range] | None = None) -> Layout:
-    return Layout(
+def _layout_of(model: ModelSpec, made: Mapping[str, Plane], own: Sequence[range] | None = None) -> HomeLayout:
+    return HomeLayout(
         model,
         made,
         base=NUM_SLOTS * commit_record_bytes(model, planes=made),

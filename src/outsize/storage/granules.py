@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from outsize.storage.disk import Inspect
-from outsize.storage.layout import Extent
+from outsize.storage.disk_file import Inspect
+from outsize.storage.home_layout import PlaneExtent
 from outsize.storage.record import Checksums, Sides, checksum
 
 Run = tuple[int, int, int]
@@ -40,7 +40,7 @@ class Granules:
         checksums: uint64 [sides, granules].
     """
 
-    def __init__(self, extent: Extent, granule_elements: int) -> None:
+    def __init__(self, extent: PlaneExtent, granule_elements: int) -> None:
         self.extent = extent
         self.granule_elements = granule_elements
         self.granule_bytes = granule_elements * extent.dtype.itemsize

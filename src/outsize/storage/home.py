@@ -1,7 +1,7 @@
 """Where weights and optimizer state live between uses, addressed by unit, plane and element.
 
 A home holds the planes of a model's units: ``weights`` for every unit, and for units that are trained the
-planes of the optimizer (see `outsize.optim.spec.StateLayout`). `HostHome` holds them in memory, `DiskHome` in
+planes of the optimizer (see `outsize.optim.optimizer_spec.StateLayout`). `HostHome` holds them in memory, `DiskHome` in
 a file. Both pass the same contract (`outsize.testing`):
 
 - what is read is what was last written, bit for bit; a plane that was never written reads as zeros;
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.transport import room_bytes
-from outsize.model.spec import PLANE_ELEMENTS, ModelSpec, is_packed
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.storage.arena import Arena
-from outsize.storage.disk import DEFAULT_REQUEST_BYTES, DirectFile, Span
-from outsize.storage.layout import Layout, Planes
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span
+from outsize.storage.encoded_planes import PackedPlane
+from outsize.storage.home_layout import HomeLayout, Planes
 from outsize.storage.ledger import Ledger
-from outsize.storage.packed import PackedPlane
 from outsize.storage.pool import IOPool
 
 
@@ -101,7 +101,7 @@ class HostHome:
         packed: Codec | None = None,
         own: Sequence[range] | None = None,
     ) -> None:
-        self._layout = Layout(model, planes, own=own)
+        self._layout = HomeLayout(model, planes, own=own)
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
@@ -137,7 +137,7 @@ class HostHome:
 
     def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
         """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
-        wanted = Layout(model, planes)
+        wanted = HomeLayout(model, planes)
         for key, extent in wanted.extents.items():
             if key not in self._planes:
                 self._planes[key] = arena.take(extent.num_bytes, f"home: {key[1]}").view(extent.dtype)
@@ -295,8 +295,8 @@ class DiskHome:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> Layout:
-        return Layout(model, planes, own=own)
+    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> HomeLayout:
+        return HomeLayout(model, planes, own=own)
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])

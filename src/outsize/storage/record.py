@@ -19,7 +19,7 @@ import xxhash
 
 from outsize import files
 from outsize.errors import StorageError
-from outsize.model.spec import PLANE_ELEMENTS
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS
 from outsize.storage.prealloc import explain
 
 VERSION = 1
@@ -38,7 +38,7 @@ Checksums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class CommitRecord:
     """One committed state.
 
     Attributes:
@@ -67,7 +67,7 @@ class _BadRecordError(Exception):
     """What is wrong with the bytes of a slot."""
 
 
-def pack(record: Record, into: memoryview) -> int:
+def pack(record: CommitRecord, into: memoryview) -> int:
     """Write ``record`` to the start of ``into`` and return its bytes.
 
     Raises:
@@ -94,7 +94,7 @@ def pack(record: Record, into: memoryview) -> int:
     return end
 
 
-def unpack(data: memoryview) -> Record | None:
+def unpack(data: memoryview) -> CommitRecord | None:
     """Return the record at the start of ``data``, None where nothing was ever written.
 
     Raises:
@@ -117,7 +117,7 @@ def unpack(data: memoryview) -> Record | None:
     try:
         head = json.loads(bytes(data[_HEADER.size : at]))
         named = head.get("hash", HASH)
-        record = Record(
+        record = CommitRecord(
             sequence=sequence,
             state=dict(head["state"]),
             granule_elements=_granule(head["granule_elements"]),
@@ -144,7 +144,7 @@ def has_commit(path: Path) -> bool:
     return path.is_file() and bytes(_read(path, 0, 0)).startswith(_MAGIC)
 
 
-def newest_record(path: Path, slot_bytes: int) -> tuple[Record | None, str]:
+def newest_record(path: Path, slot_bytes: int) -> tuple[CommitRecord | None, str]:
     """Return the newest whole record in the slots of ``path``, and what is wrong with the others, empty if nothing is.
 
     Raises:
@@ -154,13 +154,13 @@ def newest_record(path: Path, slot_bytes: int) -> tuple[Record | None, str]:
     return found[0] if found else None, wrong
 
 
-def whole_records(path: Path, slot_bytes: int) -> tuple[list[Record], str]:
+def whole_records(path: Path, slot_bytes: int) -> tuple[list[CommitRecord], str]:
     """Return the whole records in the slots of ``path``, the newest first, and what is wrong with the others.
 
     Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
-    found: list[Record] = []
+    found: list[CommitRecord] = []
     wrong: list[str] = []
     for slot in range(NUM_SLOTS):
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outsize.storage.arena import Arena
-from outsize.storage.disk import SECTOR_BYTES, DirectFile
+from outsize.storage.disk_file import SECTOR_BYTES, DirectFile
 from outsize.storage.extents import Extents, ScratchStatistics
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outsize.hardware import cgroup
-from outsize.telemetry.schema import HostSample
+from outsize.telemetry.heartbeat_schema import HostSample
 
 LEAST_S = 0.2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from outsize.hardware.gpus import clock_limits
-from outsize.telemetry.schema import GpuSample
+from outsize.telemetry.heartbeat_schema import GpuSample
 
 # From nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, NVML_FI_DEV_PCIE_COUNT_TX_BYTES and RX.
 _SM_CLOCK, _CHIP = 1, 0

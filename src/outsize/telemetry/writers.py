@@ -37,7 +37,7 @@ class Writer(Protocol):
         """Hand over what is left; idempotent."""
 
 
-class Record(Protocol):
+class WriterRecord(Protocol):
     """What a run knows of a step."""
 
     @property
@@ -105,7 +105,7 @@ class Writers:
         self._announce = announce
         self.num_failed = 0
 
-    def tell(self, record: Record) -> None:
+    def tell(self, record: WriterRecord) -> None:
         """Tell of a step, as its line in the heartbeat does."""
         step = record.step
         if self._writers and step % self._every == 0:

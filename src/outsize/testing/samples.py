@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outsize.model.spec import ModelSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.storage.arena import Arena
 
 

@@ -4,14 +4,14 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import position_of
 from outsize.config import Config
 from outsize.errors import OutsizeError
-from outsize.model.spec import ModelSpec
-from outsize.optim.spec import Plane
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import Plane
+from outsize.session.job.machine import home_file
 from outsize.storage.committed import find_record
-from outsize.train.checkpoint_dir import latest
-from outsize.train.checkpoint_state import position_of
-from outsize.train.machine import home_file
 
 
 class Aftermath:

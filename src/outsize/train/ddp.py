@@ -30,13 +30,13 @@ from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
-from outsize.runtime.microbatch import loss_of
-from outsize.train.model_inputs import model_inputs, num_targets
-from outsize.train.prepare import Prepared, check_shares
+from outsize.runtime.forward.microbatch import loss_of
+from outsize.session.job.model_inputs import model_inputs, num_targets
+from outsize.session.job.optimizer_layout import max_norm_of
+from outsize.session.job.prepare import Prepared, check_shares
+from outsize.session.steps import StepOutcome, schedule_of
 from outsize.train.replica import Replica
 from outsize.train.resident import seeding
-from outsize.train.state import max_norm_of
-from outsize.train.steps import StepOutcome, schedule_of
 from outsize.units import format_bytes
 
 # fp32 parameters, gradients and two moments.

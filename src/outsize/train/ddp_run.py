@@ -16,33 +16,33 @@ from typing import Any
 import torch
 import xxhash
 
+from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
+from outsize.checkpoint.saver import DEFAULT_MINUTES
+from outsize.checkpoint.saving import Saving
 from outsize.config import Config, dump_config
 from outsize.data.batch import Batch
-from outsize.data.packed import PackedDataset
+from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher
 from outsize.data.shared import SharedData
 from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
-from outsize.runtime.allocator import resident_bytes
-from outsize.runtime.workers import device_names
-from outsize.train import checkpoint
-from outsize.train.about import about
-from outsize.train.accounts import peak_rss_bytes
-from outsize.train.checkpoint_dir import latest
-from outsize.train.checkpoint_state import describe, position_of, read_state
+from outsize.runtime.device.allocator import resident_bytes
+from outsize.runtime.device.device_group import device_names
+from outsize.session.job.prepare import Prepared
+from outsize.session.loss_scale import LossScale
+from outsize.session.run_state import Position
+from outsize.session.steps import StepOutcome
 from outsize.train.ddp import DataParallelTrainer, check_fits, process_group
-from outsize.train.flops import peak_of, step_flops
-from outsize.train.heartbeat import Heartbeat, write_json, write_whole
 from outsize.train.interrupt import Interrupt
-from outsize.train.loss_scale import LossScale
-from outsize.train.prepare import Prepared
+from outsize.train.metrics.flops import peak_of, step_flops
+from outsize.train.metrics.heartbeat import Heartbeat, write_json, write_whole
+from outsize.train.metrics.run_info import about
+from outsize.train.metrics.run_records import StepRecord, TrainResult
+from outsize.train.metrics.step_metrics import peak_rss_bytes
 from outsize.train.ranks import Ranks
-from outsize.train.records import StepRecord, TrainResult
 from outsize.train.replica import Replica, opened
-from outsize.train.saver import DEFAULT_MINUTES
-from outsize.train.saving import Saving
-from outsize.train.standing import Position
-from outsize.train.steps import StepOutcome
 
 
 def run_data_parallel(
@@ -71,15 +71,15 @@ def run_data_parallel(
     group = ranks.group
     assert isinstance(group, GlooGroup)
     check_fits(prepared)
-    begun = checkpoint.position_of(resumed) if resumed is not None else Position(0, 0, 0)
+    begun = run_checkpoint.position_of(resumed) if resumed is not None else Position(0, 0, 0)
     name = device_names(prepared.machine.device)[0]
     device = torch.device(name if name.startswith("cuda") else "cpu")
     if resumed is not None:
-        checkpoint.check_files(resumed)
+        run_checkpoint.check_files(resumed)
     with contextlib.ExitStack() as stack:
         replica = stack.enter_context(opened(prepared, device))
         if resumed is not None:
-            checkpoint.restore(_Restored(replica, prepared), resumed, ranks.announce)
+            run_checkpoint.restore(_Restored(replica, prepared), resumed, ranks.announce)
             replica.load()
         ranks.announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
         averaging = stack.enter_context(process_group(group, device))

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 
 from outsize.errors import OutsizeError
-from outsize.hardware.spec import Figure, Machine
-from outsize.planner.comparison import Comparison, Steps, compare
-from outsize.planner.costs import ADAMW_BYTES, UnitTimes
-from outsize.planner.crowding import crowded
-from outsize.planner.expectation import PlannedStep
-from outsize.planner.idle import Window
-from outsize.planner.recalibrate import Trace, read_trace
-from outsize.planner.timeline import Timeline
-from outsize.runtime.allocator import trim
-from outsize.train.codec_rates import codec_rates, crossing_rates
-from outsize.train.heartbeat import write_json, write_whole
-from outsize.train.lane_rates import MACHINE_FILE
-from outsize.train.prepare import Prepared
-from outsize.train.rates import Rates, measure_exchange, measure_rates, of_slowest
-from outsize.train.unit_times import kept_bytes
+from outsize.hardware.machine_spec import Figure, Machine
+from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.simulate.comparison import Comparison, Steps, compare
+from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
+from outsize.planner.simulate.crowding import crowded
+from outsize.planner.simulate.recalibrate import Trace, read_trace
+from outsize.planner.simulate.stalls import Window
+from outsize.planner.simulate.timeline import Timeline
+from outsize.runtime.device.allocator import trim
+from outsize.session.decide.codec_rates import codec_rates, crossing_rates
+from outsize.session.decide.lane_rates import MACHINE_FILE
+from outsize.session.decide.rates import Rates, measure_exchange, measure_rates, of_slowest
+from outsize.session.job.prepare import Prepared
+from outsize.session.job.relative_times import kept_bytes
+from outsize.train.metrics.heartbeat import write_json, write_whole
 from outsize.units import format_seconds
 
 PREDICTION_FILE = "prediction.json"

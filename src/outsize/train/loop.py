@@ -5,31 +5,31 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.home_file import remove_home, tell_costs
+from outsize.checkpoint.saver import Saver
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.data.packed import PackedDataset
+from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher
 from outsize.data.shared import SharedData
 from outsize.errors import NonFiniteError
 from outsize.group.group import Group
-from outsize.planner.idle import Window
-from outsize.planner.timeline import Timeline
+from outsize.planner.simulate.stalls import Window
+from outsize.planner.simulate.timeline import Timeline
 from outsize.report.chrome import to_chrome
+from outsize.session.job.prepare import Prepared
+from outsize.session.run_state import Position
+from outsize.session.steps import StepOutcome
+from outsize.session.stream import StreamedTrainer
 from outsize.telemetry.writers import Writers
-from outsize.train.accounts import Accounts, peak_rss_bytes
-from outsize.train.checkpoint_dir import latest
 from outsize.train.forecast import Forecast
-from outsize.train.heartbeat import Heartbeat, write_json
-from outsize.train.home_file import remove_home, tell_costs
 from outsize.train.interrupt import Interrupt
-from outsize.train.prepare import Prepared
+from outsize.train.metrics.heartbeat import Heartbeat, write_json
+from outsize.train.metrics.run_records import StepRecord, TrainResult
+from outsize.train.metrics.step_metrics import Accounts, peak_rss_bytes
 from outsize.train.profiling import PROFILE, StepProfiler
 from outsize.train.ranks import Ranks
-from outsize.train.records import StepRecord, TrainResult
-from outsize.train.saver import Saver
-from outsize.train.standing import Position
-from outsize.train.steps import StepOutcome
-from outsize.train.stream import StreamedTrainer
 from outsize.train.watchdog import Watchdog
 
 Progress = Callable[[StepRecord], None]

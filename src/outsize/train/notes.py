@@ -4,10 +4,10 @@ import contextlib
 from pathlib import Path
 
 from outsize.config import Config, Surroundings
-from outsize.data.files import find_sources
+from outsize.data.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.hardware.cpu import read_cpu
-from outsize.train.prepare import Prepared
+from outsize.session.job.prepare import Prepared
 
 
 def notes_of(config: Config, prepared: Prepared, num_processes: int = 1) -> list[str]:

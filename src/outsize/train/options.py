@@ -6,17 +6,17 @@
 from typing import Any
 
 from outsize.choices import Clip
-from outsize.codecs.spec import RAW
+from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
 from outsize.errors import ConfigError
-from outsize.hardware.spec import Machine
-from outsize.model.spec import ModelSpec
-from outsize.optim.spec import Masters, StateLayout, masters_for, num_moments_of
-from outsize.planner.plan import Budgets
-from outsize.planner.question import Question
-from outsize.planner.sizing import PlanOptions
+from outsize.hardware.machine_spec import Machine
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for, num_moments_of
+from outsize.planner.predict.question import Question
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.step_plan import Budgets
 
 AUTO = "auto"
 # The one that moves most first.

@@ -21,9 +21,9 @@ from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group
 from outsize.hardware.nccl import misspelt_variables, overriding_variables, wrong_interfaces
+from outsize.session.job.machine import choose_device
+from outsize.session.job.prepare import Prepared
 from outsize.storage.committed import layout_digest
-from outsize.train.machine import choose_device
-from outsize.train.prepare import Prepared
 
 _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 # May differ from machine to machine: paths (what lies there is compared by itself), and what a machine has.

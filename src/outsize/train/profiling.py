@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from outsize.runtime.ranges import OpRanges
+from outsize.runtime.device.profiler_ranges import OpRanges
 
 PROFILE = "profile.json"
 # Steps of this process that are left alone: kernels and caches warm up. The first one recorded is that of

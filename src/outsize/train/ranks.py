@@ -22,11 +22,11 @@ from outsize.errors import ConfigError
 from outsize.group.group import Group
 from outsize.group.launched import Launched, open_group
 from outsize.group.single import SingleGroup
-from outsize.hardware.spec import HOST_SHARE
+from outsize.hardware.machine_spec import HOST_SHARE
+from outsize.session.decide.rates import measure_exchange
+from outsize.session.job.machine import CPU_DEVICE_SHARE, available_ram_bytes
 from outsize.storage.directory import needed_directory
-from outsize.train.machine import CPU_DEVICE_SHARE, available_ram_bytes
 from outsize.train.preflight import check_same_start
-from outsize.train.rates import measure_exchange
 from outsize.train.run_dir import choose_run_dir
 from outsize.units import format_rate
 

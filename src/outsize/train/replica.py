@@ -12,14 +12,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from outsize.model.spec import TensorSpec, UnitSpec
-from outsize.optim.spec import EXP_AVG, EXP_AVG_SQ, GRADIENT, WEIGHTS, StateLayout, master_plane, planes_for
-from outsize.runtime.binding import buffers_on
-from outsize.runtime.storing import StoreOps, UnitAtRest
+from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
+from outsize.optim.optimizer_spec import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRADIENT,
+    WEIGHTS,
+    StateLayout,
+    master_plane,
+    planes_for,
+)
+from outsize.runtime.forward.binding import buffers_on
+from outsize.runtime.ops.checkpoint_ops import StoreOps, UnitAtRest
+from outsize.session.fill import fill
+from outsize.session.job.prepare import Prepared
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
-from outsize.train.fill import fill
-from outsize.train.prepare import Prepared
 
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 

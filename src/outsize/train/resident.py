@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from outsize.config import Config
-from outsize.config.optimizer import OptimizerConfig
+from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.split import Split
-from outsize.runtime.binding import TORCH_DTYPE, buffers_on
-from outsize.runtime.compute import seed_of
-from outsize.runtime.head_loss import chunked_head_loss, shift_labels
-from outsize.runtime.microbatch import loss_of
-from outsize.runtime.workers import device_names
-from outsize.train.frozen import Decoded
-from outsize.train.loss_scale import LossScale
-from outsize.train.model_inputs import model_inputs, num_targets
+from outsize.runtime.device.device_group import device_names
+from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
+from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.forward.microbatch import loss_of
+from outsize.runtime.ops.compute_ops import seed_of
+from outsize.session.frozen_encoding import Decoded
+from outsize.session.job.model_inputs import model_inputs, num_targets
+from outsize.session.job.optimizer_layout import layout_for, max_norm_of
+from outsize.session.job.prepare import Prepared
+from outsize.session.loss_scale import LossScale
+from outsize.session.steps import schedule_of
 from outsize.train.options import clip_of
-from outsize.train.prepare import Prepared
-from outsize.train.state import layout_for, max_norm_of
-from outsize.train.steps import schedule_of
 
 
 class ResidentTrainer:

@@ -6,48 +6,48 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
+from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
+from outsize.checkpoint.home_file import newest_home, start, tell_costs
+from outsize.checkpoint.saver import Saver
 from outsize.config import Config, dump_config
-from outsize.data.packed import PackedDataset
+from outsize.data.packed_dataset import PackedDataset
 from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
 from outsize.hardware.numa import Placement
-from outsize.planner.plan import Plan
-from outsize.runtime.allocator import begin_run, set_thresholds
-from outsize.storage.record import Record
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.session.decide.decide import decide
+from outsize.session.decide.rates import Rates
+from outsize.session.frozen_encoding import summary
+from outsize.session.job.machine import choose_device
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.numa_binding import bound, placement_of
+from outsize.session.run_state import Position
+from outsize.session.stream import StreamedTrainer
+from outsize.session.torch_state import borrowed_torch
+from outsize.storage.record import CommitRecord
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
-from outsize.train import checkpoint
-from outsize.train.about import about, gpu_uuids
-from outsize.train.accounts import Accounts, peak_rss_bytes
 from outsize.train.aftermath import Aftermath
-from outsize.train.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.train.checkpoint_state import describe, position_of, read_state
 from outsize.train.ddp import one_share
 from outsize.train.ddp_run import run_data_parallel
-from outsize.train.decide import decide
-from outsize.train.flops import Peak, peak_of, step_flops
 from outsize.train.forecast import Forecast, forecast
-from outsize.train.frozen import summary
-from outsize.train.heartbeat import Heartbeat, write_json, write_whole
-from outsize.train.home_file import newest_home, start, tell_costs
 from outsize.train.interrupt import Interrupt
 from outsize.train.loop import Progress, Run
-from outsize.train.machine import choose_device
-from outsize.train.microbatches import PLAN_FILE, as_before
-from outsize.train.near_device import bound, placement_of
+from outsize.train.metrics.flops import Peak, peak_of, step_flops
+from outsize.train.metrics.heartbeat import Heartbeat, write_json, write_whole
+from outsize.train.metrics.run_info import about, gpu_uuids
+from outsize.train.metrics.run_records import TrainResult
+from outsize.train.metrics.step_metrics import Accounts, peak_rss_bytes
 from outsize.train.notes import notes_of
 from outsize.train.preflight import check_same_run
-from outsize.train.prepare import Prepared, prepare
 from outsize.train.profiling import StepProfiler
 from outsize.train.ranks import Ranks, own_share, together
-from outsize.train.rates import Rates
-from outsize.train.records import TrainResult
+from outsize.train.resumed_microbatches import PLAN_FILE, as_before
+from outsize.train.run_data import open_dataset
 from outsize.train.run_dir import choose_run_dir, claimed
-from outsize.train.saver import Saver
-from outsize.train.sources import open_dataset
-from outsize.train.standing import Position
-from outsize.train.stream import StreamedTrainer
-from outsize.train.torch_state import borrowed_torch
 from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
@@ -79,7 +79,7 @@ def foresee(
     """
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        config = as_before(config, run_dir, checkpoint.find(config.train.resume, run_dir))
+        config = as_before(config, run_dir, run_checkpoint.find(config.train.resume, run_dir))
         prepared = prepare(config, run_dir, lambda _: None)
         for note in notes_of(config, prepared):
             announce(note)
@@ -129,7 +129,7 @@ def _train(
         borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
     )
     set_thresholds(heap=False)
-    resumed = checkpoint.find(config.train.resume, run_dir)
+    resumed = run_checkpoint.find(config.train.resume, run_dir)
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
@@ -139,7 +139,7 @@ def _train(
         return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
     record = newest_home(config, own_dir, prepared, resumed, announce)
     if resumed is not None:
-        done = checkpoint.position_of(resumed)
+        done = run_checkpoint.position_of(resumed)
         if done.step >= config.train.steps:
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
@@ -153,7 +153,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
-        checkpoint.check_same_method(resumed, config)
+        run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
     config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size)
     started = config if resumed is None else _from_checkpoint(config, resumed)
@@ -171,7 +171,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     config = config.in_microbatches(prepared.config.microbatches)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
-        checkpoint.check_same_run(resumed, config, prepared)
+        run_checkpoint.check_same_run(resumed, config, prepared)
     return config, prepared, rates
 
 
@@ -187,7 +187,7 @@ def _open(
     ranks: Ranks,
     prepared: Prepared,
     dataset: PackedDataset,
-    saved: tuple[Path | None, Record | None],
+    saved: tuple[Path | None, CommitRecord | None],
     expected: Forecast | None,
     progress: Progress | None,
 ) -> Run:
@@ -279,7 +279,7 @@ def _dataset(
     with ranks.first_goes_first():
         dataset = stack.enter_context(open_dataset(config, prepared, ranks.run_dir, ranks.announce))
     if ranks.group.size > 1:
-        first = 0 if resumed is None else checkpoint.position_of(resumed).step
+        first = 0 if resumed is None else run_checkpoint.position_of(resumed).step
         check_same_run(prepared, dataset.batch(first, config.sequences_per_step), resumed, ranks.group)
     return dataset
 

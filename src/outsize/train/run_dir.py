@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outsize import files
+from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, LATEST
 from outsize.config import Config
 from outsize.errors import ConfigError, StorageError
+from outsize.session.job.machine import home_file
 from outsize.storage.directory import needed_directory
 from outsize.storage.prealloc import explain
 from outsize.storage.record import has_commit
-from outsize.train.checkpoint_dir import CHECKPOINTS, LATEST
-from outsize.train.heartbeat import HEARTBEAT
-from outsize.train.machine import home_file
+from outsize.train.metrics.heartbeat import HEARTBEAT
 
 
 def choose_run_dir(config: Config) -> Path:

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.runtime.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.session.decide.decide import decide
+from outsize.session.job.machine import choose_device
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.stream import StreamedTrainer
+from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import needed_directory
-from outsize.train.decide import decide
-from outsize.train.machine import choose_device
+from outsize.train.metrics.run_records import VerifyResult
 from outsize.train.notes import notes_of
-from outsize.train.prepare import Prepared, prepare
-from outsize.train.records import VerifyResult
 from outsize.train.resident import ResidentTrainer, materialise
-from outsize.train.sources import open_dataset
-from outsize.train.stream import StreamedTrainer
-from outsize.train.torch_state import borrowed_torch
+from outsize.train.run_data import open_dataset
 
 
 def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) -> VerifyResult:

@@ -8,16 +8,16 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.choices import Dtype, Home
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.checkpoint import CheckpointReader
-from outsize.model.checkpoint_files import locate_checkpoint
-from outsize.model.spec import TensorSpec
-from outsize.optim.spec import Moments
-from outsize.train.machine import choose_device, choose_dtype
+from outsize.model.sizes.model_spec import TensorSpec
+from outsize.optim.optimizer_spec import Moments
+from outsize.session.job.machine import choose_device, choose_dtype
 from outsize.wrapped.arguments import memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of

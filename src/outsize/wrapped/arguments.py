@@ -8,10 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from outsize.choices import Home
-from outsize.codecs.spec import RAW
+from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import Transport
-from outsize.config.memory import MemoryConfig
-from outsize.config.optimizer import OptimizerConfig
+from outsize.config.memory_section import MemoryConfig
+from outsize.config.optimizer_section import OptimizerConfig
 from outsize.errors import ConfigError
 
 

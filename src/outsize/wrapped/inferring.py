@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from outsize.hardware.spec import CUBLAS_BYTES
-from outsize.inference.measure import ordinary
+from outsize.hardware.machine_spec import CUBLAS_BYTES
+from outsize.inference.forward_extent import ordinary
 from outsize.inference.session import InferenceStatistics, Session
 from outsize.inference.source import Source
-from outsize.runtime.decoding import decoding_bytes
-from outsize.runtime.device import open_device
+from outsize.runtime.device.device import open_device
+from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.storage.arena import CudaPinner
 from outsize.storage.home import HostHome
 from outsize.wrapped.planned import Planned

@@ -14,9 +14,9 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
+from outsize.checkpoint.files.checkpoint_reader import persistent_buffers
+from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.errors import ConfigError, ModelError
-from outsize.model.checkpoint import persistent_buffers
-from outsize.model.checkpoint_writer import write_checkpoint
 from outsize.model.walk import is_walking
 from outsize.storage.home import HostHome
 from outsize.wrapped.generating import generation, on_device

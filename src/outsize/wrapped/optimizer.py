@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError
-from outsize.optim.adamw import AdamW as Settings
-from outsize.optim.spec import EXP_AVG, MASTER
+from outsize.optim.adamw import PlaneAdamW as Settings
+from outsize.optim.optimizer_spec import EXP_AVG, MASTER
 from outsize.storage.home import HostHome
 from outsize.wrapped.module import iterate_parameters, runner_of
-from outsize.wrapped.moments import as_kept
+from outsize.wrapped.moment_forms import as_kept
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3

@@ -14,18 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from outsize.model.spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
+from outsize.checkpoint.checkpoint_state import plane_of
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
 from outsize.model.split import Split
-from outsize.optim.spec import GRADIENT, MASTER, WEIGHTS, StateLayout
-from outsize.runtime.binding import TORCH_DTYPE
-from outsize.runtime.decoding import decode, encode, encoded_parts
+from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
+from outsize.runtime.forward.binding import TORCH_DTYPE
+from outsize.runtime.ops.decoding import decode, encode, encoded_parts
+from outsize.session.frozen_encoding import errors_of
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.layout import ITEM_DTYPE
-from outsize.train.checkpoint_state import plane_of
-from outsize.train.frozen import errors_of
+from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.units import align_up
-from outsize.wrapped.at_rest import mark
+from outsize.wrapped.disk_gradients import mark
 
 Fill = Callable[[TensorSpec, Tensor], None]
 

@@ -19,27 +19,27 @@ from torch import nn
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
-from outsize.model.apart import dtype_and_parts
+from outsize.model.frozen_params import dtype_and_parts
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.optim.adamw import AdamW
-from outsize.optim.spec import Moments, StateLayout
-from outsize.planner.cut import Passes, cut_step
-from outsize.planner.layout import StepLayout
-from outsize.planner.plan import Plan
-from outsize.planner.program import Program
-from outsize.runtime.context import slots_used
-from outsize.runtime.engine import Engine
-from outsize.runtime.engine_settings import EngineSettings
-from outsize.runtime.measured import Measured
-from outsize.runtime.scratches import extent_bytes
-from outsize.runtime.shortcut import Needed
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.optimizer_spec import Moments, StateLayout
+from outsize.planner.passes.step_parts import Passes, cut_step
+from outsize.planner.program.program import Program
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.plan_scratch import extent_bytes
+from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.ops.context import slots_used
+from outsize.runtime.trial.measured import Measured
+from outsize.session.frozen_encoding import summary
+from outsize.session.job.run_codecs import check_transport
 from outsize.storage.home import HostHome
-from outsize.train.crossings import check_transport
-from outsize.train.frozen import summary
-from outsize.wrapped import planning
+from outsize.wrapped import wrap_planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.tiers import Tiers
+from outsize.wrapped.wrap_tiers import WrapTiers
 
 RAW_TRANSPORT = Transport()
 _log = logging.getLogger(__name__)
@@ -88,16 +88,16 @@ class Planned:
         self._model = weakref.ref(model)
         self._memory = memory
         self.microbatches = microbatches
-        self.optimizer: AdamW | None = None
+        self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
         self._engine: Engine | None = None
         self._plan: Plan | None = None
         self._extent_bytes = 0
         self._measured: Measured | None = None
-        self._known: list[planning.Shape] = []
-        self._needed: dict[planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
-        self._shortened_for: planning.Saving | None = None  # what the engine has been told of that
+        self._known: list[wrap_planning.BatchShape] = []
+        self._needed: dict[wrap_planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
+        self._shortened_for: wrap_planning.Saving | None = None  # what the engine has been told of that
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
@@ -109,7 +109,7 @@ class Planned:
         self.split = split(model, dtype, apart=self._apart, with_head=with_head)
         self.state = StateLayout(dtype=self.split.spec.dtype, moments=moments)
         with contextlib.ExitStack() as stack:
-            tiers = Tiers(self.split.spec, memory, store_dir, self.state)
+            tiers = WrapTiers(self.split.spec, memory, store_dir, self.state)
             self.tiers = stack.enter_context(contextlib.closing(tiers))
             check_transport(transport, self.tiers.machine.device, self.tiers.machine.home)
             self.boundaries = stack.enter_context(Boundaries(self.split.modules))
@@ -134,7 +134,7 @@ class Planned:
                 self._engine.recover()
                 raise
 
-    def use(self, settings: AdamW, decays: frozenset[str]) -> None:
+    def use(self, settings: PlaneAdamW, decays: frozenset[str]) -> None:
         """Step with these settings from now on; weight decay applies to the parameters ``decays``."""
         if (settings, decays) != (self.optimizer, self._decays):
             self.optimizer, self._decays = settings, decays
@@ -173,7 +173,9 @@ class Planned:
             )
         return model
 
-    def _ready(self, inputs: Mapping[str, Any], rows: int, shape: planning.Shape) -> tuple[Engine, Plan]:
+    def _ready(
+        self, inputs: Mapping[str, Any], rows: int, shape: wrap_planning.BatchShape
+    ) -> tuple[Engine, Plan]:
         """Return an engine and a plan that are made for microbatches of ``shape`` and for what trains now."""
         model = self._model()
         assert model is not None
@@ -188,7 +190,7 @@ class Planned:
             forwards = self.boundaries.forwards
             former = self._measured
             kind = self._device.type
-            self._measured = planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+            self._measured = wrap_planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
             if shape.training or shape.saving not in self._needed:
                 self._needed[shape.saving] = self._measured.needed, self._measured.num_products
                 self._shortened_for = None
@@ -232,7 +234,7 @@ class Planned:
 
     def _plan_anew(self) -> None:
         assert self._measured is not None
-        plan = planning.make_plan(
+        plan = wrap_planning.make_plan(
             self.split,
             self.tiers.machine,
             self._memory,
@@ -253,7 +255,7 @@ class Planned:
         self._plan, self._extent_bytes = plan, extent
         with contextlib.ExitStack() as stack:
             settings = EngineSettings(
-                optimizer=self.optimizer or AdamW(),
+                optimizer=self.optimizer or PlaneAdamW(),
                 max_grad_norm=float("inf"),
                 graph_in_forward=self._measured.graph_matters,
                 num_threads=torch.get_num_threads(),

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
-from outsize.optim.spec import Moments
-from outsize.planner.cut import step_units, summing
-from outsize.planner.program import Program
-from outsize.runtime.context import Microbatch, StepContext
-from outsize.runtime.engine import Engine
+from outsize.optim.optimizer_spec import Moments
+from outsize.planner.passes.step_parts import step_units, summing
+from outsize.planner.program.program import Program
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.storage.home import HostHome
-from outsize.wrapped import batching, planning
+from outsize.wrapped import batching, wrap_planning
 from outsize.wrapped.autocast import Autocast
+from outsize.wrapped.autograd_bridge import Passage
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
-from outsize.wrapped.passage import Passage
 from outsize.wrapped.planned import RAW_TRANSPORT
 
 
@@ -81,7 +81,7 @@ class Runner(Inferring):
         count = 1 if cached else self.microbatches
         sizes = batching.sizes_of(rows, count)
         autocast = Autocast.of_now({"cpu", self._device.type})
-        shape = planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
+        shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
         saves = keeps and bool(plan.layout.offload)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outsize.errors import ConfigError, DataError, ModelError
 from outsize.inference.session import InferenceStatistics
-from outsize.planner.scan import break_even_batch
+from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
 
 Say = Callable[[str], None]

@@ -1,0 +1,88 @@
+"""The files of a checkpoint directory: which there are, and which tensors they hold."""
+
+import json
+import os
+from pathlib import Path
+
+from outsize import files
+from outsize.checkpoint.files.checkpoint_format import StoredTensor, read_header
+from outsize.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def locate_checkpoint(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """Return the directory of a model: the one named, or the local copy of the hub's, downloaded if need be.
+
+    Raises:
+        CheckpointError: neither a directory nor a model that the hub hands out.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; weights are read from the directory of a model")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+        return Path(snapshot_download(os.fspath(path_or_hub_id), allow_patterns=patterns))
+    except (
+        Exception
+    ) as error:  # the hub client raises a dozen kinds: no network, no such model, gated, bad name
+        first_line = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"no directory {path_or_hub_id}, and the hub does not hand out such a model: {first_line}"
+        ) from error
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return every tensor stored in ``directory``, by name; each file's header is checked against its size.
+
+    Raises:
+        CheckpointError: no weights, pickled weights only, or a file that is missing, truncated or not in the
+            index.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; give the directory of a Hugging Face model")
+    if (directory / WEIGHTS).is_file():
+        return read_header(directory / WEIGHTS)
+    if not (directory / INDEX).is_file():
+        raise CheckpointError(_no_weights(directory))
+    files_of = _read_index(directory / INDEX)
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(files_of.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{directory / INDEX} names {file!r}, which is not a file beside it")
+        stored.update(read_header(directory / file))
+    for name, file in files_of.items():
+        if name not in stored or stored[name].path.name != file:
+            raise CheckpointError(
+                f"{directory / file} does not hold {name}, as the index says; download it again"
+            )
+    return stored
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return which file holds which tensor."""
+    try:
+        weight_map = json.loads(files.read_text(path))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not an index of safetensors files ({error}); download it again"
+        ) from error
+
+
+def _no_weights(directory: Path) -> str:
+    """Say what is there in place of safetensors files, and what to do."""
+    pickled = sorted(
+        p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(pattern)
+    )
+    if pickled:
+        return (
+            f"{directory} holds only pickled weights ({pickled[0]}), which run code when they are opened; "
+            "convert them once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    return f"{directory} holds neither {WEIGHTS} nor {INDEX}; give the directory of a model with its weights"

@@ -1,0 +1,244 @@
+"""The files of a checkpoint in Hugging Face layout: a shard per unit, an index, the config, the tokenizer."""
+
+import contextlib
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from outsize import files
+from outsize.checkpoint.files.checkpoint_files import INDEX, locate_checkpoint
+from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, bytes_of, sum_of_file, write_file
+from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, persistent_buffers
+from outsize.model.sizes.model_spec import UnitSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# What belongs to a tokenizer, and how the model generates; weights and config are written anew.
+_COPIED = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "generation_config.json",
+)
+
+
+class CheckpointWriter:
+    """Writes the files of a checkpoint into a directory, unit by unit, in any order; the caller makes it whole or none.
+
+    Every method raises `OSError` as the system says.
+
+    Args:
+        directory: is there, and holds no checkpoint.
+        model: for names and rules; its buffers are written, its parameters are not read.
+        units: all units of the model.
+        moved: called after every piece that was written.
+        tied: all names of each parameter, where the model's own come and go; None asks it in the end.
+
+    Attributes:
+        files: size and checksum of each file written, by name; all are synced.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: nn.Module,
+        units: Sequence[UnitSpec],
+        moved: Moved = lambda: None,
+        tied: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        self.files: dict[str, FileSum] = {}
+        self._moved = moved
+        self._tied = tied
+        self._directory = directory
+        self._model = model
+        self._buffers = _saved_buffers(model)
+        with_weights = [unit.index for unit in units if unit.all_tensors]
+        self._numbers = {index: number for number, index in enumerate(with_weights, 1)}
+        self._num_shards = len(with_weights) + bool(self._buffers)
+        self._dtypes: Counter[torch.dtype] = Counter()
+        self._weight_map: dict[str, str] = {}
+        self._total_bytes = 0
+
+    def write_unit(self, unit: UnitSpec, tensors: Mapping[str, Tensor]) -> None:
+        """Write the shard of ``unit`` from its parameters by name, all of them in memory."""
+        self._write_tensors(self.shard_of(unit), _checked(unit, tensors))
+
+    def stream_unit(self, unit: UnitSpec, dtype: torch.dtype, chunks: Iterable[Chunk]) -> None:
+        """Write the shard of ``unit`` from the chunks of its plane of weights.
+
+        Where the architecture's checkpoints have other tensors than the model (experts one by one, say) and the plane
+        comes in several chunks, it is laid down in a file first and converted from there.
+        """
+        names = _plain_names(self._model, unit, dtype)
+        if names is None:
+            self._stream_converted(unit, dtype, chunks)
+            return
+        shard = self.shard_of(unit)
+        written = write_plane(self._directory / shard, unit, dtype, chunks, names, self._moved)
+        self._note_plain(unit, dtype, written, names.values())
+
+    def link_unit(self, unit: UnitSpec, dtype: torch.dtype, former: Path, known: FileSum) -> bool:
+        """Take the shard of a unit that has not changed from another checkpoint; whether that went."""
+        names = _plain_names(self._model, unit, dtype)
+        shard = self.shard_of(unit)
+        if names is None:
+            return False
+        try:
+            files.system().link(former / shard, self._directory / shard)
+        except OSError:  # a file system without links, or a checkpoint that somebody changed
+            return False
+        self._note_plain(unit, dtype, known, names.values())
+        return True
+
+    def shard_of(self, unit: UnitSpec) -> str:
+        """Name of the file that holds the weights of ``unit``."""
+        return self._name(self._numbers[unit.index])
+
+    def finish(self, hf_config: "PretrainedConfig", tokenizer_source: Any) -> None:
+        """Write everything but weights; see `write_checkpoint`.
+
+        Raises:
+            CheckpointError: what was written is not the whole model.
+        """
+        if self._buffers:
+            self._write_tensors(self._name(self._num_shards), self._buffers)
+        directory = self._directory
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": dict(sorted(self._weight_map.items())),
+        }
+        files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
+        _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
+        copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
+        CheckpointReader(directory, self._model, self._tied)  # every name and shape is there, or this raises
+        for path in sorted(directory.iterdir()):
+            if path.is_file() and path.name not in self.files:
+                files.sync(path)
+                self.files[path.name] = sum_of_file(path)
+
+    def close(self) -> None:
+        """Nothing: no file is open between two calls."""
+
+    def _name(self, number: int) -> str:
+        return f"model-{number:05d}-of-{self._num_shards:05d}.safetensors"
+
+    def _write_tensors(self, shard: str, tensors: dict[str, Tensor]) -> None:
+        stored = _in_original_layout(self._model, tensors)
+        self.files[shard] = write_file(self._directory / shard, stored, self._moved)
+        self._weight_map.update(dict.fromkeys(stored, shard))
+        self._total_bytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored.values())
+        if tensors is not self._buffers:
+            self._dtypes.update(_elements_by_dtype(tensors))
+
+    def _stream_converted(self, unit: UnitSpec, dtype: torch.dtype, chunks: Iterable[Chunk]) -> None:
+        raw = self._directory / f".{self.shard_of(unit)}.raw"
+        try:
+            plane = _whole_plane(unit, dtype, chunks, raw)
+            parts = {t.name: plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors}
+            self.write_unit(unit, parts)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                files.system().unlink(raw)
+
+    def _note_plain(self, unit: UnitSpec, dtype: torch.dtype, written: FileSum, names: Iterable[str]) -> None:
+        shard, numel = self.shard_of(unit), sum(tensor.numel for tensor in unit.tensors)
+        self.files[shard] = written
+        self._weight_map.update(dict.fromkeys(names, shard))
+        self._dtypes[dtype] += numel
+        self._total_bytes += numel * dtype.itemsize
+
+
+def _plain_names(model: nn.Module, unit: UnitSpec, dtype: torch.dtype) -> dict[str, str] | None:
+    """Return what each parameter is called in a checkpoint; None where one is more than renamed there."""
+    tensors = {t.name: torch.empty(t.shape, dtype=dtype, device="meta") for t in unit.tensors}
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    stored = _in_original_layout(model, dict(tensors))
+    found = {names[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in names}
+    return found if len(found) == len(tensors) == len(stored) else None
+
+
+def _whole_plane(unit: UnitSpec, dtype: torch.dtype, chunks: Iterable[Chunk], raw: Path) -> Tensor:
+    """Return the plane itself where it comes in one chunk, else a mapping of the file ``raw``."""
+    with files.open_binary(raw, "w") as file:
+        for _, chunk in chunks:
+            if chunk.numel() == unit.numel:
+                return chunk
+            file.write(bytes_of(chunk))
+    return torch.from_file(str(raw), shared=False, size=unit.numel, dtype=dtype)
+
+
+def _checked(unit: UnitSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of ``unit`` by name; what ``read`` gave has to be complete and in shape."""
+    for spec in unit.all_tensors:
+        if spec.name not in tensors or tuple(tensors[spec.name].shape) != spec.shape:
+            got = tuple(tensors[spec.name].shape) if spec.name in tensors else "nothing"
+            raise ValueError(f"unit {unit.name}: {spec.name} has shape {spec.shape}, read returned {got}")
+    return {spec.name: tensors[spec.name].detach() for spec in unit.all_tensors}
+
+
+def _in_original_layout(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` as the architecture's checkpoints have them, e.g. experts one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return cast("dict[str, Tensor]", revert_weight_conversion(cast(Any, model), tensors))
+
+
+def _elements_by_dtype(tensors: Mapping[str, Tensor]) -> Counter[torch.dtype]:
+    """Return how many elements there are of each dtype."""
+    count: Counter[torch.dtype] = Counter()
+    for tensor in tensors.values():
+        count[tensor.dtype] += tensor.numel()
+    return count
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that belong in a checkpoint, each once."""
+    ignored = getattr(cast(Any, model), "_keys_to_ignore_on_save", None) or ()
+    once = {
+        id(b): (name, b) for name, b in reversed(persistent_buffers(model).items()) if name not in ignored
+    }
+    return dict(once.values())
+
+
+def _write_config(
+    directory: Path, model: nn.Module, hf_config: "PretrainedConfig", dtype: torch.dtype
+) -> None:
+    """Write ``config.json`` and, for a model that generates, ``generation_config.json``."""
+    from transformers import GenerationConfig
+
+    config = copy.deepcopy(hf_config)
+    nested = [getattr(config, name) for name in config.sub_configs]
+    for part in (config, *(part for part in nested if part is not None)):
+        part.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    files.write_text(directory / "config.json", config.to_json_string(use_diff=True))
+    if cast(Any, model).can_generate():
+        generation = GenerationConfig.from_model_config(config)
+        files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
+
+
+def copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
+    """Copy tokenizer files, a generation config where there is one, and the code that a model brings."""
+    if source is None:
+        return
+    if hasattr(source, "save_pretrained"):
+        source.save_pretrained(directory)
+        return
+    origin = locate_checkpoint(source)
+    for pattern in (*_COPIED, "*.py") if with_code else _COPIED:
+        for path in origin.glob(pattern):
+            if path.is_file():
+                files.copy(path, directory / path.name)

@@ -1,0 +1,109 @@
+"""Writing a checkpoint in Hugging Face layout, unit by unit.
+
+`outsize.checkpoint.files.checkpoint_shards` writes the files. `write_checkpoint` has them written into a hidden
+directory
+beside the destination; when each is complete, synced and seen to hold what the model needs, one rename makes it the
+checkpoint. So there is a whole checkpoint or none, whatever goes wrong.
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from outsize import files
+from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
+from outsize.errors import StorageError
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.units import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def write_checkpoint(
+    directory: str | os.PathLike[str],
+    model_skeleton: nn.Module,
+    hf_config: "PretrainedConfig",
+    units: Sequence[UnitSpec],
+    read: Callable[[UnitSpec], Mapping[str, Tensor]],
+    *,
+    tokenizer_source: "str | os.PathLike[str] | PreTrainedTokenizerBase | None" = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint that ``from_pretrained`` loads, with one shard per unit, and return its directory.
+
+    Names and layout are those of ``save_pretrained``; a tied parameter is written once. The dtype in
+    ``config.json`` is the one that most parameters come in.
+
+    Args:
+        directory: where it shall stand; made together with its parents.
+        model_skeleton: the model, for names and rules; its buffers are written, its parameters are not read.
+        hf_config: the config to write, as the user gave it.
+        units: all units of the model.
+        read: returns the parameters of a unit by name, in their shapes. It is called once per unit, and what
+            it returned is let go before the next call.
+        tokenizer_source: directory or hub id to copy the tokenizer and the generation config from, or a
+            tokenizer.
+        overwrite: whether a directory that is there already is replaced, once the new one is complete.
+
+    Raises:
+        StorageError: the disk is full, the place is not writable, or something is there already.
+    """
+    final = Path(directory).expanduser().absolute()
+    if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise StorageError(f"{final} exists already; choose another directory or remove it")
+    with _storage_errors(final), _becoming(final) as partial:
+        writer = CheckpointWriter(partial, model_skeleton, units)
+        for unit in units:
+            if unit.all_tensors:
+                writer.write_unit(unit, read(unit))
+        writer.finish(hf_config, tokenizer_source)
+    return final
+
+
+@contextmanager
+def _becoming(final: Path) -> Iterator[Path]:
+    """Give out a hidden directory beside ``final``; at the end it takes that place, or it is removed."""
+    files.make_directories(final.parent)
+    token = uuid.uuid4().hex[:8]
+    partial = final.parent / f".{final.name}.partial-{token}"
+    former = final.parent / f".{final.name}.former-{token}"
+    files.system().mkdir(partial)
+    try:
+        yield partial
+        files.sync(partial)
+        if final.exists():
+            files.system().rename(final, former)
+        files.system().rename(partial, final)
+        files.sync(final.parent)
+    except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
+        files.system().remove_tree(partial)
+        if former.exists() and not final.exists():
+            files.system().rename(former, final)
+        raise
+    if former.is_dir():
+        files.system().remove_tree(former)
+    elif former.exists():
+        files.system().unlink(former)
+
+
+@contextmanager
+def _storage_errors(final: Path) -> Iterator[None]:
+    """Say what a failing file system means."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = format_bytes(shutil.disk_usage(final.parent).free)
+            raise StorageError(
+                f"{final}: the disk is full ({free} free once the partial copy was removed); "
+                "free some space or choose another place"
+            ) from error
+        raise StorageError(f"{final} cannot be written: {error}; choose a place you can write to") from error

@@ -1,0 +1,225 @@
+"""The home that a run has left on disk: whose it is, how far it is, and when it goes.
+
+It belongs to the run directory that it was made for. At any time after the first step it is a checkpoint of its own,
+and usually a newer one than the last that was saved; when a run has come to its end and is saved, it has done its
+service.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from outsize import files
+from outsize.checkpoint import feedback, run_checkpoint
+from outsize.checkpoint.checkpoint_state import position_of
+from outsize.config import Config
+from outsize.errors import CheckpointError, StorageError
+from outsize.optim.optimizer_spec import Gradients, Masters
+from outsize.session import run_state
+from outsize.session.job.machine import home_file
+from outsize.session.job.prepare import Prepared
+from outsize.session.stream import StreamedTrainer
+from outsize.storage.committed import find_record, find_records, layout_digest
+from outsize.storage.prealloc import explain, sync_directory
+from outsize.storage.record import CommitRecord, has_commit
+from outsize.storage.zram import zram_below
+from outsize.units import format_bytes
+
+Announce = Callable[[str], None]
+_ANOTHER = "a model of other parameters, or with others frozen, or the share of a rank"
+
+
+def newest_home(
+    config: Config, run_dir: Path, prepared: Prepared, resumed: Path | None, announce: Announce
+) -> CommitRecord | None:
+    """Return the record of the home that the run goes on from; None where a checkpoint is newer, or there is none.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        prepared: its model.
+        resumed: the newest checkpoint, if any.
+        announce: told what is found and not taken.
+
+    Raises:
+        ConfigError: the home belongs to a run with another model, seed or dtype.
+        StorageError: it cannot be read, is of another format, or does not fit the model.
+    """
+    path = home_file(config.memory, run_dir)
+    if config.train.resume != "auto":
+        return None
+    spec, own, group = prepared.split.spec, prepared.own, prepared.group
+    planes = prepared.plan.state.planes
+    if group.size > 1:
+        record = _common(path, prepared, resumed, announce)
+    else:
+        record, wrong = find_record(path, spec, planes)
+        if wrong:
+            announce(f"{wrong}; {'going on without it' if record is None else 'the one before it is taken'}")
+    if record is None:
+        return None
+    try:
+        state = run_state.checked(record.state, path)
+    except CheckpointError as error:
+        raise StorageError(f"{error}; remove the file to go on without it") from error
+    run_state.check_same_method(state, path, config)
+    run_state.check_same_run(state, path, config, prepared.dtype)
+    if record.layout != layout_digest(spec, planes, own):
+        raise StorageError(
+            f"{path} holds {_otherwise(record, prepared) or _ANOTHER}; resume with the former settings, or remove the "
+            "file to go on without it"
+        )
+    if resumed is not None and position_of(resumed).step > state["step"]:
+        announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
+        return None
+    return record
+
+
+def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Announce) -> CommitRecord | None:
+    """Return this rank's record of the last step that all ranks have committed; None where there is none.
+
+    Raises:
+        StorageError: the homes are laid out otherwise, or are those of another number of ranks, and there is no
+            checkpoint.
+    """
+    group, spec, planes = prepared.group, prepared.split.spec, prepared.plan.state.planes
+    records, wrong = find_records(path, spec, planes, prepared.own)
+    foreign = not records and has_commit(path)
+    record = find_record(path, spec, planes, prepared.own)[0] if foreign else None
+    holds = "" if record is None else _otherwise(record, prepared)
+    told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign, holds])
+    for rank, (_, wrong, _, holds) in enumerate(told):
+        if holds:
+            raise StorageError(
+                f"{path.name} of rank {rank} holds {holds}; resume with the former settings, or remove the file of all "
+                "ranks to go on without it"
+            )
+        if wrong:
+            announce(f"rank {rank}: {wrong}")
+    common = set.intersection(*(set(steps) for steps, *_ in told))
+    if common:
+        return next(record for record in records if record.state["step"] == max(common))
+    if any(foreign for _, _, foreign, _ in told) and resumed is None:
+        raise StorageError(
+            "homes on disk here are not those of this run's ranks, and there is no checkpoint to go on from; start as "
+            f"many ranks as before, or remove {path.name} of all of them to begin anew"
+        )
+    if any(steps or foreign for steps, _, foreign, _ in told):
+        announce(
+            "homes on disk have no committed step that all ranks share: going on from the newest checkpoint"
+        )
+    return None
+
+
+def _otherwise(record: CommitRecord, prepared: Prepared) -> str:
+    """What a home of this run's model and rank holds that is laid out otherwise; empty where it is of another."""
+    spec, ours = prepared.split.spec, prepared.plan.state
+    masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
+    gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
+    for own, kept in itertools.product(masters, gradients):
+        other = replace(ours, masters=own, gradients=kept)
+        if record.layout == layout_digest(spec, other.planes, prepared.own):
+            changed = [f"optimizer.masters={own}"] * (own != ours.masters)
+            waits = (
+                "does not keep gradients (optimizer.clip=unit or none)"
+                if kept == "none"
+                else f"keeps {kept} gradients"
+            )
+            return " and ".join(
+                [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]
+            )
+    return ""
+
+
+def start(
+    stack: contextlib.ExitStack,
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    record: CommitRecord | None,
+    resumed: Path | None,
+    announce: Announce,
+) -> StreamedTrainer:
+    """Open a trainer, entered in ``stack``, that stands where the run goes on; its `position` says where.
+
+    A home that is damaged is given up for the newest checkpoint, where there is one.
+
+    Raises:
+        OutsizeError: neither home nor checkpoint can be read, or the budgets do not hold.
+    """
+    path = home_file(config.memory, run_dir)
+    if record is not None:
+        with contextlib.ExitStack() as attempt:
+            failed: StorageError | None = None
+            try:
+                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record))
+            except StorageError as error:
+                failed = error
+            told = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
+            if not told:
+                stack.push(attempt.pop_all())
+                announce(f"resumed from step {trainer.position.step} in {path}")
+                feedback.restore(trainer, resumed, announce)
+                return trainer
+            if resumed is None:
+                raise failed or StorageError(told[0])
+            announce(f"{told[0]}; this run goes back to {resumed.name}")
+    if resumed is not None:
+        run_checkpoint.check_files(resumed)
+    trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
+    trainer.fill()
+    if resumed is not None:
+        trainer.position = run_checkpoint.restore(trainer, resumed, announce)
+        feedback.restore(trainer, resumed, announce)
+    announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+    return trainer
+
+
+def tell_costs(prepared: Prepared, run_dir: Path, announce: Announce) -> None:
+    """Say what a home on zram takes of RAM, now that it is there; nothing of any other."""
+    if prepared.machine.home != "disk":
+        return
+    with contextlib.suppress(StorageError):  # the kernel does not say; the run does without
+        found = zram_below(home_file(prepared.config.memory, run_dir))
+        if found is not None:
+            announce(f"the home lies in RAM, which no budget counts: {found.costs()}")
+
+
+def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:
+    """Remove the home of a run that has come to its end and is ``saved``, in its last checkpoint, durably.
+
+    Raises:
+        StorageError: it cannot be removed.
+    """
+    path = home_file(config.memory, run_dir)
+    if not path.is_file():
+        return
+    try:
+        size = path.stat().st_size
+        files.system().unlink(path)
+    except OSError as error:
+        raise explain(error, f"remove {path}") from error
+    sync_directory(path.parent)
+    announce(f"removed {path} ({format_bytes(size)}): {saved.name} holds the end of the run")
+    if config.memory.store_dir is None:
+        with contextlib.suppress(OSError):  # something else lies there
+            files.system().rmdir(path.parent)
+
+
+def _from_home(config: Config, prepared: Prepared, run_dir: Path, record: CommitRecord) -> StreamedTrainer:
+    """Return a trainer that stands where ``record`` says."""
+    path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
+    trainer = StreamedTrainer(
+        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None
+    )
+    try:
+        if same_kind:
+            trainer.resume(record)
+        else:
+            trainer.take_over(path, record)
+    except BaseException:
+        trainer.close()
+        raise
+    return trainer

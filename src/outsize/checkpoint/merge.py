@@ -1,0 +1,127 @@
+"""Adapters of a run merged into its model, unit by unit, by PEFT's own layers.
+
+A skeleton of the adapted model holds PEFT's layers. For each parameter that one of them stands around, the weights of
+that layer alone are read, merged as ``merge_and_unload`` would, and let go. So the memory of one unit suffices.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from outsize.checkpoint.checkpoint_state import read_state
+from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
+from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
+from outsize.errors import CheckpointError, ModelError
+from outsize.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, AdapterSource, put_in
+from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.model.split import split
+
+
+def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> Path:
+    """Write the model of ``checkpoint``, its adapters merged in, as a Hugging Face model of the run's dtype.
+
+    Args:
+        checkpoint: of a run with ``train.method=lora``.
+        out_dir: where to; empty, or not there yet.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        CheckpointError: it holds no adapters, or the model that they belong to is not where it was.
+        ModelError: they cannot be merged.
+        StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
+    """
+    config = _config_of(checkpoint)
+    path, dtype = config.base_model_name_or_path, read_state(checkpoint)["dtype"]
+    hf_config = unquantised(load_hf_config(path, trust_remote_code))
+    plain = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
+    reader = CheckpointReader(locate_checkpoint(path), plain)
+    reader.load_buffers(plain)
+    adapted = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
+    adapters = put_in(adapted, config, seed=0)
+    merged = _Merged(adapted, adapters, AdapterSource(reader, adapters, checkpoint))
+    parts = split(plain, dtype)
+    for name, places in parts.owners.items():
+        merged.check(name, len(places))
+
+    def read(unit: UnitSpec) -> dict[str, Tensor]:
+        return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
+
+    return write_checkpoint(out_dir, plain, hf_config, parts.spec.units, read, tokenizer_source=path)
+
+
+class _Merged:
+    """Parameters of a model with adapters, merged, under the names that they have without."""
+
+    def __init__(self, adapted: nn.Module, adapters: Adapters, source: AdapterSource) -> None:
+        self._adapted = adapted
+        self._source = source
+        # What trains whole, and is saved under its own name.
+        prefix = "base_model.model."
+        self._whole = {stored.removeprefix(prefix): own for own, stored in adapters.names.items()}
+
+    def check(self, name: str, num_places: int) -> None:
+        """Refuse what two modules share and only one adapts: merged, they would not share it any more.
+
+        Raises:
+            ModelError: it is so.
+        """
+        if num_places > 1 and (name in self._whole or self._layer(name) is not None):
+            raise ModelError(
+                f"{name} is shared by {num_places} modules (tied weights), and adapters of one of them cannot be "
+                "merged into it; use the adapters with PEFT as they are"
+            )
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Return one parameter, merged."""
+        layer = self._layer(name)
+        if layer is None:
+            return self._read(self._whole.get(name, name), shape, DTYPES[dtype])
+        leaf = name.rpartition(".")[2]
+        path = name.removesuffix(f".{leaf}")
+        former: dict[tuple[nn.Module, str], Any] = {
+            (module, n): p for module in layer.modules() for n, p in module._parameters.items()
+        }
+        try:
+            for inner, parameter in list(layer.named_parameters()):
+                owner, _, attribute = inner.rpartition(".")
+                value = self._read(f"{path}.{inner}", tuple(parameter.shape), parameter.dtype)
+                layer.get_submodule(owner)._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+            cast(Any, layer).merge()
+            merged: Tensor = cast(Any, layer).get_base_layer()._parameters[leaf].detach()
+            return merged
+        finally:
+            cast(Any, layer).merged_adapters.clear()
+            for (module, attribute), parameter in former.items():
+                module._parameters[attribute] = parameter
+
+    def _layer(self, name: str) -> nn.Module | None:
+        """PEFT's layer around the module that holds the parameter; None where there is none."""
+        from peft.tuners.lora import LoraLayer
+
+        module = self._adapted.get_submodule(name.rpartition(".")[0])
+        return module if isinstance(module, LoraLayer) else None
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        value = torch.empty(shape, dtype=dtype)
+        self._source.read(name, 0, value.numel(), value.view(-1))
+        return value
+
+
+def _config_of(checkpoint: Path) -> Any:
+    import peft
+
+    if not (checkpoint / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
+        )
+    try:
+        config = peft.LoraConfig.from_pretrained(str(checkpoint))
+    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{checkpoint / ADAPTER_CONFIG} cannot be read: {error}") from error
+    config.inference_mode = False
+    return config

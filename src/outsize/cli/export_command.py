@@ -1,0 +1,36 @@
+"""``outsize export``: the trained model of a run in Hugging Face layout."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outsize.cli.text.console import Output
+from outsize.cli.text.options import JsonOption
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.")],
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where to write it; default: RUN_DIR/export.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the adapters of a LoRA run into its model, unit by unit.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="With --merge: let Python code that comes with the model run."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
+    from outsize.checkpoint import export as exporter
+
+    output = Output(as_json=as_json)
+    with output.guarded():
+        target = out_dir or run_dir / "export"
+        written = exporter.export(run_dir, target, merge=merge, trust_remote_code=trust_remote_code)
+        output.emit({"run_dir": str(run_dir), "model_dir": str(written)})
+        output.print_result(f"wrote {written}")

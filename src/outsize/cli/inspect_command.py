@@ -1,0 +1,64 @@
+"""``outsize inspect``: the units of a model, and what training it takes."""
+
+from typing import Annotated, Any
+
+import typer
+
+from outsize.choices import ComputeDtype
+from outsize.cli.text.columns import columns
+from outsize.cli.text.console import Output
+from outsize.cli.text.options import JsonOption
+from outsize.units import format_bytes, format_count
+
+
+def inspect(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json or hub id.")
+    ],
+    dtype: Annotated[ComputeDtype, typer.Option("--dtype", help="Compute dtype.")] = "bf16",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the units that a model is split into, and their bytes; reads no weights."""
+    from outsize.model import inspect as inspection
+
+    output = Output(as_json=as_json)
+    with output.guarded():
+        found = inspection.inspect(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        output.emit(found)
+        output.print_result(_table(found))
+
+
+def _table(found: dict[str, Any]) -> str:
+    """Return the units, equal neighbours on one line, and the totals."""
+    rows = [("units", "kind", "name", "parameters", f"weights ({found['dtype']})")]
+    for first, last in _runs_of_equals(found["units"]):
+        span = f"{first['index']}" if first is last else f"{first['index']}-{last['index']}"
+        count = last["index"] - first["index"] + 1
+        name = first["name"] if first is last else f"{first['name']} ... {last['name']}"
+        each = "" if count == 1 else " each"
+        parameters = f"{format_count(first['num_parameters'])}{each}"
+        rows.append((span, first["kind"], name, parameters, f"{format_bytes(first['weight_bytes'])}{each}"))
+    lines = [
+        *columns(rows),
+        "",
+        f"{found['architecture']}: {format_count(found['num_parameters'])} parameters, "
+        f"{format_count(found['num_trainable'])} trainable",
+        f"training state {format_bytes(found['training_state_bytes'])} (fp32 weights, gradients, moments)",
+        f"largest unit {format_bytes(found['largest_unit_bytes'])} of weights in {found['dtype']}",
+    ]
+    return "\n".join(lines)
+
+
+def _runs_of_equals(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the first and the last of each run of neighbours with the same kind and size."""
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for unit in units:
+        key = (unit["kind"], unit["num_parameters"], unit["weight_bytes"])
+        if runs and (runs[-1][1]["kind"], runs[-1][1]["num_parameters"], runs[-1][1]["weight_bytes"]) == key:
+            runs[-1] = (runs[-1][0], unit)
+        else:
+            runs.append((unit, unit))
+    return runs

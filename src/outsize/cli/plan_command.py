@@ -1,0 +1,117 @@
+"""``outsize plan``: what training a model on a machine would take, predicted without the model or the machine."""
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outsize.cli.plan_options import PlanFlags
+from outsize.cli.text.console import Output
+from outsize.cli.text.options import with_options
+
+if TYPE_CHECKING:
+    from outsize.cli.plan_question import Asked
+    from outsize.planner.predict.prediction import Prediction
+    from outsize.planner.predict.what_if import Outcome
+
+
+@with_options(PlanFlags)
+def plan(options: PlanFlags, output: Output) -> None:
+    """Predict memory, speed and what would help, from a config.json and the figures of a machine.
+
+    Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
+    """
+    from outsize.cli import plan_table
+    from outsize.cli.plan_largest import largest_models
+    from outsize.cli.plan_question import ask_what_fits
+
+    asked = ask_what_fits(options)
+    prediction, outcomes, helps = _answer(asked, options.what_if or [], options.advice, output)
+    with _uncollected():
+        scaled = largest_models(asked) if options.largest else ()
+    _write(_files(asked, prediction, options))
+    output.emit(plan_table.to_dict(asked, prediction, outcomes, helps, scaled))
+    output.print_result(plan_table.render(asked, prediction, outcomes, helps, scaled))
+
+
+def _answer(
+    asked: "Asked", changes: list[str], advice: bool, output: Output
+) -> "tuple[Prediction, list[Outcome], list[Outcome]]":
+    """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
+
+    Raises:
+        ConfigError: something that is no change, or none of this machine and model.
+        InfeasiblePlanError: nothing fits; what the changes would bring has been said.
+    """
+    from outsize.cli import plan_table
+    from outsize.errors import InfeasiblePlanError
+    from outsize.planner.decision import decide
+    from outsize.planner.predict.prediction import predict
+    from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
+
+    question = asked.question
+    for change in changes:
+        parse_change(change)(question)  # what is no change of this one is said before anything is searched
+    with _uncollected():
+        try:
+            decision = decide(question)
+        except InfeasiblePlanError:
+            question = replace(question, auto=())
+            for found in (outcome(question, None, change) for change in changes):
+                output.say(f"what if {found.change}: {plan_table.in_short(found)}")
+            raise
+        prediction = predict(decision)
+        # What is asked next goes on from the codec that was found.
+        question = replace(decision.question, auto=())
+        usual = usual_changes(question, prediction) if advice else ()
+        outcomes = [outcome(question, prediction, change) for change in changes]
+        # A step of several GPUs takes a second to simulate; what would help is told from estimates then, which know
+        # links and host memory, but no disk.
+        estimated = prediction.num_gpus > 1 and prediction.home == "host"
+        judge = estimated_outcome if estimated else outcome
+        helps = [judge(question, prediction, change) for change in usual if change not in changes]
+    return prediction, outcomes, helps
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no garbage: what planners make has no cycles, and looking takes a third of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
+    """Return the texts of the files that were asked for."""
+    import json
+
+    from outsize.cli.plan_yaml import train_yaml
+    from outsize.report.chrome import to_chrome
+
+    texts = {}
+    if options.timeline is not None:
+        texts[options.timeline] = json.dumps(to_chrome(prediction.timeline))
+    if options.output_file is not None:
+        texts[options.output_file] = train_yaml(asked, prediction)
+    return texts
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    """Write files.
+
+    Raises:
+        StorageError: one cannot be written.
+    """
+    from outsize.errors import StorageError
+
+    for path, text in texts.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}; choose another file") from error

@@ -1,0 +1,1 @@
+"""What commands read and write: console, columns, options, and records in words."""

@@ -1,0 +1,28 @@
+"""``--dry-run``: what would be done, without doing it."""
+
+from typing import TYPE_CHECKING
+
+from outsize.cli.text.console import Output
+from outsize.units import format_seconds
+
+if TYPE_CHECKING:
+    from outsize.config import Config
+
+
+def print_plan(config: "Config", output: Output) -> None:
+    """Print the resolved configuration and the plan of a run; fails as the run would if nothing fits."""
+    from outsize.config import dump_config
+    from outsize.train import run
+
+    plan, forecast = run.foresee(config, announce=output.say)
+    predicted_s = None if forecast is None else forecast.step_s
+    output.emit(
+        {
+            "config": config.model_dump(mode="json"),
+            "plan_id": plan.plan_id,
+            "plan": plan.to_dict(),
+            "predicted_step_s": predicted_s,
+        }
+    )
+    told = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
+    output.print_result(f"{dump_config(config)}\n{plan.table}{told}")

@@ -1,0 +1,94 @@
+"""Combinations of keys that cannot be."""
+
+from typing import TYPE_CHECKING
+
+from outsize.config.optimizer_section import SETTINGS_OF
+
+if TYPE_CHECKING:
+    from outsize.config.schema import Config
+
+
+def contradictions(config: "Config") -> list[str]:
+    """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
+    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters)
+    return [line for rule in rules for line in rule(config)]
+
+
+def _portions(config: "Config") -> list[str]:
+    """A step is a whole number of sequences, and at least one of them per microbatch."""
+    seq_len, microbatches = config.data.seq_len, config.microbatches
+    if config.tokens_per_step % seq_len:
+        below = max(config.tokens_per_step // seq_len, 1) * seq_len
+        return [
+            f"train.tokens_per_step: {config.tokens_per_step} is not a multiple of data.seq_len ({seq_len}); "
+            f"try {below} or {below + seq_len}"
+        ]
+    if config.sequences_per_step < microbatches:
+        return [
+            f"train.microbatches: {microbatches} microbatches need as many sequences, but "
+            f"{config.tokens_per_step} tokens per step are {config.sequences_per_step} of {seq_len} tokens; "
+            f"lower train.microbatches or raise train.tokens_per_step"
+        ]
+    return []
+
+
+def _warmup(config: "Config") -> list[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        return ["optimizer.warmup_ratio: give optimizer.warmup_steps or optimizer.warmup_ratio, not both"]
+    if config.warmup_steps >= steps:
+        return [
+            f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
+            f"train.steps ({steps}); lower it, for example to 0, or train for more steps"
+        ]
+    return []
+
+
+def _prefetch(config: "Config") -> list[str]:
+    slots, prefetch = config.memory.slots, config.memory.prefetch
+    if slots is not None and prefetch is not None and prefetch >= slots:
+        return [
+            f"memory.prefetch: {prefetch} units ahead of the one that computes need {prefetch + 1} slots, "
+            f"but memory.slots is {slots}"
+        ]
+    return []
+
+
+def _lora(config: "Config") -> list[str]:
+    if config.train.method == "lora" and config.model.freeze:
+        return ["model.freeze: with train.method=lora the whole model is frozen; leave it out"]
+    return []
+
+
+def _settings(config: "Config") -> list[str]:
+    """An optimizer has settings of its own, and those of another change nothing."""
+    optimizer, fields = config.optimizer, type(config.optimizer).model_fields
+    found = [
+        f"optimizer.{key}: {optimizer.name} has none; leave it out, or set optimizer.name={' or '.join(users)}"
+        for key, users in SETTINGS_OF.items()
+        if optimizer.name not in users and getattr(optimizer, key) != fields[key].default
+    ]
+    if optimizer.name == "sgd" and optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
+        found.append("optimizer.nesterov: needs a momentum and no dampening; leave it false")
+    return found
+
+
+def _clip(config: "Config") -> list[str]:
+    if (
+        config.optimizer.clip == "unit"
+        and config.train.on_nonfinite == "skip"
+        and config.optimizer.max_grad_norm
+    ):
+        return [
+            "optimizer.clip: unit steps a unit before the gradients of all are known, and train.on_nonfinite=skip "
+            "needs them; use optimizer.clip=global, or train.on_nonfinite=raise"
+        ]
+    return []
+
+
+def _masters(config: "Config") -> list[str]:
+    if config.optimizer.masters == "split" and config.model.dtype in ("fp32", "fp16"):
+        return [
+            f"optimizer.masters: only those of bf16 weights can be split, not {config.model.dtype}; leave it auto"
+        ]
+    return []

@@ -1,0 +1,179 @@
+"""Sequences of equal length out of stored tokens, and batches as a pure function of the step.
+
+Sequences are numbered without end: sequence g of the run is sequence ``permutation(g mod N)`` of epoch ``g
+div N``, where N is the number of sequences in the data. Step s takes sequences ``s * n`` to ``s * n + n -
+1``. So a run resumed at step k sees what an uninterrupted run would have seen, with no state to save, and
+every sequence is used once per epoch.
+"""
+
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outsize.data.batch import IGNORED, Batch
+from outsize.data.detected import Detected
+from outsize.data.permute import SeededPermutation
+from outsize.data.recycled import RecycledArrays
+from outsize.data.tokens import TokenStore
+from outsize.errors import ConfigError, DataError
+
+# Positions whose order is worked out at once: 32 KiB of numbers.
+_BLOCK = 4096
+
+
+class PackedLayout(Protocol):
+    """How stored tokens are laid out in sequences."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences per epoch."""
+
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        """Return the sequences of these numbers."""
+
+
+class Packed:
+    """Documents one after the other, cut every ``seq_len`` tokens; the remainder at the end is dropped.
+
+    Tokens attend across the documents of their sequence; the EOS token between them is what tells them apart.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self._store = store
+        self._seq_len = seq_len
+        self._arrays = RecycledArrays()
+        self.num_sequences = store.num_tokens // seq_len
+        if not self.num_sequences:
+            raise DataError(
+                f"the data set holds {store.num_tokens} tokens, fewer than one sequence of {seq_len}; "
+                "use more data, lower seq_len, or set pack to false"
+            )
+
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        """Return the sequences of these numbers."""
+        ids, labels = (self._arrays.take(len(indices), self._seq_len) for _ in range(2))
+        starts = [index * self._seq_len for index in indices.tolist()]
+        self._store.read_rows(starts, ids, labels)
+        for row, start in enumerate(starts):
+            trained = self._store.read_trained(start, self._seq_len)
+            if trained is None:
+                break  # no mask for one, no mask for any
+            labels[row, ~trained] = IGNORED
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
+
+
+class OnePerDocument:
+    """One document per sequence, cut at ``seq_len`` tokens, or padded on the right and masked."""
+
+    def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
+        if store.num_documents is None:
+            raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
+        self._store = store
+        self._seq_len = seq_len
+        self._pad_id = pad_id
+        self.num_sequences = store.num_documents
+
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        """Return the sequences of these numbers."""
+        shape = len(indices), self._seq_len
+        ids, labels = np.full(shape, self._pad_id, np.int64), np.full(shape, IGNORED, np.int64)
+        mask = np.zeros(shape, np.int64)
+        for row, index in enumerate(indices.tolist()):
+            start, end = self._store.document_range(index)
+            count = min(end - start, self._seq_len)
+            ids[row, :count] = self._store.read(start, count)
+            labels[row, :count] = _labels(ids[row, :count], self._store.read_trained(start, count))
+            mask[row, :count] = 1
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(mask))
+
+
+class PackedDataset:
+    """A data set ready to train on: `batch` for the data, ``detected`` for people.
+
+    Args:
+        store: the tokens; closed with the data set.
+        layout: how they become sequences.
+        detected: what was found.
+        seed: of the order in which sequences are drawn.
+
+    Attributes:
+        detected: what was found.
+        seq_len: tokens per sequence.
+        num_sequences: sequences per epoch.
+    """
+
+    def __init__(
+        self, store: TokenStore, layout: PackedLayout, detected: Detected, *, seq_len: int, seed: int
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._seed = seed
+        self._block: tuple[int, int, NDArray[np.int64]] | None = None
+        self.detected = detected
+        self.seq_len = seq_len
+        self.num_sequences = layout.num_sequences
+
+    def batch(self, step: int, num_sequences: int) -> Batch:
+        """Return the batch of ``step`` (from 0); a pure function of its arguments, the data and the seed.
+
+        The same ``num_sequences`` has to be used for all steps of a run. May be called from any thread.
+
+        Raises:
+            DataError: a file changed while it was in use, or the data set was closed.
+        """
+        if step < 0 or num_sequences < 1:
+            raise ValueError(
+                f"step must be at least 0 and num_sequences at least 1, got {step} and {num_sequences}"
+            )
+        first = step * num_sequences
+        return self._layout.batch(self._indices(np.arange(first, first + num_sequences, dtype=np.int64)))
+
+    def epoch(self, step: int, num_sequences: int) -> float:
+        """Return how many times the data was used before ``step``, e.g. 1.5."""
+        return step * num_sequences / self.num_sequences
+
+    def close(self) -> None:
+        """Close the files. May be called twice; forgetting it leaks nothing, they close with the object."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _indices(self, run_positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, positions = np.divmod(run_positions, self.num_sequences)
+        indices = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            indices[here] = self._permuted(epoch, positions[here])
+        return indices
+
+    def _permuted(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where ``positions``, one after the other, go in an epoch; a block of them is worked out at once.
+
+        The cipher of a few positions costs as much as that of a thousand. Several threads may work out the same block.
+        """
+        permuted = np.empty_like(positions)
+        blocks = positions // _BLOCK
+        for number in range(int(blocks[0]), int(blocks[-1]) + 1):
+            known = self._block
+            if known is None or known[:2] != (epoch, number):
+                span = np.arange(
+                    number * _BLOCK, min((number + 1) * _BLOCK, self.num_sequences), dtype=np.int64
+                )
+                known = (epoch, number, SeededPermutation(self.num_sequences, self._seed, epoch)(span))
+                self._block = known
+            here = blocks == number
+            permuted[here] = known[2][positions[here] - number * _BLOCK]
+        return permuted
+
+
+def _labels(ids: NDArray[np.int64], trained: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    return ids if trained is None else np.where(trained, ids, IGNORED)

@@ -1,0 +1,162 @@
+"""Tokenised data on disk, written once and found again by what it was made from.
+
+An entry is a directory named by its fingerprint::
+
+    <cache_dir>/<fingerprint>/
+    ├── tokens.bin      int32, little endian, all documents one after the other
+    ├── trained.bin     one byte per token, 1 where it is a target; absent where all are
+    ├── documents.bin   int64, where each document ends
+    └── index.json      what was detected; written last
+
+It is written in a temporary directory beside it and renamed when complete, so an entry is whole or absent. A
+run that is killed leaves its temporary directory; the next one on the same host removes it.
+"""
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize import files
+from outsize.data.corpus_files import Sources
+from outsize.data.detected import Detected
+from outsize.data.tokens import ArrayFile, ArrayReader
+from outsize.errors import DataError, StorageError
+
+_LAYOUT = 1  # raised whenever the files or the way to tokenise change
+_TEMPORARY = ".writing"
+_REMEDY = "remove that directory, and the data is tokenised again"
+
+
+def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> str:
+    """Return the name of an entry: a hash of the files' names, sizes and times, tokenizer and options."""
+    files = [(str(f.path.absolute()), f.size_bytes, f.mtime_ns) for f in sources.files]
+    described = json.dumps([_LAYOUT, files, encoder, options], sort_keys=True)
+    return hashlib.blake2b(described.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+
+
+class CachedTokens:
+    """An entry of the cache, open for reading; a `TokenStore`."""
+
+    def __init__(self, entry: Path) -> None:
+        """Open the files of an entry.
+
+        Raises:
+            DataError: one is missing or damaged.
+        """
+        self.detected = _read_index(entry)
+        num_tokens, num_documents = self.num_tokens, self.num_documents
+        for name, num_bytes in (("tokens.bin", 4 * num_tokens), ("documents.bin", 8 * num_documents)):
+            held = (entry / name).stat().st_size if (entry / name).is_file() else 0
+            if held != num_bytes:
+                raise DataError(f"{entry / name} holds {held} bytes, not {num_bytes}; {_REMEDY}")
+        self._directory = entry
+        self._tokens = ArrayReader([ArrayFile(entry / "tokens.bin", np.dtype("<i4"), num_tokens)])
+        self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
+        self._trained: ArrayReader | None = None
+        if (entry / "trained.bin").exists():
+            self._trained = ArrayReader([ArrayFile(entry / "trained.bin", np.dtype("u1"), num_tokens)])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return self.detected.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return self.detected.num_documents or 0
+
+    def read(self, start: int, count: int) -> NDArray[np.int32]:
+        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
+        return self._tokens.read(start, count).astype(np.int32, copy=False)
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
+        self._tokens.read_rows(starts, *targets)
+
+    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
+        """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
+        return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
+
+    def document_range(self, index: int) -> tuple[int, int]:
+        """Return the first token of a document and the token after its last."""
+        bounds = self._ends.read(max(index - 1, 0), 2 if index else 1)
+        start, end = int(bounds[0]) if index else 0, int(bounds[-1])
+        if not 0 <= start <= end <= self.num_tokens:
+            raise DataError(f"document {index} of {self._directory} ends where it cannot; {_REMEDY}")
+        return start, end
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for reader in (self._tokens, self._ends, self._trained):
+            if reader is not None:
+                reader.close()
+
+
+def _read_index(entry: Path) -> Detected:
+    """Return what was detected when an entry was made."""
+    try:
+        return Detected.from_json(json.loads(files.read_text(entry / "index.json")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{entry / 'index.json'} cannot be read ({error}); {_REMEDY}") from error
+
+
+@contextmanager
+def new_entry(entry: Path) -> Iterator[Path]:
+    """Give a temporary directory that becomes ``entry`` if the body succeeds, and vanishes if it does not.
+
+    Raises:
+        StorageError: the cache directory cannot be written.
+    """
+    temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{os.getpid()}-{entry.name}"
+    try:
+        files.make_directories(entry.parent)
+        _remove_abandoned(entry.parent)
+        files.system().remove_tree(temporary)
+        files.system().mkdir(temporary)
+        yield temporary
+        _rename(temporary, entry)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write tokenised data to {entry.parent}: {error}; choose another cache_dir"
+        ) from error
+    finally:
+        files.system().remove_tree(temporary)
+
+
+def write_index(directory: Path, detected: Detected) -> None:
+    """Write ``index.json``, the last file of an entry."""
+    files.write_text(directory / "index.json", json.dumps(detected.to_json(), indent=1), sync=True)
+
+
+def _rename(temporary: Path, entry: Path) -> None:
+    try:
+        files.system().rename(temporary, entry)
+    except OSError:
+        if not (entry / "index.json").exists():  # else another process was first, with the same bytes
+            raise
+
+
+def _remove_abandoned(cache_dir: Path) -> None:
+    mine = f"{_TEMPORARY}-{socket.gethostname()}-"
+    for path in cache_dir.glob(f"{mine}*"):
+        pid = path.name.removeprefix(mine).split("-")[0]
+        if pid.isdigit() and not _is_alive(int(pid)):
+            files.system().remove_tree(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,131 @@
+"""Keys and values of a generation: how many bytes they are, and where they rest if the device has no room for them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from outsize.runtime.device.device import Device
+
+# Tokens that a host copy has room to grow by before it is made anew.
+GROWTH = 256
+# What a layer of transformers' DynamicCache appends to; a window that slides, or a state, is replaced as a whole.
+GROWING = frozenset({"keys", "values"})
+
+
+def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the cache that a unit is called with, or None."""
+    from transformers.cache_utils import Cache, EncoderDecoderCache
+
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, Cache | EncoderDecoderCache):
+            return value
+    return None
+
+
+def layers_of(cache: Any) -> Iterator[Any]:
+    """The layers of a cache; of one for encoder and decoder, both its caches'."""
+    for part in (
+        getattr(cache, "self_attention_cache", cache),
+        getattr(cache, "cross_attention_cache", None),
+    ):
+        yield from getattr(part, "layers", ())
+
+
+def cache_bytes(cache: Any, hosted: bool = False) -> int:
+    """Bytes that a cache holds: whole storages, since a sliding window is a view of more; if hosted, those in use."""
+    if hosted:
+        return sum(tensor.nbytes for layer in layers_of(cache) for _, tensor in _tensors(layer))
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for layer in layers_of(cache)
+        for value in vars(layer).values()
+        if isinstance(value, Tensor)
+    }
+    return sum(storages.values())
+
+
+class HostedCache:
+    """A cache whose layers rest in host memory; each comes up for the unit that uses it, and its news go down after it.
+
+    The host copy is written in place, with room to grow, so that of a layer that appends only the new tokens go down.
+
+    Args:
+        device: computes.
+        modules: of the streamed units.
+
+    Attributes:
+        bytes_moved: both ways, so far.
+    """
+
+    def __init__(self, device: Device, modules: Sequence[nn.Module]) -> None:
+        self._device = device
+        self._layers_of = [_numbers(unit) for unit in modules]
+        self._room: dict[tuple[int, str], Tensor] = {}
+        self._shown: dict[tuple[int, str], Tensor] = {}
+        self.bytes_moved = 0
+
+    @contextlib.contextmanager
+    def up(self, cache: Any, unit: int) -> Iterator[None]:
+        """Have the layers that ``unit`` uses on the device, and down again afterwards."""
+        layers = list(layers_of(cache))
+        used = [(index, layers[index]) for index in self._layers_of[unit] if index < len(layers)]
+        for index, layer in used:
+            for name, tensor in _tensors(layer):
+                if tensor is not self._shown.get((index, name)):  # beams were put into another order, say
+                    self._shown.pop((index, name), None)
+                above = torch.empty_like(tensor, device=self._device.torch_device)
+                self._device.copy(above, tensor)
+                self.bytes_moved += tensor.nbytes
+                setattr(layer, name, above)
+        try:
+            yield
+        finally:
+            for index, layer in used:
+                for name, tensor in _tensors(layer):
+                    setattr(layer, name, self._down((index, name), tensor))
+
+    def _down(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
+        """Return the host copy of ``tensor``; what it begins with is there already where it has grown at its end."""
+        former, room = self._shown.get(key), self._room.get(key)
+        start = 0
+        appended = (
+            former is not None
+            and room is not None
+            and tensor.dim() == former.dim() >= 2
+            and tensor.shape[:-2] == former.shape[:-2]
+            and tensor.shape[-1] == former.shape[-1]
+            and former.shape[-2] < tensor.shape[-2] <= room.shape[-2]
+            and key[1] in GROWING
+        )
+        if appended and former is not None:
+            start = former.shape[-2]
+        elif tensor.dim() >= 2:
+            shape = (*tensor.shape[:-2], tensor.shape[-2] + GROWTH, tensor.shape[-1])
+            self._room[key] = torch.empty(
+                shape, dtype=tensor.dtype, pin_memory=self._device.torch_device.type == "cuda"
+            )
+        else:
+            return tensor.cpu()
+        below = self._room[key][..., : tensor.shape[-2], :]
+        news, place = tensor[..., start:, :], below[..., start:, :]
+        with self._device.link(news.nbytes):
+            place.copy_(news)
+        self.bytes_moved += news.nbytes
+        self._shown[key] = below
+        return below
+
+
+def _numbers(unit: nn.Module) -> list[int]:
+    """Which layers of a cache a unit uses, as its attention has been told."""
+    found = (getattr(module, "layer_idx", None) for module in unit.modules())
+    return sorted({number for number in found if isinstance(number, int)})
+
+
+def _tensors(layer: Any) -> list[tuple[str, Tensor]]:
+    return [
+        (name, value) for name, value in vars(layer).items() if isinstance(value, Tensor) and value.numel()
+    ]

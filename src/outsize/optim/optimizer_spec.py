@@ -1,0 +1,394 @@
+"""What an optimizer keeps per parameter, in planes and bytes. No torch.
+
+A plane holds a number for every element of a unit, padding included, or one for every group of elements: a byte of
+eight bits, an exponent of a block of `BLOCK_ELEMENTS`. All optimizer arithmetic is fp32 whatever is kept, and with fp32
+compute the weights are their own masters. Beside 16-bit weights there are two ways to keep a master:
+
+* separate: a plane of fp32 beside the weights, 6 bytes for both;
+* split (bf16): the weight is the upper half of the master, rounded to nearest, and ``master_low`` what is left of its
+  bits, 4 bytes for both. Where a master lies in the middle between two weights, what is left fits 16 bits for the
+  upper of them only; ``master_ties`` says with a bit where it was the lower one.
+
+==========  =====================================================  ===============
+moments     planes                                                 bytes
+==========  =====================================================  ===============
+fp32        exp_avg 4, exp_avg_sq 4                                8
+bf16        exp_avg 2, exp_avg_sq 2, rounded by chance             4
+int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
+==========  =====================================================  ===============
+
+AdamW keeps both; Lion, and SGD with a momentum, ``exp_avg`` alone, which is half of it; SGD without one neither.
+Adafactor keeps second moments of rows and columns instead (`outsize.optim.factors`), a few thousandths of a byte.
+
+Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
+
+A home that commits every step keeps what a step changes twice, so that the state of the step before is whole until the
+next one is; gradients are made anew in every step and lie there once, or not at all where a ring takes them.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
+from outsize.optim.factors import FACTORS, Factor, factored
+from outsize.units import align_up
+
+WEIGHTS = "weights"
+MASTER = "master"
+MASTER_LOW = "master_low"
+MASTER_TIES = "master_ties"
+EXP_AVG = "exp_avg"
+EXP_AVG_SQ = "exp_avg_sq"
+EXP_AVG_SCALES = "exp_avg_scales"
+EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
+GRADIENT = "gradient"
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "uint8": 1}
+# Elements of 8-bit moments that share the exponent which their codes count from: that of the largest of them.
+BLOCK_ELEMENTS = 64
+
+# What a step with factors moves of an element beside one reading and one writing of each plane: the master is read for
+# its norm, the gradient two more times for its squares by row and by column, the update takes the gradient's place, and
+# is read for its norm and for the sum. A scratch for a split master is written, added to and read again; one for a
+# gradient written and read.
+_FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
+
+Masters = Literal["separate", "split"]
+Moments = Literal["fp32", "bf16", "int8"]
+Gradients = Literal["fp32", "bf16", "none"]
+OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """What a plane is made of.
+
+    Attributes:
+        item: dtype of its items, a key of `ITEM_BYTES`.
+        group: elements of the unit that one item stands for.
+        factor: of second moments, where the items are those of the unit's factors; None where they are its elements'.
+    """
+
+    item: str
+    group: int = 1
+    factor: Factor | None = None
+
+    @property
+    def sector_items(self) -> int:
+        """Items of a disk sector."""
+        return SECTOR_BYTES // ITEM_BYTES[self.item]
+
+    def items(self, numel: int) -> int:
+        """Return the items of ``numel`` elements, whole sectors of them."""
+        return align_up(-(-numel // self.group), self.sector_items)
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of ``numel`` elements, whole sectors."""
+        return self.items(numel) * ITEM_BYTES[self.item]
+
+    def items_of(self, unit: UnitSpec, numel: int | None = None) -> int:
+        """Return the items of ``numel`` elements of ``unit``, or of all; factors are there for whole units only."""
+        if self.factor is not None:
+            return factored(unit, self.factor).numel
+        return self.items(unit.numel if numel is None else numel)
+
+    def bytes_of(self, unit: UnitSpec, numel: int | None = None) -> int:
+        """Return the bytes of ``numel`` elements of ``unit``, or of all, whole sectors."""
+        return self.items_of(unit, numel) * ITEM_BYTES[self.item]
+
+    def granule_items(self, granule_elements: int) -> int:
+        """Return the items that a checksum covers: those of ``granule_elements`` elements, whole sectors."""
+        return max(granule_elements // self.group, self.sector_items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """How weights, masters, moments and gradients of a trained unit are kept at home.
+
+    Attributes:
+        dtype: of compute, and so of the weights.
+        masters: how fp32 masters lie beside 16-bit weights.
+        moments: how the two moments are kept.
+        gradients: how a gradient waits at home for the optimizer; ``none``: it does not, it passes through a ring.
+        num_moments: how many the optimizer keeps: 0, 1 (``exp_avg``) or 2.
+        factored: whether it keeps factors of second moments instead: then units step whole.
+
+    Raises:
+        ValueError: an unknown dtype, split masters of other weights than bf16, or moments beside factors.
+    """
+
+    dtype: str
+    masters: Masters = "separate"
+    moments: Moments = "fp32"
+    gradients: Gradients = "fp32"
+    num_moments: int = 2
+    factored: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"no state layout for dtype {self.dtype!r}; there is fp32, bf16, fp16")
+        if self.masters == "split" and self.dtype != "bf16":
+            raise ValueError(f"masters are split beside bf16 weights, not {self.dtype}")
+        if self.factored and self.num_moments:
+            raise ValueError("factors stand in place of moments")
+
+    @property
+    def planes(self) -> dict[str, Plane]:
+        """The planes of a trained unit, in the order in which they lie; others have ``weights`` only."""
+        found = {WEIGHTS: Plane(self.dtype)}
+        if self.masters == "split":
+            found[MASTER_LOW] = Plane("int16")
+            if self.exact:
+                found[MASTER_TIES] = Plane("uint8", 8)
+        elif self.dtype != "fp32":
+            found[MASTER] = Plane("fp32")
+        moment = "uint8" if self.moments == "int8" else self.moments
+        found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: self.num_moments], Plane(moment))
+        if self.moments == "int8":
+            scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
+            found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
+        if self.factored:
+            found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
+        if self.gradients != "none":
+            found[GRADIENT] = Plane(self.gradients)
+        return found
+
+    @property
+    def state_planes(self) -> dict[str, Plane]:
+        """Those that the optimizer keeps for itself: moments or factors."""
+        masters = (WEIGHTS, MASTER, MASTER_LOW, MASTER_TIES, GRADIENT)
+        return {name: plane for name, plane in self.planes.items() if name not in masters}
+
+    @property
+    def exact(self) -> bool:
+        """Whether moments and masters keep every bit of a plain fp32 run."""
+        return self.moments == "fp32" or not self.num_moments
+
+    @property
+    def plain(self) -> bool:
+        """Whether every plane holds plain numbers that a step can take as they lie."""
+        return self.masters == "separate" and self.exact and not self.factored
+
+    @property
+    def durable(self) -> "StateLayout":
+        """The same without its gradients: what lasts from step to step."""
+        return replace(self, gradients="fp32")
+
+    @property
+    def read_planes(self) -> tuple[str, ...]:
+        """The planes that a step reads."""
+        return tuple(plane for plane in self.planes if plane != WEIGHTS or MASTER not in self.planes)
+
+    @property
+    def write_planes(self) -> tuple[str, ...]:
+        """The planes that a step changes and that must be kept."""
+        return tuple(plane for plane in self.planes if plane != GRADIENT)
+
+    @property
+    def tile_planes(self) -> dict[str, Plane]:
+        """The planes of a tile on its way through a step: those at home, and the gradient in any case."""
+        return {**self.planes, GRADIENT: self.planes.get(GRADIENT, Plane("fp32"))}
+
+    @property
+    def quantum(self) -> int:
+        """Elements of which a tile is a multiple, so that it is whole sectors in every plane; a power of two."""
+        sectors = (plane.group * plane.sector_items for plane in self.planes.values())
+        return max(PLANE_ELEMENTS, *sectors)
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of all planes for an element; factors, which are as good as nothing, are not counted."""
+        return sum(_bytes_each(plane) for plane in self.planes.values())
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes per parameter that a step reads and writes; an fp32 gradient where none is kept.
+
+        Each plane once, but where second moments are factored: there a step passes over whole tensors, and what it
+        leaves in one pass has left the caches before the next. Bits of ties are touched at one element in 65,536, and
+        not counted.
+        """
+        made, moved = self.tile_planes, [*self.read_planes, *self.write_planes]
+        moved += [GRADIENT] * (GRADIENT not in self.planes)
+        once = sum(_bytes_each(made[name]) for name in moved if name != MASTER_TIES)
+        if not self.factored:
+            return once
+        joined, widened = self._scratches
+        return once + _FACTORED_BYTES + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
+
+    @property
+    def num_scratches(self) -> int:
+        """Tensors in fp32, of the size of the largest parameter, that a step of whole parameters needs beside planes.
+
+        One for a split master that is joined, one for a gradient in bf16; of either kind an fp32 plane serves itself.
+        """
+        return sum(self._scratches)
+
+    @property
+    def _scratches(self) -> tuple[bool, bool]:
+        return self.factored and self.masters == "split", self.factored and self.gradients == "bf16"
+
+    def scratch_elements(self, model: ModelSpec) -> int:
+        """Return the elements of each of `num_scratches` for ``model``."""
+        trained = (t.numel for unit in model.units for t in unit.tensors if t.trainable)
+        return align_up(max(trained, default=0), PLANE_ELEMENTS)
+
+    def scratch_bytes(self, model: ModelSpec) -> int:
+        """Return the bytes of all scratches together."""
+        return 4 * self.num_scratches * self.scratch_elements(model)
+
+    def whole_tile(self, largest: int) -> int:
+        """Return the elements of a tile that takes any unit whole, of which the largest has ``largest``."""
+        step = GRANULE_ELEMENTS if largest > 8 * GRANULE_ELEMENTS else self.quantum
+        return align_up(largest, max(step, self.quantum))
+
+    def bytes_of(self, unit: UnitSpec, numel: int | None = None, names: tuple[str, ...] | None = None) -> int:
+        """Return the bytes of ``numel`` elements of ``unit``, or of all, in the planes of those names, or in all."""
+        planes = self.planes
+        return sum(planes[name].bytes_of(unit, numel) for name in (planes if names is None else names))
+
+    def tile_room(self, model: ModelSpec, tile_elements: int, *, whole: bool = True) -> dict[str, int]:
+        """Return the items of each plane of a tile buffer: for so many elements of any unit that trains.
+
+        Where it is not ``whole`` it holds a gradient, and no state.
+        """
+        planes = self.tile_planes if whole else {GRADIENT: self.tile_planes[GRADIENT]}
+        units = [unit for unit in model.units if unit.trainable]
+        return {
+            name: plane.items(tile_elements)
+            if plane.factor is None
+            else max((plane.items_of(unit) for unit in units), default=0)
+            for name, plane in planes.items()
+        }
+
+    def tile_bytes(self, model: ModelSpec, tile_elements: int, *, whole: bool = True) -> int:
+        """Return the bytes of a tile buffer; arguments as those of `tile_room`."""
+        room = self.tile_room(model, tile_elements, whole=whole)
+        return sum(items * ITEM_BYTES[self.tile_planes[name].item] for name, items in room.items())
+
+
+def _bytes_each(plane: Plane) -> float:
+    """Bytes of a plane for an element of its unit."""
+    return 0.0 if plane.factor is not None else ITEM_BYTES[plane.item] / plane.group
+
+
+def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments, *, kernels: bool) -> Masters:
+    """Return how masters lie: as ``wanted``, and else split beside bf16 weights.
+
+    Exact ones are split only where ``kernels`` in C step them: there that is as fast as a separate master and takes two
+    bytes less, and in torch ops it is slower by a factor of fifteen.
+    """
+    if wanted != "auto":
+        return wanted
+    return "split" if dtype == "bf16" and (kernels or moments != "fp32") else "separate"
+
+
+def num_moments_of(name: OptimizerName, momentum: float) -> int:
+    """Return how many moments an optimizer keeps; ``momentum`` is that of SGD."""
+    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0), "adafactor": 0}[name]
+
+
+State = StateLayout | str
+"""A layout, or a compute dtype, which stands for its plain one."""
+
+
+def layout_of(state: State) -> StateLayout:
+    """Return the layout that ``state`` names.
+
+    Raises:
+        ValueError: unknown dtype.
+    """
+    return StateLayout(dtype=state) if isinstance(state, str) else state
+
+
+def planes_for(dtype: str) -> dict[str, int]:
+    """Return the planes of a plain layout and their bytes per element, for compute dtype ``dtype``.
+
+    Units that are not trained have ``weights`` only.
+
+    Raises:
+        ValueError: unknown dtype.
+    """
+    return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}
+
+
+def master_plane(dtype: str) -> str:
+    """Return the plane that the optimizer steps in a plain layout: ``master`` where there is one, else ``weights``."""
+    return MASTER if MASTER in planes_for(dtype) else WEIGHTS
+
+
+def bytes_per_parameter(dtype: str) -> int:
+    """Return the bytes of all planes of a plain layout per trained element: 16 for fp32, 18 for bf16 and fp16."""
+    return sum(planes_for(dtype).values())
+
+
+# A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
+# checksum for each granule.
+_TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
+
+
+def home_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
+    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
+
+    Of several ranks each has ``whole`` planes, and ``own_elements`` of all others; None is all.
+    """
+    layout = layout_of(state)
+    if not unit.trainable:
+        return unit.link_bytes(layout.dtype)
+    kept = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, whole)
+    return kept + sum(part.home_bytes for part in unit.frozen)
+
+
+def committed_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
+    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
+    layout = layout_of(state)
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, whole) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements, whole) + twice
+
+
+def _kept_bytes(
+    unit: UnitSpec,
+    layout: StateLayout,
+    names: tuple[str, ...],
+    own_elements: int | None,
+    whole: Collection[str],
+) -> int:
+    """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
+    if own_elements is None:
+        return layout.bytes_of(unit, names=names)
+    shared = tuple(name for name in names if name not in whole)
+    rest = tuple(name for name in names if name in whole)
+    return layout.bytes_of(unit, names=rest) + layout.bytes_of(unit, own_elements, shared)
+
+
+def commit_record_bytes(
+    model: ModelSpec, granule_elements: int = PLANE_ELEMENTS, planes: Mapping[str, Plane] | None = None
+) -> int:
+    """Return the most bytes that a commit record of ``model`` takes, whole sectors, with granules of that size.
+
+    Args:
+        model: the units.
+        granule_elements: elements that a checksum covers.
+        planes: of the home; None for those of a plain layout.
+    """
+    made = layout_of(model.dtype).planes if planes is None else planes
+    kept = [plane for name, plane in made.items() if name != GRADIENT]
+    granules = sum(
+        sum(-(-plane.items_of(unit) // plane.granule_items(granule_elements)) for plane in kept)
+        if unit.trainable
+        else -(-unit.numel // granule_elements)
+        for unit in model.units
+    )
+    parts = [part for unit in model.units for part in unit.frozen]
+    granules += sum(-(-part.home_elements // granule_elements) for part in parts)
+    parameters = sum(
+        len(json.dumps(tensor.name)) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
+    )
+    size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
+    return align_up(size, SECTOR_BYTES)

@@ -1,0 +1,285 @@
+"""What a step holds in each tier, class by class, and what crosses the links in one step; all exact sums.
+
+Bytes per parameter at home:
+
+========  =====================================================================  ==============
+compute   planes                                                                 bytes
+========  =====================================================================  ==============
+fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                         16
+bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4               18
+fp16      the same                                                               18
+split     bf16 weights 2, master_low 2, master_ties 1/8 instead of 6             16.13
+moments   bf16 or int8 instead of 8, and no ties                                 4 or 2.03
+moment    of SGD and Lion, exp_avg alone                                         half of it
+factors   of Adafactor: mean squares of rows and columns instead                 a few thousandths
+gradient  bf16, or none at home: clipped by unit or not at all                   2 or 0
+frozen    weights only                                                           4 or 2
+========  =====================================================================  ==============
+
+So split masters take 12.13 without gradients at home, and 6.03 with 8-bit moments. A home that commits holds all but
+the gradient twice, and two commit records before them.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import (
+    GRADIENT,
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    WEIGHTS,
+    State,
+    StateLayout,
+    commit_record_bytes,
+    committed_bytes,
+    home_bytes,
+    layout_of,
+)
+from outsize.optim.shares import home_granule
+from outsize.planner.memory.activation_liveness import Live
+from outsize.planner.memory.exchange_memory import net_bytes
+from outsize.planner.memory.link_bytes import (
+    device_bytes,
+    host_bytes,
+    packed_bytes,
+    packed_bytes_of,
+)
+from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes, bytes_of
+from outsize.planner.program.step_layout import StepLayout
+from outsize.units import align_up
+
+Tier = Literal["host", "disk"]
+
+NO_CODECS = Transport()
+# A record as it is written, the tables of both sides that it is made from, and a copy while it is.
+COMMIT_COPIES = 4
+_CLASS_OF = {
+    WEIGHTS: "weights",
+    MASTER: "master weights",
+    MASTER_LOW: "master weights",
+    MASTER_TIES: "master weights",
+    GRADIENT: "gradients",
+}
+# Extents of `storage.scratch` are whole sectors.
+_EXTENT_BYTES = 4096
+# Tensors of what a forward kept lie in one extent, each on a sector of its own; so many where nobody has counted them.
+DEFAULT_PARTS = 64
+# Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
+STORE_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What computing the model takes besides its weights, as measured or estimated for one step.
+
+    Attributes:
+        boundary_bytes: bytes of the input of each streamed unit for one microbatch, the largest over microbatches.
+        forward_workspace_bytes: by unit kind, the most that its forward allocates.
+        backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
+        saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; of
+            the last in a step that is cut only. Empty: unknown, and so never kept.
+        recompute_s: by streamed unit, seconds that its recompute takes.
+        selected_bytes: the same as ``saved_bytes`` of what attention, or attention and products, returned.
+        selected_s: the same as ``recompute_s``, of the part of a recompute that is spared where these were kept.
+        least_selected_s: the least of it that is worth looking at each operation of a unit.
+        num_saved: by streamed unit, tensors that its forward makes for its backward; empty where it is unknown.
+        shared_bytes: ids, labels, masks and the like, for all microbatches.
+        fixed_bytes: whatever else lies on the device throughout.
+        bounce_bytes: the same, of buffers for what moves between the device and a disk right below it.
+        spare_bytes: what the device should have to spare besides; given up where even the smallest plan leaves none.
+        rest_users: units whose backward adds to the gradient of a rest that trains.
+    """
+
+    boundary_bytes: tuple[int, ...]
+    forward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    backward_workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    saved_bytes: tuple[int, ...] = ()
+    recompute_s: tuple[float, ...] = ()
+    selected_bytes: KeptBytes = field(default_factory=dict)
+    selected_s: Mapping[Extent, Sequence[float]] = field(default_factory=dict)
+    least_selected_s: float = 0.0
+    num_saved: tuple[int, ...] = ()
+    shared_bytes: int = 0
+    fixed_bytes: int = 0
+    bounce_bytes: int = 0
+    spare_bytes: int = 0
+    rest_users: frozenset[int] = frozenset()
+
+    @property
+    def kept_bytes(self) -> KeptBytes:
+        """What forwards of each extent keep, as far as it is known."""
+        whole = {Extent.WHOLE: self.saved_bytes} if self.saved_bytes else {}
+        return {**self.selected_bytes, **whole}
+
+    def spared_s(self, extent: Extent, unit: int) -> float:
+        """Return what keeping ``extent`` spares the backward of ``unit``; 0 where it is not worth it."""
+        whole = self.recompute_s[unit] if self.recompute_s else 0.0
+        if extent is Extent.WHOLE:
+            return whole
+        seconds = min(whole, self.selected_s[extent][unit]) if extent in self.selected_s else 0.0
+        return seconds if seconds >= self.least_selected_s else 0.0
+
+    def extent_bytes(self, choice: Choice, unit: int) -> int:
+        """Return the room below the device that what ``choice`` keeps of ``unit`` takes for a microbatch."""
+        parts = self.num_saved[unit] if self.num_saved else DEFAULT_PARTS
+        return align_up(bytes_of(choice, unit, self.kept_bytes), _EXTENT_BYTES) + parts * _EXTENT_BYTES
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that any unit allocates while it runs; units run one after the other."""
+        return max(
+            (*self.forward_workspace_bytes.values(), *self.backward_workspace_bytes.values()), default=0
+        )
+
+    @property
+    def largest_kind(self) -> str | None:
+        """The kind of the unit that allocates it; None where none is known."""
+        both = [*self.forward_workspace_bytes.items(), *self.backward_workspace_bytes.items()]
+        return max(both, key=lambda item: item[1])[0] if both else None
+
+
+__all__ = [
+    "Demand",
+    "Tier",
+    "by_class",
+    "home_bytes",
+    "memory_table",
+    "store_buffer_bytes",
+]
+
+
+def by_class(
+    model: ModelSpec,
+    state: State,
+    *,
+    commits: bool = False,
+    own: Sequence[int] = (),
+    whole: Collection[str] = (WEIGHTS,),
+    transport: Transport = NO_CODECS,
+) -> dict[str, int]:
+    """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
+
+    Of several nodes each has ``whole`` planes, and the others of ``own`` elements of each unit. Weights that do not
+    train lie in host memory as ``transport`` sends them.
+    """
+    layout, parts = layout_of(state), Counter[str]()
+    for unit in model.units:
+        planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
+        for name, plane in planes.items():
+            twice = commits and unit.trainable and name != GRADIENT
+            numel = own[unit.index] if own and name not in whole else unit.numel
+            parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.bytes_of(unit, numel)
+        parts["weights"] -= packed_bytes_of(transport, unit, WEIGHTS, model.dtype)
+        for part in unit.frozen:
+            parts["frozen weights"] += part.home_bytes
+            parts["frozen weights"] -= packed_bytes_of(transport, unit, part.plane, model.dtype)
+    return dict(parts)
+
+
+def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
+    """Return what units pass through on their way from ``home`` to a checkpoint: a host home lends them as they lie."""
+    largest = max(unit.gradient_bytes + unit.weight_bytes(model.dtype) for unit in model.units)
+    return min(STORE_BUFFER_BYTES, largest) if home == "disk" else 0
+
+
+def _device_table(demand: Demand, layout: StepLayout, activations: Live, below: Tier) -> dict[str, int]:
+    """Return what the device holds besides optimizer tiles, in bytes by class."""
+    resident = 0
+    if layout.rest is not None:
+        resident = layout.weight_bytes[layout.rest]
+        resident += layout.gradient_bytes[layout.rest] * layout.rest_trains
+    return {
+        "weight slots": sum(layout.slot_bytes),
+        "gradient accumulators": sum(layout.accumulator_bytes),
+        "resident": resident,
+        "activations": activations.device_bytes,
+        "workspace": demand.workspace_bytes,
+        "shared": demand.shared_bytes,
+        "fixed": demand.fixed_bytes + demand.bounce_bytes * (below == "disk"),
+    }
+
+
+def _scratch_bytes(layout: StepLayout, boundary_bytes: Sequence[int]) -> int:
+    """Return what the room for saved activations takes: equal extents, each as large as the largest needs."""
+    largest = max((boundary_bytes[unit] for unit in layout.offload), default=0)
+    return len(layout.offload) * layout.num_microbatches * align_up(largest, _EXTENT_BYTES)
+
+
+def offload_rooms(layout: StepLayout, demand: Demand) -> dict[Extent, tuple[int, int]]:
+    """Return what waits below the device of what forwards kept: by extent, how many at once, bytes of the largest."""
+    rooms: dict[Extent, tuple[int, int]] = {}
+    for unit, choices in enumerate(layout.kept):
+        for choice in choices:
+            if choice.leaves and choice.extent is not None:
+                count, size = rooms.get(choice.extent, (0, 0))
+                rooms[choice.extent] = (count + 1, max(size, demand.extent_bytes(choice, unit)))
+    return rooms
+
+
+def memory_table(
+    model: ModelSpec,
+    demand: Demand,
+    layout: StepLayout,
+    activations: Live,
+    *,
+    home: Tier,
+    below: Tier,
+    tile_elements: int,
+    host_buffer_bytes: int,
+    transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
+    wire: Wire = EXACT,
+) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and class; classes without bytes are left out.
+
+    Buffers for tiles, whole units, other nodes and checkpoints lie in host memory, which is the device's own where the
+    disk is below it.
+    """
+    kept = layout_of(model.dtype if state is None else state)
+    table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
+    table["device"] = _device_table(demand, layout, activations, below)
+    buffers = table["device" if below == "disk" else "host"]
+    buffers.update(disk_buffer_bytes(model, layout, home, tile_elements, kept))
+    table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
+    table["host"]["encoded weights"] = host_bytes(transport, model)
+    buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
+    buffers |= net_bytes(model, layout, wire, home, kept)
+    table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
+    rooms = offload_rooms(layout, demand).values()
+    table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
+    table[home]["home"] = state_bytes(model, layout, home, transport, kept)
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+
+def disk_buffer_bytes(
+    model: ModelSpec, layout: StepLayout, home: Tier, tile_elements: int, state: State
+) -> dict[str, int]:
+    """Return what memory a home takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
+    kept = layout_of(state)
+    tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
+    granule = home_granule(model, tile_elements, layout.num_nodes)
+    record = commit_record_bytes(model, granule, kept.planes) if layout.commits else 0
+    return {
+        tiles: layout.num_tile_buffers * kept.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
+        "optimizer scratch": kept.scratch_bytes(model),
+        "checkpoint buffer": store_buffer_bytes(model, home),
+        "commits": COMMIT_COPIES * record,
+    }
+
+
+def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport, state: State) -> int:
+    """Return the bytes of a home: all units, those that change twice where it commits."""
+    kept = layout_of(state)
+    own = layout.own_elements or tuple(unit.numel for unit in model.units)
+    whole = layout.whole_planes
+    if layout.commits:
+        twice = sum(committed_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
+        return twice + 2 * commit_record_bytes(model, planes=kept.planes)
+    size = sum(home_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
+    return size - packed_bytes(transport, model) if home == "host" else size

@@ -1,0 +1,1 @@
+"""Passes: each takes a program and returns the program with what follows from it inserted."""

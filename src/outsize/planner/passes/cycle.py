@@ -1,0 +1,156 @@
+"""Passes: each takes a program and returns it with what follows from it inserted.
+
+They run in the order in which they stand here; `schedule.build_step` strings them together. Each looks only
+at the ops of the program, so a schedule of another shape (another order of F and B) goes through the same
+passes.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from outsize.planner.passes.slots import assign_slots
+from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.program import Program
+from outsize.planner.program.step_layout import WORKER, StepLayout
+
+COMPUTE = FORWARD_KINDS | {Kind.FORWARD_BACKWARD, Kind.BACKWARD}
+_BACKWARD = (Kind.FORWARD_BACKWARD, Kind.BACKWARD)
+# Backwards ahead of its own that what a forward kept comes back: one, as it may be many times larger than an input.
+ONLOAD_AHEAD = 1
+
+
+def v_cycle(layout: StepLayout) -> Program:
+    """Return the compute ops of a step: down through the forward, back up through the backward.
+
+    Layer-major: a unit serves all microbatches before the next unit runs, in the order 0, 1, …, which is also
+    the order in which gradients are summed.
+    """
+    microbatches = range(layout.num_microbatches)
+
+    def kind_of(kind: Kind, unit: int, microbatch: int) -> Kind:
+        return layout.choice(unit, microbatch).forward if kind is Kind.FORWARD else kind
+
+    kinds = [(Kind.FORWARD, unit) for unit in range(layout.last)]
+    turn = (Kind.FORWARD, Kind.BACKWARD) if layout.cut else (Kind.FORWARD_BACKWARD,)
+    kinds += [(kind, layout.last) for kind in turn]
+    kinds += [(Kind.BACKWARD, unit) for unit in range(layout.last - 1, layout.first_backward - 1, -1)]
+    return Program(
+        tuple(_compute(kind_of(kind, unit, m), unit, m) for kind, unit in kinds for m in microbatches)
+    )
+
+
+def insert_loads(program: Program, layout: StepLayout) -> Program:
+    """Put every unit into a slot for its visits and free the slot after them; the rest stays throughout."""
+    visits = _visits(program)
+    before, after = _insertions()
+    if layout.rest_has_weights:
+        slot = layout.resident_slot
+        before[visits[0][1]].append(Op(kind=Kind.LOAD, unit=layout.rest, worker=WORKER, slot=slot))
+    units = [unit for unit, _, _ in visits]
+    for stay in assign_slots(units, layout.weight_bytes, layout.slot_bytes, layout.prefetch_depth):
+        load = Op(kind=Kind.LOAD, unit=stay.unit, worker=WORKER, slot=stay.slot)
+        before[visits[stay.load_visit][1]].append(load)
+        free = Op(kind=Kind.FREE, unit=stay.unit, worker=WORKER, slot=stay.slot)
+        after[visits[stay.last_visit][2]].append(free)
+    if layout.rest_has_weights:
+        after[visits[-1][2]].append(Op(kind=Kind.FREE, unit=layout.rest, worker=WORKER, slot=slot))
+    return _splice(program, before, after)
+
+
+def insert_saves(program: Program, layout: StepLayout) -> Program:
+    """Let inputs leave right after their unit's forward, and come back ``prefetch_depth`` backwards ahead.
+
+    So does what a forward kept, where it leaves; it comes back `ONLOAD_AHEAD`.
+    """
+    before, after = _insertions()
+    backwards = [i for i, op in enumerate(program) if op.kind in _BACKWARD]
+    for index, op in enumerate(program):
+        if op.kind in FORWARD_KINDS and op.unit in layout.offload:
+            after[index].append(_compute(Kind.SAVE, op.unit, op.microbatch))
+        if op.kind in FORWARD_KINDS and _leaves(op, layout):
+            after[index].append(_compute(Kind.OFFLOAD, op.unit, op.microbatch))
+    for turn, index in enumerate(backwards):
+        op = program.ops[index]
+        if op.kind is Kind.BACKWARD and op.unit in layout.offload:
+            ahead = backwards[max(0, turn - layout.prefetch_depth)]
+            before[ahead].append(_compute(Kind.FETCH, op.unit, op.microbatch))
+        if op.kind is Kind.BACKWARD and _leaves(op, layout):
+            ahead = backwards[max(0, turn - ONLOAD_AHEAD)]
+            before[ahead].append(_compute(Kind.ONLOAD, op.unit, op.microbatch))
+    return _splice(program, before, after)
+
+
+def _leaves(op: Op, layout: StepLayout) -> bool:
+    return layout.choice(op.unit or 0, op.microbatch or 0).leaves
+
+
+def insert_gradients(program: Program, layout: StepLayout) -> Program:
+    """Give trainable units accumulators for their backwards; then take norms and send gradients home."""
+    before, after = _insertions()
+    backwards = [(i, op.unit) for i, op in enumerate(program) if op.kind in _BACKWARD and op.unit is not None]
+    last_used = [-1] * len(layout.accumulator_bytes)
+    if layout.rest_trains:
+        before[backwards[0][0]].append(_accumulate(layout.rest, layout.resident_accumulator))
+    for turn, unit in enumerate(dict.fromkeys(unit for _, unit in backwards)):
+        if layout.trainable[unit]:
+            fitting = [
+                i for i, size in enumerate(layout.accumulator_bytes) if size >= layout.gradient_bytes[unit]
+            ]
+            accumulator = min(fitting, key=lambda i: (last_used[i], layout.accumulator_bytes[i], i))
+            last_used[accumulator] = turn
+            indices = [index for index, of in backwards if of == unit]
+            before[indices[0]].append(_accumulate(unit, accumulator))
+            after[indices[-1]] += _gradient(unit, layout)
+    if layout.rest_trains:
+        after[backwards[-1][0]] += _gradient(layout.rest, layout)
+    return _splice(program, before, after)
+
+
+def insert_steps(program: Program, layout: StepLayout) -> Program:
+    """Step units: behind all gradients in the order of the next forward, or unclipped each behind its own."""
+    steps = tuple(Op(kind=Kind.STEP, unit=unit) for unit in layout.step_order)
+    if layout.clip:
+        clip = (Op(kind=Kind.CLIP),) if steps else ()
+        return Program(program.ops + clip + steps)
+    before, after = _insertions()
+    whole = {op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD}  # of the last round
+    for unit, index in whole.items():
+        after[index].append(Op(kind=Kind.STEP, unit=unit))
+    return _splice(program, before, after)
+
+
+def _compute(kind: Kind, unit: int | None, microbatch: int | None) -> Op:
+    return Op(kind=kind, unit=unit, microbatch=microbatch, worker=WORKER)
+
+
+def _accumulate(unit: int | None, accumulator: int) -> Op:
+    return Op(kind=Kind.ACC, unit=unit, worker=WORKER, slot=accumulator)
+
+
+def _gradient(unit: int | None, layout: StepLayout) -> list[Op]:
+    norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if layout.clip or layout.unit_clip else []
+    return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=WORKER)]
+
+
+def _visits(program: Program) -> list[tuple[int, int, int]]:
+    """Return (unit, index of its first op, index of its last op) for each run of compute ops of one unit."""
+    compute = [(i, op.unit) for i, op in enumerate(program) if op.kind in COMPUTE and op.unit is not None]
+    starts = (
+        [0] + [k for k, ((_, a), (_, b)) in enumerate(pairwise(compute), start=1) if a != b] + [len(compute)]
+    )
+    return [(compute[a][1], compute[a][0], compute[b - 1][0]) for a, b in pairwise(starts)]
+
+
+def _insertions() -> tuple[defaultdict[int, list[Op]], defaultdict[int, list[Op]]]:
+    """Return what goes before and what goes after the op at each index."""
+    return defaultdict(list), defaultdict(list)
+
+
+def _splice(
+    program: Program, before: Mapping[int, Sequence[Op]], after: Mapping[int, Sequence[Op]]
+) -> Program:
+    ops: list[Op] = []
+    for index, op in enumerate(program):
+        ops += (*before.get(index, ()), op, *after.get(index, ()))
+    return Program(tuple(ops))

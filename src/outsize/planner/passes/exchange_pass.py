@@ -1,0 +1,58 @@
+"""The pass for several nodes: what they exchange, and when.
+
+It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; the
+norm that clipping asks for is that of the sums, so there is no NORM on a device. What a node has stepped of a unit is
+gathered right behind it, units in the order in which they step, which is that of the next forward. Every node makes the
+same of its program, so that all exchange the same things in the same order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Program
+from outsize.planner.program.step_layout import StepLayout
+
+
+def insert_exchange(program: Program, layout: StepLayout) -> Program:
+    """Insert REDUCE, AGREE and GATHER where several nodes share the step."""
+    if layout.num_nodes == 1:
+        return program
+    home = Kind.WRITE if layout.staged else Kind.GRAD  # by which a gradient of stages has come home
+    whole = {  # of the last round
+        op.unit: index for index, op in enumerate(program) if op.kind is home and op.tile is None
+    }
+    stepped = {op.unit: index for index, op in enumerate(program) if _steps(op)}
+    ops: list[Op] = []
+    reduced = 0
+    for index, op in enumerate(program):
+        if op.kind is Kind.GRAD and layout.reduces_buffers:
+            ops += _reduced(op, layout, reduced)
+            reduced += 1
+        elif op.kind is Kind.CLIP:
+            ops += (Op(kind=Kind.AGREE), op)
+        elif not layout.reduces_buffers and whole.get(op.unit) == index:
+            ops += (op, Op(kind=Kind.REDUCE, unit=op.unit))
+        elif not _has_no_place(op, layout):
+            ops.append(op)
+        if stepped.get(op.unit) == index:
+            ops.append(Op(kind=Kind.GATHER, unit=op.unit))
+    return Program(tuple(ops))
+
+
+def _steps(op: Op) -> bool:
+    """Whether a unit has stepped behind ``op``, if no other such op of it follows."""
+    return op.kind is Kind.STEP or (op.kind is Kind.WRITE and op.tile is not None)
+
+
+def _has_no_place(op: Op, layout: StepLayout) -> bool:
+    """Whether nodes do something else instead: norms are taken of sums, and a REDUCE takes what a WRITE would."""
+    written = op.kind is Kind.WRITE and op.tile is None
+    return op.kind is Kind.NORM or (written and layout.reduces_buffers)
+
+
+def _reduced(op: Op, layout: StepLayout, count: int) -> Iterator[Op]:
+    """Yield a GRAD into a host buffer, its own or the next in turn, and the REDUCE that takes it from there."""
+    buffer = count % layout.num_host_buffers if op.buffer is None else op.buffer
+    yield replace(op, buffer=buffer)
+    yield Op(kind=Kind.REDUCE, unit=op.unit, buffer=buffer)

@@ -1,0 +1,97 @@
+"""A step cut in three, for a training loop that somebody else writes: forward, backward, and the optimizer's steps.
+
+`StepLayout.cut` makes the last unit run F and B like any other. The whole step is put in order as ever and then cut
+behind its last F: what the forward leaves in slots, the backward that follows at once finds there (*warm*). A backward
+that comes later, after other passes or a step, loads everything itself (*cold*). A forward that no backward follows
+has a program of its own, which keeps nothing.
+
+What the layout keeps of a forward has room once. So there is a forward that keeps inputs only, for a second one before
+the backward of the first; any backward goes with either, since a B recomputes what was not kept.
+
+Gradients go on from those that are at home already where `summing` says so: a SUM takes the place of the ACC.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, v_cycle
+from outsize.planner.passes.tiles import insert_disk
+from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.program import Program
+from outsize.planner.program.step_layout import StepLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """The parts of a step that is cut.
+
+    Attributes:
+        forward: all units forward; what the layout keeps is kept, slots stay as they are at its end.
+        lean_forward: the same, and nothing is kept but inputs.
+        backward: all units backward, right behind ``forward``.
+        cold_backward: the same, whatever lies in the slots.
+        inference: all units forward; nothing is kept.
+    """
+
+    forward: Program
+    lean_forward: Program
+    backward: Program
+    cold_backward: Program
+    inference: Program
+
+
+def cut_step(layout: StepLayout) -> Passes:
+    """Return the passes of a step.
+
+    Raises:
+        ValueError: the layout is not one of a step that is cut.
+    """
+    if not layout.cut:
+        raise ValueError("only the step of a layout with cut=True can be cut")
+    compute = v_cycle(layout).ops
+    forwards = tuple(op for op in _lean(compute) if op.kind is Kind.FORWARD)
+    backwards = tuple(op for op in compute if op.kind is Kind.BACKWARD)
+    whole = _complete(Program(compute), layout)
+    end = _end_of_forward(whole)
+    return Passes(
+        forward=Program(whole.ops[:end]),
+        lean_forward=Program(_lean(whole.ops[:end])),
+        backward=Program(whole.ops[end:]),
+        cold_backward=_complete(Program(backwards), layout),
+        inference=insert_disk(insert_loads(Program(forwards), layout), layout),
+    )
+
+
+def step_units(layout: StepLayout, units: Collection[int]) -> Program:
+    """Return the optimizer's steps of ``units``, in the order in which the next forward needs them."""
+    steps = tuple(Op(kind=Kind.STEP, unit=unit) for unit in layout.step_order if unit in units)
+    return insert_disk(Program(steps), layout)
+
+
+def summing(program: Program, units: Collection[int]) -> Program:
+    """Return a backward in which the gradients of ``units`` go on from those that are at home."""
+    return Program(
+        tuple(
+            replace(op, kind=Kind.SUM) if op.kind is Kind.ACC and op.unit in units else op for op in program
+        )
+    )
+
+
+def _lean(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Return ``ops`` with every forward an F, and nothing that leaves of what it kept."""
+    kept = (op for op in ops if op.kind is not Kind.OFFLOAD)
+    return tuple(replace(op, kind=Kind.FORWARD) if op.kind in FORWARD_KINDS else op for op in kept)
+
+
+def _end_of_forward(program: Program) -> int:
+    """Return where the forward ends: behind its last op, and what it offloads."""
+    last = max(index for index, op in enumerate(program) if op.kind in FORWARD_KINDS)
+    leaving = takewhile(lambda op: op.kind is Kind.OFFLOAD, program.ops[last + 1 :])
+    return last + 1 + sum(1 for _ in leaving)
+
+
+def _complete(program: Program, layout: StepLayout) -> Program:
+    for insert in (insert_loads, insert_saves, insert_gradients, insert_disk):
+        program = insert(program, layout)
+    return program

@@ -1,0 +1,1 @@
+"""What a step would take on a machine: a question, its candidates, and their predictions."""

@@ -1,0 +1,242 @@
+"""What a step would take that was decided on: time, waits by cause, and which resource ends it."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outsize.model.sizes.model_spec import Workload
+from outsize.planner.decision import Decision, decide
+from outsize.planner.memory.memory_table import Tier
+from outsize.planner.predict.expectation import Simulated
+from outsize.planner.predict.question import Question, node_assumptions
+from outsize.planner.program.stages import Stages
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.step_plan import Plan, Table
+from outsize.planner.simulate.simulator import Simulation
+from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.wait_cause import waits_by_cause
+
+# A resource that is in use for this share of a step ends it: more of anything else gains little.
+FULL_SHARE = 0.85
+# Waits below this share of a step are not told.
+LEAST_SHARE = 0.001
+COMPUTE = "compute"
+
+SEVERAL = "several GPUs: ids and labels, masks and position tables of all microbatches lie on every GPU"
+PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"
+ENCODED = "weights go over links as {}, which keeps every bit and is decoded as fast as it arrives"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """Above how many tokens per visit a block computes longer than its weights take to arrive.
+
+    Attributes:
+        tokens: in a forward, the smallest stretch of compute that a load can hide behind.
+        tokens_per_visit: what a visit of the plan computes.
+    """
+
+    tokens: int
+    tokens_per_visit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What would happen.
+
+    Attributes:
+        plan_id: of the plan, see `Plan.plan_id`.
+        num_gpus: devices that compute.
+        microbatches: of a step.
+        sequences_per_microbatch: of the largest microbatch.
+        home: where weights and optimizer state rest.
+        memory: bytes by tier and class; the device's are those of each GPU.
+        step_s: time of a step among others.
+        tokens_per_s: tokens that it trains on, over that.
+        mfu: FLOPs of forward and backward without recompute, over what the GPUs' data sheets promise in that time.
+        bubble: share of the GPUs' time in which they compute nothing.
+        stalls: the same by cause, largest first.
+        usage: share of a step in which each resource is in use at its full rate, largest first.
+        break_even: of a block's weights.
+        stages: how several GPUs share the model; None for one.
+        activations: by what becomes of it, for how many units and microbatches backwards find what they need.
+        simulation: of some steps.
+        assumptions: what was taken for granted.
+    """
+
+    plan_id: str
+    num_gpus: int
+    microbatches: int
+    sequences_per_microbatch: int
+    home: Tier
+    memory: Table
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    bubble: float
+    stalls: Mapping[str, float]
+    usage: Mapping[str, float]
+    break_even: BreakEven
+    stages: Stages | None
+    activations: Mapping[str, int]
+    simulation: Simulation
+    assumptions: tuple[str, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of all steps simulated."""
+        return self.simulation.timeline
+
+    @property
+    def binding(self) -> str:
+        """The resource that is in use most."""
+        return next(iter(self.usage))
+
+    @property
+    def ends_it(self) -> str:
+        """What ends the step, in one sentence."""
+        share = self.usage[self.binding]
+        if share >= FULL_SHARE or not self.stalls:
+            return f"{self.binding}: in use for {share:.0%} of a step"
+        return (
+            f"waiting: no resource is in use for more than {share:.0%} of a step ({self.binding}); GPUs wait most "
+            f"for {next(iter(self.stalls))}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the prediction in what JSON knows, without its timeline."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "simulation"}
+        fields["break_even"] = asdict(self.break_even)
+        fields["stages"] = None if self.stages is None else asdict(self.stages)
+        fields["memory_bytes"] = fields.pop("memory")
+        return {**fields, "binding": self.binding, "ends_it": self.ends_it}
+
+    def total_bytes(self, tier: str) -> int:
+        """Return all bytes set aside in ``tier``."""
+        return sum(self.memory[tier].values())
+
+
+def fastest(question: Question) -> Prediction:
+    """Return what the decision on ``question`` would take.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    return predict(decide(question))
+
+
+def predict(decision: Decision) -> Prediction:
+    """Return what the simulator says of ``decision``, whose demand was counted."""
+    question, plan, simulated = decision.question, decision.plan, decision.simulated
+    assert question.workload_of is not None
+    sequences = question.sequences_per_microbatch(decision.microbatches)
+    work, num_gpus, step_s = question.workload_of(sequences), question.num_workers, simulated.step_s
+    available = step_s * sum(
+        gpu.peak_flops_per_s[question.model.compute_dtype].value for gpu in question.machine.gpus
+    )
+    scale = question.sequences * question.seq_len / work.tokens
+    return Prediction(
+        plan_id=plan.plan_id,
+        num_gpus=num_gpus,
+        microbatches=decision.microbatches,
+        sequences_per_microbatch=sequences,
+        home=plan.home,
+        memory=_by_plane(plan),
+        step_s=step_s,
+        tokens_per_s=question.tokens_per_step / step_s,
+        mfu=scale * sum(work.forward_flops + work.gradient_flops) / available,
+        bubble=simulated.bubble,
+        stalls=_stalls(simulated.steady, simulated.lanes),
+        usage=_usage(simulated, simulated.busy_s / num_gpus, step_s),
+        break_even=_break_even(question, plan, work),
+        stages=plan.layout.stages,
+        activations=_activations(plan.layout),
+        simulation=simulated.done,
+        assumptions=_assumptions(decision),
+    )
+
+
+def _assumptions(decision: Decision) -> tuple[str, ...]:
+    codec = decision.chosen.get("weights")
+    return (
+        *((SEVERAL,) if decision.question.num_workers > 1 else ()),
+        *node_assumptions(decision.question),
+        *((PEERS,) if decision.plan.layout.peers else ()),
+        *((ENCODED.format(codec),) if codec else ()),
+    )
+
+
+def _activations(layout: StepLayout) -> dict[str, int]:
+    """Return how often each choice was made, the most frequent first."""
+    cells = (
+        (u, m) for u in range(layout.first_backward, layout.last) for m in range(layout.num_microbatches)
+    )
+    choices = Counter(layout.choice(unit, microbatch).value for unit, microbatch in cells)
+    return dict(choices.most_common())
+
+
+def _by_plane(plan: Plan) -> Table:
+    """Return the memory with the home split into weights, master, optimizer state and gradients."""
+    return {
+        tier: {
+            **{name: size for name, size in classes.items() if name != "home"},
+            **(plan.home_parts if "home" in classes else {}),
+        }
+        for tier, classes in plan.memory.items()
+    }
+
+
+def _stalls(steady: Timeline, lanes: list[str]) -> dict[str, float]:
+    """Return the share of all GPUs' time spent waiting, by cause, largest first."""
+    shares: dict[str, float] = defaultdict(float)
+    for found in waits_by_cause(steady, lanes):
+        for cause, stall_s in found.items():
+            shares[cause] += stall_s / (len(lanes) * steady.span_s)
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    return {cause: share for cause, share in ordered if share >= LEAST_SHARE}
+
+
+def _usage(simulated: Simulated, busy_s: float, step_s: float) -> dict[str, float]:
+    """Return the share of a step in which each resource is in use, the busiest first.
+
+    Links of a kind count as one, the busiest of them. Resources that nothing goes through are left out.
+    """
+    amounts: dict[str, float] = defaultdict(float)
+    costs = [simulated.costs.cost_of(op) for op in simulated.programs[-1]]
+    for cost in costs:
+        for name in cost.through:
+            amounts[name] += cost.amount
+    shares = {COMPUTE: busy_s / step_s}
+    for name, amount in amounts.items():
+        share = amount / simulated.costs.capacity[name] / step_s
+        kind = _RESOURCES.get(name.partition(":")[0], name)
+        shares[kind] = max(share, shares.get(kind, 0.0))
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+LINK_UP = "link to the GPU"
+_RESOURCES = {
+    "up": LINK_UP,
+    "down": "link from the GPU",
+    "optimizer": "optimizer on the host",
+    "uplink": "switch",
+    "peer": "link between GPUs",
+}
+
+
+def _break_even(question: Question, plan: Plan, work: Workload) -> BreakEven:
+    """Return the break-even of the block that loads longest for what it computes."""
+    machine, model = question.machine, question.model
+    rate = min(gpu.flops_per_s(model.compute_dtype) for gpu in machine.gpus)
+    link = min(link.up_bytes_per_s.value for link in machine.links)
+    loads_s = [unit.link_bytes(model.dtype) / link for unit in model.units[: model.num_streamed]]
+    tokens = max(
+        load_s * rate * work.tokens / flops
+        for load_s, flops, unit in zip(loads_s, work.forward_flops, model.units, strict=False)
+        if unit.kind == "block"
+    )
+    stages, microbatches = plan.layout.stages, plan.layout.num_microbatches
+    visits = microbatches if stages is None else min(stages.round_size, microbatches)
+    return BreakEven(tokens=round(tokens), tokens_per_visit=visits * work.tokens)

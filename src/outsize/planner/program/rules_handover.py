@@ -1,0 +1,116 @@
+"""Rule 2 of `planner.program.program_rules` for several workers: where inputs, their gradients and what is kept lie.
+
+The input of a unit for a microbatch, and the gradient of that input, may lie on workers and below them. F makes the
+input of the next unit on its own worker; SAVE moves it below, FETCH brings a copy up. Once a unit's F has run, a
+worker keeps its input only where no copy lies below, or where its backward follows at once. B needs both on its
+worker, after an R unless the forward has just run there, and uses them up. What a forward keeps for an R goes the same
+way: OFFLOAD moves it below, ONLOAD to the worker of the R, which uses it up.
+
+Between the workers that the layout names, PASS and RETURN move inputs and gradients from one to the other. They arrive
+in a place that holds nothing: what lay there has moved on or is used up. An input that no backward needs is used up by
+its F.
+"""
+
+from collections import defaultdict
+
+from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.rules_home import require
+from outsize.planner.program.step_layout import StepLayout
+
+BELOW = -1
+INPUT, GRADIENT, KEPT = "the input", "the gradient of the input", "what is kept of the forward"
+
+_Places = defaultdict[tuple[int, int], set[int]]
+
+
+class HandoverRules:
+    """Where every input and every gradient of an input lies, as the ops go by."""
+
+    def __init__(self, layout: StepLayout) -> None:
+        assert layout.stages is not None
+        self._layout = layout
+        self._fused = layout.stages.backward[0][0]
+        self._inputs: _Places = defaultdict(set)
+        self._gradients: _Places = defaultdict(set)
+        self._kept: _Places = defaultdict(set)
+        self._recomputed: set[tuple[int, int, int]] = set()
+        self._arrived: dict[tuple[int, int], tuple[_Places, tuple[int, int]]] = {}
+
+    def check(self, op: Op, unit: int, microbatch: int) -> None:
+        """Follow one op.
+
+        Raises:
+            BrokenRuleError: what it needs lies elsewhere.
+        """
+        worker = BELOW if op.worker is None else op.worker
+        at, after = (unit, microbatch), (unit + 1, microbatch)
+        if op.kind is Kind.SAVE:
+            self._move(self._inputs, at, worker, BELOW, INPUT)
+        elif op.kind is Kind.SEND:
+            self._move(self._gradients, at, worker, BELOW, GRADIENT)
+        elif op.kind is Kind.RECV:
+            self._move(self._gradients, at, BELOW, worker, GRADIENT)
+        elif op.kind is Kind.PASS:
+            self._cross(self._inputs, at, op, INPUT)
+        elif op.kind is Kind.RETURN:
+            self._cross(self._gradients, at, op, GRADIENT)
+        elif op.kind is Kind.OFFLOAD:
+            self._move(self._kept, at, worker, BELOW, KEPT)
+        elif op.kind is Kind.ONLOAD:
+            self._move(self._kept, at, BELOW, worker, KEPT)
+        elif op.kind is Kind.FETCH:
+            require(BELOW in self._inputs[at], f"the input of unit {unit} has not been saved")
+            require(worker not in self._inputs[at], f"the input of unit {unit} is on worker {worker} already")
+            self._inputs[at].add(worker)
+        else:
+            self._need(self._inputs, at, worker, INPUT)
+            if op.kind is Kind.RECOMPUTE:
+                require((*at, worker) not in self._recomputed, f"unit {unit} has been recomputed already")
+                self._recomputed.add((*at, worker))
+                if self._layout.choice(unit, microbatch).leaves:
+                    self._need(self._kept, at, worker, KEPT)
+                    del self._kept[at]
+            elif op.kind in FORWARD_KINDS:
+                self._inputs[after].add(worker)
+                if self._layout.choice(unit, microbatch).leaves:
+                    self._kept[at].add(worker)
+                spent = unit < self._layout.first_backward
+                if spent or (BELOW in self._inputs[at] and unit < self._fused):
+                    self._inputs[at].discard(worker)
+            else:
+                self._backward(op, at, after, worker)
+
+    def _backward(self, op: Op, at: tuple[int, int], after: tuple[int, int], worker: int) -> None:
+        if op.kind is Kind.BACKWARD:
+            recomputed = at[0] >= self._fused or (*at, worker) in self._recomputed
+            require(recomputed, f"unit {at[0]} has not been recomputed on worker {worker}")
+            self._need(self._gradients, after, worker, GRADIENT)
+            del self._gradients[after]
+        self._inputs.pop(at, None)
+        if at[0] > self._layout.first_backward:
+            self._gradients[at].add(worker)
+
+    def _cross(self, places: _Places, at: tuple[int, int], op: Op, what: str) -> None:
+        source, target, place = op.worker or 0, op.target or 0, op.slot or 0
+        require(
+            (source, target) in self._layout.peers, f"nothing goes from worker {source} to {target} by itself"
+        )
+        require(place < self._layout.num_places, f"a worker has places 0 to {self._layout.num_places - 1}")
+        before = self._arrived.get((target, place))
+        if before is not None:
+            what_lies, of = before
+            require(
+                target not in what_lies[of], f"place {place} of worker {target} still holds unit {of[0]}'s"
+            )
+        self._move(places, at, source, target, what)
+        self._arrived[target, place] = places, at
+
+    def _need(self, places: _Places, at: tuple[int, int], worker: int, what: str) -> None:
+        here = worker in places[at] or (what == INPUT and at[0] == 0)
+        require(here, f"{what} of unit {at[0]} is not on worker {worker}")
+
+    def _move(self, places: _Places, at: tuple[int, int], source: int, target: int, what: str) -> None:
+        where = "below" if source == BELOW else f"on worker {source}"
+        require(source in places[at], f"{what} of unit {at[0]} is not {where}")
+        places[at].discard(source)
+        places[at].add(target)

@@ -1,0 +1,233 @@
+"""Rules 5 and 6 of `planner.program.program_rules`: what happens to weights and gradients below the device."""
+
+from collections import Counter, defaultdict
+
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.rules_exchange import BrokenRuleError, ExchangeRules, require
+from outsize.planner.program.step_layout import StepLayout
+
+__all__ = ["BrokenRuleError", "HomeRules", "require"]
+
+
+class HomeRules:
+    """Buffers, norms, gradients at home and steps taken, as the ops go by."""
+
+    def __init__(self, layout: StepLayout) -> None:
+        self._layout = layout
+        self._normed: set[int] = set()
+        self._clipped = False
+        self._gradients: set[int] = set()  # units whose gradient has come home
+        self._partial: set[int] = set()  # units whose gradient of some rounds has come home
+        self._whole: set[int] = set()  # units whose gradient has left the device, of all rounds
+        self._started: set[tuple[int, int]] = set()  # tiles read
+        self._committed = False
+        self._exchange = ExchangeRules(layout) if layout.num_nodes > 1 else None
+        self._stepped: Counter[int] = Counter()  # unit -> tiles stepped; 1 for a whole unit
+        self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
+        # tile buffer -> READ, GRAD or STEP, unit, tile
+        self._ring: dict[int | None, tuple[Kind, int, int]] = {}
+        self._sent: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # unit -> tiles of its gradient that have left
+
+    def check(self, op: Op, unit: int) -> None:
+        """Follow CLIP, READ, STEP, WRITE, COMMIT, REDUCE, AGREE or GATHER.
+
+        Raises:
+            BrokenRuleError: it may not come here.
+        """
+        if op.kind is Kind.CLIP:
+            self._clip()
+        elif op.kind is Kind.COMMIT:
+            self._commit()
+        elif op.kind in (Kind.REDUCE, Kind.AGREE, Kind.GATHER):
+            self._with_others(op, unit)
+        elif op.tile is not None:
+            self._tile(op, unit, op.tile)
+        elif op.kind is Kind.READ:
+            self._fill(op, unit)
+            self._check_before_step(unit)
+        elif op.kind is Kind.WRITE:
+            require(not self._layout.reduces_buffers, "a gradient of several nodes is reduced")
+            self._drain(op, Kind.GRAD, unit)
+            self._come_home(unit)
+        else:
+            require(not self._layout.tiles[unit], f"unit {unit} steps by tiles")
+            self._check_ready(unit)
+            require(not self._stepped[unit], f"unit {unit} has stepped already")
+            self._stepped[unit] = 1
+
+    def load(self, op: Op, unit: int) -> None:
+        """Follow the part of a LOAD that takes weights from their home or from a host buffer."""
+        self._check_staged(op)
+        if op.buffer is not None:
+            self._drain(op, Kind.READ, unit)
+        self._check_before_step(unit)
+
+    def norm(self, unit: int) -> None:
+        """Follow a NORM."""
+        clips = self._layout.clip or self._layout.unit_clip
+        require(clips, "norms are taken only where gradients are clipped")
+        require(self._exchange is None, "the norms of several nodes are those of what was reduced")
+        require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
+        self._normed.add(unit)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step has been committed."""
+        return self._committed
+
+    def has_gradient(self, unit: int) -> bool:
+        """Whether a gradient of ``unit`` has come home, of all rounds or of those so far."""
+        return unit in self._gradients or unit in self._partial
+
+    def gradient(self, op: Op, unit: int, final: bool = True) -> None:
+        """Follow the part of a GRAD that puts the gradient down."""
+        clips = self._layout.clip or self._layout.unit_clip
+        normed = not clips or unit in self._normed or not final or self._exchange is not None
+        require(normed, f"the norm of unit {unit} has not been taken")
+        require((op.tile is not None) == self._layout.ring, f"gradients leave {_whole_or_not(self._layout)}")
+        if op.tile is not None:
+            self._into_ring(op, unit, op.tile)
+            return
+        if self._layout.reduces_buffers:
+            require(op.buffer is not None, "a gradient that is to be reduced goes into a host buffer")
+        else:
+            self._check_staged(op)
+        if final:
+            self._whole.add(unit)
+        if op.buffer is not None:
+            self._fill(op, unit)
+        else:
+            self._come_home(unit)
+
+    def check_end(self) -> None:
+        """Check that nothing is left undone or left behind.
+
+        Raises:
+            BrokenRuleError: something is.
+        """
+        self._check_done()
+        require(self._committed == self._layout.commits, "the step has not been committed")
+
+    def _come_home(self, unit: int) -> None:
+        (self._gradients if unit in self._whole else self._partial).add(unit)
+
+    def _commit(self) -> None:
+        require(self._layout.commits, "the home of this layout does not commit")
+        self._check_done()
+        self._committed = True
+
+    def _check_done(self) -> None:
+        """Check that every unit has stepped, and that nothing is on its way."""
+        require(not self._host, f"host buffers {sorted(map(str, self._host))} are not empty")
+        require(not self._ring, f"tile buffers {sorted(map(str, self._ring))} are not empty")
+        for unit, trains in enumerate(self._layout.trainable):
+            due = max(1, self._layout.tiles[unit]) if trains else 0
+            require(self._stepped[unit] == due, f"unit {unit} has not stepped")
+        if self._exchange is not None:
+            self._exchange.check_done()
+
+    def _clip(self) -> None:
+        require(self._layout.clip, "gradients are not clipped")
+        require(not self._clipped, "gradients are clipped once")
+        if self._exchange is not None:
+            self._exchange.check_agreed()
+        missing = set(self._layout.step_order) - self._normed if self._exchange is None else ()
+        require(not missing, f"the norms of units {sorted(missing)} have not been taken")
+        self._clipped = True
+
+    def all_sent(self, unit: int) -> bool:
+        """Whether all tiles of the gradient of ``unit`` have left, where they leave in tiles."""
+        return not self._layout.ring or len(self._sent[unit]) == self._layout.tiles[unit]
+
+    def _into_ring(self, op: Op, unit: int, tile: int) -> None:
+        """Follow a GRAD of a tile: into a buffer that is empty, or has been filled with the rest of the tile."""
+        self._check_tile(op, unit, tile)
+        before = (Kind.READ, unit, tile) if self._layout.tiles_on_disk else None
+        require(self._ring.get(op.buffer) == before, f"tile buffer {op.buffer} is not ready for it")
+        require(tile not in self._sent[unit], "it has left already")
+        self._sent[unit].add(tile)
+        self._ring[op.buffer] = (Kind.GRAD, unit, tile)
+
+    def _check_tile(self, op: Op, unit: int, tile: int) -> None:
+        num_buffers = self._layout.num_tile_buffers
+        require(op.buffer is not None and op.buffer < num_buffers, f"there are {num_buffers} tile buffers")
+        require(tile < self._layout.tiles[unit], f"unit {unit} has {self._layout.tiles[unit]} tiles")
+
+    def _tile(self, op: Op, unit: int, tile: int) -> None:
+        self._check_tile(op, unit, tile)
+        held = self._ring.get(op.buffer)
+        if op.kind is Kind.READ:
+            require(held is None, f"tile buffer {op.buffer} is still in use")
+            self._check_gradient(unit)
+            require((unit, tile) not in self._started, "it has been read already")
+            self._started.add((unit, tile))
+            self._ring[op.buffer] = (Kind.READ, unit, tile)
+        elif op.kind is Kind.STEP:
+            before = Kind.GRAD if self._layout.ring else Kind.READ
+            require(held == (before, unit, tile), f"tile buffer {op.buffer} does not hold it, ready to step")
+            self._check_ready(unit)
+            self._stepped[unit] += 1
+            if self._layout.tiles_on_disk:
+                self._ring[op.buffer] = (Kind.STEP, unit, tile)
+            else:
+                del self._ring[op.buffer]
+        else:
+            require(self._layout.tiles_on_disk, "the home is stepped where it lies")
+            require(held == (Kind.STEP, unit, tile), f"tile buffer {op.buffer} does not hold it, stepped")
+            del self._ring[op.buffer]
+
+    def _fill(self, op: Op, unit: int) -> None:
+        num_buffers = self._layout.num_host_buffers
+        require(op.buffer is not None and op.buffer < num_buffers, f"there are {num_buffers} host buffers")
+        require(op.buffer not in self._host, f"host buffer {op.buffer} is still in use")
+        self._host[op.buffer] = (op.kind, unit)
+
+    def _drain(self, op: Op, filled_by: Kind, unit: int) -> None:
+        held = self._host.pop(op.buffer, None)
+        require(
+            held == (filled_by, unit),
+            f"host buffer {op.buffer} holds nothing of unit {unit} from {filled_by}",
+        )
+
+    def _check_staged(self, op: Op) -> None:
+        staged = self._layout.staged
+        require((op.buffer is not None) == staged, f"units pass {'through' if staged else 'no'} host buffers")
+
+    def _check_before_step(self, unit: int) -> None:
+        require(not self._stepped[unit], f"unit {unit} has stepped already")
+
+    def _check_ready(self, unit: int) -> None:
+        require(self._layout.trainable[unit], f"unit {unit} does not train")
+        self._check_gradient(unit)
+        require(not self._layout.clip or self._clipped, "gradients have not been clipped")
+
+    def _check_gradient(self, unit: int) -> None:
+        ready = self._layout.ring or unit in self._gradients
+        require(ready, f"the gradient of unit {unit} is not home")
+        if self._exchange is not None:
+            self._exchange.check_reduced(unit)
+
+    def _with_others(self, op: Op, unit: int) -> None:
+        """Follow REDUCE, AGREE or GATHER."""
+        require(self._exchange is not None, "a single node exchanges nothing")
+        if self._exchange is None:
+            return
+        if op.kind is Kind.REDUCE:
+            if op.buffer is not None:
+                self._drain(op, Kind.GRAD, unit)
+                self._gradients.add(unit)
+            require(unit in self._gradients, f"the gradient of unit {unit} is not home")
+            self._exchange.reduce(unit)
+        elif op.kind is Kind.AGREE:
+            self._exchange.agree()
+        else:
+            due = max(1, self._layout.tiles[unit])
+            written = all(held[1] != unit for held in self._ring.values())
+            require(written and self._stepped[unit] == due, f"unit {unit} has not stepped")
+            self._exchange.gather(unit)
+
+
+def _whole_or_not(layout: StepLayout) -> str:
+    return "tile by tile, through the ring" if layout.ring else "whole"

@@ -1,0 +1,301 @@
+"""Where to cut a model into stages, for forward and for backward apart.
+
+The objective is the time of the step itself (`pipeline.makespan_s`), not a proxy of it. Stages of nearly equal times
+leave little to choose but their numbers, so the search begins there: pairs of numbers of forward and backward
+stages, drawn widely, of which the best climb to neighbouring numbers and rounds. The best of what that finds
+climb by moving one unit across a cut, by splitting a stage and by joining two, until nothing gains. Everything is in a
+fixed order, so the same units give the same cuts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import TypeVar
+
+from outsize.planner.program.stages import Span, Stages, spans_down, spans_up
+from outsize.planner.search.cuts import (
+    Sizes,
+    drawn,
+    even_cut,
+    limits,
+    neighbours,
+    packed_cut,
+    without_first_unit,
+)
+from outsize.planner.simulate.pipeline import makespan_s, stage_times
+
+# How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
+# best start has one of them, and whatever it leaves goes on to the next.
+NUM_DRAWN = 8
+NUM_CLIMBERS = 4
+
+Fits = Callable[[Span, bool], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What is cut, and for whom.
+
+    Attributes:
+        forward_s: seconds by unit and microbatch.
+        backward_s: the same, recompute included; of the last unit, its forward included.
+        num_workers: how many there are.
+        num_microbatches: of a step.
+        hop_s: hand-over between stages.
+        weights_s: what weights take over the link, by unit; nothing where it is empty.
+        gradients_s: the same of gradients.
+        recompute_s: by unit, how much of its backward is recompute; a whole forward where it is empty.
+        keeps: whether the stage that turns around recomputes nothing.
+        bottom: the lowest unit that runs backward.
+        fits: whether a worker can hold the units of a span, forward (False) or backward (True).
+        holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
+        halves: sets of slots and of accumulators that a worker has, see `Stages`.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    num_workers: int
+    num_microbatches: int
+    hop_s: float = 0.0
+    weights_s: tuple[float, ...] = ()
+    gradients_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
+    keeps: bool = False
+    bottom: int = 0
+    fits: Fits = lambda span, backward: True
+    holds: Callable[[Stages], bool] = lambda stages: True
+    halves: tuple[int, int] = (2, 2)
+
+    def stages(self, forward: Sizes, backward: Sizes, round_size: int) -> Stages:
+        """Return the stages of these sizes."""
+        top = len(self.forward_s)
+        slot_halves, accumulator_halves = self.halves
+        return Stages(
+            forward=spans_up(forward),
+            backward=spans_down(backward, top),
+            round_size=round_size,
+            slot_halves=slot_halves,
+            accumulator_halves=accumulator_halves,
+        )
+
+    def step_s(self, stages: Stages) -> float:
+        """Return the time of a step."""
+        times = stage_times(
+            stages,
+            self.forward_s,
+            self.backward_s,
+            self.weights_s,
+            self.gradients_s,
+            self.recompute_s,
+            self.keeps,
+        )
+        size = stages.round_size
+        return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s, self.halves)
+
+    def filling_and_draining_s(self, stages: Stages) -> float:
+        """Return how long a worker waits, on the mean, until the first microbatch reaches it and once the last left."""
+        times = stage_times(stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s)
+        seconds = [stage.seconds + self.hop_s for stage in times]
+        others = range(1, self.num_workers)
+        return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / self.num_workers
+
+
+def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: int = 400_000) -> Stages:
+    """Return the stages whose step is shortest, as far as the search finds them.
+
+    Args:
+        pipeline: what is cut.
+        round_sizes: microbatches per round to choose from; by default all microbatches, and one to four for
+            each worker.
+        max_visits: how many visits of stages are timed at most, in all steps together; a million take seconds.
+
+    Raises:
+        ValueError: not even single units fit, or there are fewer stages than workers whatever the cut.
+    """
+    workers, microbatches = pipeline.num_workers, pipeline.num_microbatches
+    usual = {microbatches, *(max(1, n * workers // 4) for n in (4, 5, 6, 7, 8, 10, 12, 16))}
+    search = _Search(pipeline, sorted({min(n, microbatches) for n in round_sizes or usual}), max_visits)
+    drawn_numbers = sorted((search.numbers_s(numbers), numbers) for numbers in search.drawn())
+    even = [(seconds, numbers) for seconds, numbers in drawn_numbers[:NUM_CLIMBERS] if seconds < inf]
+    for index, (_, numbers) in enumerate(even):
+        share = search.left // (2 * (len(even) - index))
+        even[index] = search.climb(numbers, search.numbers_s, search.near_numbers, share)
+    starts = [(seconds, search.cut(numbers)) for seconds, numbers in even]
+    starts += [(seconds, cut) for cut in search.packed() if (seconds := search.step_s(cut)) < inf]
+    if not starts:
+        raise ValueError("no cut fits the workers' memory and gives each of them a stage")
+    best = min(starts)
+    climbers = sorted(set(starts))
+    for index, (_, cut) in enumerate(climbers):
+        share = search.left // min(NUM_CLIMBERS, len(climbers) - index)
+        best = min(best, search.climb(cut, search.step_s, search.near_cuts, share))
+    best = search.climb(best[1], search.step_s, search.two_changes, search.left)
+    return pipeline.stages(*best[1])
+
+
+# Stages forward and backward, and microbatches per round.
+_Cut = tuple[Sizes, Sizes, int]
+# Units of the fused stage, stages forward and backward beside it, and microbatches per round.
+_Numbers = tuple[int, int, int, int]
+_Place = TypeVar("_Place", _Cut, _Numbers)
+
+
+class _Search:
+    def __init__(self, pipeline: Pipeline, round_sizes: Sequence[int], max_visits: int) -> None:
+        self.pipeline = pipeline
+        self.round_sizes = round_sizes
+        self.left = max_visits
+        self.top = len(pipeline.forward_s)
+        self.fits = cache(pipeline.fits)
+        self.allowed = cache(self._allowed)
+        # A climb changes one direction at a time.
+        self.ups_fit, self.downs_fit = cache(self._ups_fit), cache(self._downs_fit)
+        self.cut = cache(self._cut)
+        self.known: dict[_Cut, float] = {}
+
+    def step_s(self, cut: _Cut) -> float:
+        """Return the time of a step; infinity where a cut is not allowed."""
+        seconds = self.known.get(cut)
+        if seconds is None:
+            seconds = inf
+            if self.allowed(*cut[:2]):
+                stages = self.pipeline.stages(*cut)
+                self.left -= stages.num_stages * -(-self.pipeline.num_microbatches // cut[2])
+                seconds = self.pipeline.step_s(stages)
+            self.known[cut] = seconds
+        return seconds
+
+    def numbers_s(self, numbers: _Numbers) -> float:
+        """Return the time of a step of even stages; infinity where they are not allowed."""
+        return self.step_s(self.cut(numbers))
+
+    def drawn(self) -> Iterator[_Numbers]:
+        """Yield numbers of stages from the fewest that fit to one for each unit."""
+        sizes = sorted({*self.round_sizes[:1], *self.round_sizes[-2:]})
+        for fused in range(1, min(2, self.top - self.pipeline.bottom) + 1):
+            ups, downs = self._beside(fused)
+            for up in drawn(len(self._pack_up(fused, inf)), len(ups), NUM_DRAWN):
+                for down in drawn(len(self._pack_down(fused, inf)), len(downs), NUM_DRAWN):
+                    yield from ((fused, up, down, size) for size in sizes)
+
+    def near_numbers(self, numbers: _Numbers) -> Iterator[_Numbers]:
+        """Yield what lies next to even stages."""
+        fused, up, down, size = numbers
+        yield from ((fused, up, down, other) for other in self.round_sizes if other != size)
+        for more_up, more_down in _STEPS:
+            yield fused, up + more_up, down + more_down, size
+        yield from ((fused + more, up, down, size) for more in (1, -1))
+
+    def packed(self) -> Iterator[_Cut]:
+        """Yield cuts by pairs of time limits."""
+        for fused in range(1, min(2, self.top - self.pipeline.bottom) + 1):
+            ups, downs = self._beside(fused)
+            for up in {self._pack_up(fused, limit): None for limit in limits(ups, NUM_DRAWN)}:
+                for down in {self._pack_down(fused, limit): None for limit in limits(downs, NUM_DRAWN)}:
+                    yield from ((up, (fused, *down), size) for size in self.round_sizes[-2:])
+
+    def near_cuts(self, cut: _Cut, up_fits: bool = True, down_fits: bool = True) -> Iterator[_Cut]:
+        """Yield what lies next to a cut, and may be allowed; what changes nothing of what does not fit is not."""
+        forward, backward, size = cut
+        if up_fits and down_fits:
+            yield from ((forward, backward, other) for other in self.round_sizes if other != size)
+        if down_fits:
+            yield from ((changed, backward, size) for changed in neighbours(forward))
+        if up_fits:
+            yield from ((forward, (backward[0], *changed), size) for changed in neighbours(backward[1:]))
+        if len(backward) > 1:  # the fused stage takes a unit from its neighbours, or gives them one
+            taken = (backward[0] + 1, *without_first_unit(backward[1:]))
+            yield without_first_unit(forward[::-1])[::-1], taken, size
+        if backward[0] > 1 and self.top - backward[0] + 1 > self.pipeline.bottom:
+            more = (backward[1] + 1, *backward[2:]) if len(backward) > 1 else (1,)
+            grown = (*forward[:-1], forward[-1] + 1) if forward else (1,)
+            yield grown, (backward[0] - 1, *more), size
+            yield (*forward, 1), (backward[0] - 1, 1, *backward[1:]), size
+
+    def two_changes(self, cut: _Cut) -> Iterator[_Cut]:
+        """Yield what lies next to what lies next to a cut."""
+        return (
+            other
+            for one in self.near_cuts(cut)
+            for other in self.near_cuts(one, self.ups_fit(one[0]), self.downs_fit(one[1]))
+        )
+
+    def climb(
+        self,
+        place: _Place,
+        step_s: Callable[[_Place], float],
+        near: Callable[[_Place], Iterator[_Place]],
+        num_visits: int,
+    ) -> tuple[float, _Place]:
+        """Return what single changes lead to, taking the first that gains each time."""
+        until = self.left - num_visits
+        best_s, better = step_s(place), True
+        while better:
+            better = False
+            for other in near(place):
+                if self.left <= until:
+                    break
+                if (seconds := step_s(other)) < best_s * (1 - 1e-9):
+                    best_s, place, better = seconds, other, True
+                    break
+        return best_s, place
+
+    def _cut(self, numbers: _Numbers) -> _Cut:
+        """Return the even cut of these numbers; one that is not allowed where there is none."""
+        fused, up, down, size = numbers
+        ups, downs = self._beside(fused)
+        if not (0 < fused <= self.top and _can_cut(len(ups), up) and _can_cut(len(downs), down)):
+            return (), (), size
+        return even_cut(ups, up), (fused, *even_cut(downs, down)), size
+
+    def _beside(self, fused: int) -> tuple[Sequence[float], Sequence[float]]:
+        """Return seconds of the units below a fused stage of so many, up for forward and down for backward."""
+        top = self.top - fused
+        return self.pipeline.forward_s[:top], self.pipeline.backward_s[self.pipeline.bottom : top][::-1]
+
+    def _pack_up(self, fused: int, limit_s: float) -> Sizes:
+        """Return forward stages under a time limit; the first takes what is left, since all others wait for it."""
+        top = self.top - fused
+        ups, _ = self._beside(fused)
+        return packed_cut(ups[::-1], limit_s, lambda first, end: self.fits((top - end, top - first), False))[
+            ::-1
+        ]
+
+    def _pack_down(self, fused: int, limit_s: float) -> Sizes:
+        """Return backward stages under a time limit."""
+        top = self.top - fused
+        _, downs = self._beside(fused)
+        return packed_cut(downs, limit_s, lambda first, end: self.fits((top - end, top - first), True))
+
+    def _allowed(self, forward: Sizes, backward: Sizes) -> bool:
+        """Whether every stage fits, all of them together too, and every worker has one."""
+        if not backward or len(forward) + len(backward) < self.pipeline.num_workers:
+            return False
+        if not (self.ups_fit(forward) and self.downs_fit(backward)):
+            return False
+        return self.pipeline.holds(self.pipeline.stages(forward, backward, 1))
+
+    def _ups_fit(self, forward: Sizes) -> bool:
+        at = 0
+        for size in forward:
+            if not self.fits((at, at + size), False):
+                return False
+            at += size
+        return True
+
+    def _downs_fit(self, backward: Sizes) -> bool:
+        at = self.top
+        for size in backward:
+            if not self.fits((at - size, at), True):
+                return False
+            at -= size
+        return True
+
+
+# Changes of the numbers of stages, forward and backward, that a climb tries.
+_STEPS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1), (2, 0), (-2, 0), (0, 2), (0, -2))
+
+
+def _can_cut(num_units: int, num_stages: int) -> bool:
+    return 0 < num_stages <= num_units or num_units == num_stages == 0

@@ -1,0 +1,323 @@
+"""How much of each thing a plan sets aside, and in which order more is better.
+
+A plan is chosen by a handful of numbers, the `Knobs`. The least ones make the plan that needs the least
+memory; `UPGRADES` lists what memory to spare is spent on, the most useful first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
+
+from outsize.choices import Activations, Handover
+from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.shares import largest_share, shares
+from outsize.planner.memory.memory_table import Tier
+from outsize.planner.program.activation_policy import Kept
+from outsize.planner.program.stages import Stages
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.offload_balance import UnitRates
+from outsize.units import align_up
+
+# 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
+LEAST_TILE_ELEMENTS = 65_536
+# 16,384 elements are 64 KiB: a gradient that is stepped where it arrives waits for no disk.
+LEAST_RING_ELEMENTS = 16_384
+# 1M elements are 4 MiB per plane: above that more bytes per request gain nothing.
+MOST_TILE_ELEMENTS = 1_048_576
+# One tile is read, one stepped, one written.
+NUM_TILE_BUFFERS = 3
+# Units whose gradients a ring takes at most: one that steps, and one that has just arrived.
+RING_UNITS = 2
+# One unit on its way up and one gradient on its way down; with four, disk and link work on different ones.
+LEAST_HOST_BUFFERS = 2
+MOST_HOST_BUFFERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user decides; None leaves it to the planner.
+
+    Attributes:
+        home: where weights and optimizer state rest, ``host`` or ``disk``.
+        below: the tier next to the device, ``host`` or ``disk``.
+        may_be_on_disk: whether a home in host memory could be on disk instead, and nobody has tried.
+        clip: whether gradients are clipped by their global norm.
+        unit_clip: whether the gradient of each unit is clipped by its own norm.
+        may_skip: whether a step may be skipped, for which the gradients of all units are to be known.
+        state: how a trained unit lies at home; None for the plain layout of the model's dtype. Where it keeps no
+            gradients, they pass through a ring.
+        microbatches: microbatches per step.
+        most_microbatches: how many there may be; None where that is not known.
+        can_part: whether MLPs could take their tokens in parts, and do not yet.
+        slots: units that the device holds at once.
+        prefetch: how many units ahead of their use LOADs start.
+        tile_elements: elements per tile of the optimizer step, a multiple of 2048.
+        commits: whether a home on disk keeps what a step changes twice, and commits every step.
+        offload: whether all inputs of units leave the device (True) or none (False).
+        cut: whether somebody else decides when the backward begins.
+        transport: codecs on the link.
+        activations: what becomes of what backwards need of their forwards, see `planner.program.activation_policy`;
+            ``auto`` keeps on the
+            device what has room when all else has, and offloads where that is known to be faster.
+        rates: of a worker; several are needed for stages. None leaves what waits on the device.
+        nodes: processes that share the step.
+        rank: number of this one; None for the one that steps most.
+        wire: codecs between them.
+        num_workers: devices that share the step, all alike.
+        stages: how the step is cut for several workers; None leaves it to the planner.
+        leaves_unasked: whether ``auto`` may offload: a link with rates of its own lies below the device.
+        peers: of several workers, pairs (source, target) of which one can copy to the other by itself.
+        handover: how stages hand over; ``peer`` must go between all ``peers``, ``auto`` where there is room.
+    """
+
+    home: Tier
+    below: Tier
+    may_be_on_disk: bool = True
+    clip: bool = True
+    unit_clip: bool = False
+    may_skip: bool = False
+    state: StateLayout | None = None
+    microbatches: int = 1
+    most_microbatches: int | None = None
+    can_part: bool = False
+    slots: int | None = None
+    prefetch: int | None = None
+    tile_elements: int | None = None
+    offload: bool | None = None
+    commits: bool = True
+    cut: bool = False
+    activations: Activations = "auto"
+    rates: UnitRates | None = None
+    transport: Transport = field(default_factory=Transport)
+    nodes: int = 1
+    rank: int | None = None
+    wire: Wire = EXACT
+    num_workers: int = 1
+    stages: Stages | None = None
+    leaves_unasked: bool = True
+    peers: frozenset[tuple[int, int]] = frozenset()
+    handover: Handover = "auto"
+
+    def __post_init__(self) -> None:
+        if self.home == "host" and self.below == "disk":
+            raise ValueError("the disk cannot lie between the device and a home in host memory")
+        if self.ring and self.clip:
+            raise ValueError("gradients that are clipped by their global norm wait at home for it")
+
+    @property
+    def ring(self) -> bool:
+        """Whether gradients pass through a ring."""
+        return self.state is not None and self.state.gradients == "none"
+
+    @property
+    def staged(self) -> bool:
+        """Whether units pass through host buffers on their way between disk and device."""
+        return self.home == "disk" and self.below == "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The numbers that make a plan.
+
+    Attributes:
+        num_slots: slots that units share.
+        num_accumulators: gradient accumulators that units share.
+        num_kept: offloadable units, counted from the last, whose inputs stay on the device.
+        tile_elements: elements per tile.
+        num_host_buffers: host buffers; 0 where units are not staged.
+        kept: see `StepLayout.kept`.
+        num_tile_buffers: buffers in the ring of tiles, where there are tiles.
+    """
+
+    num_slots: int
+    num_accumulators: int
+    num_kept: int
+    tile_elements: int
+    num_host_buffers: int
+    kept: Kept = ()
+    num_tile_buffers: int = NUM_TILE_BUFFERS
+
+
+class Sizing:
+    """Turns knobs into layouts for one model and one set of options."""
+
+    def __init__(self, model: ModelSpec, options: PlanOptions) -> None:
+        self.model = model
+        self.options = options
+        self.state = options.state or StateLayout(dtype=model.dtype)
+        self.own_elements: tuple[int, ...] = ()
+        if options.nodes > 1:
+            self.own_elements = own_elements(model, options.nodes, options.rank)
+        streamed = model.units[: model.num_streamed]
+        weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.all_tensors]
+        gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
+        self._slot_sizes = _sizes(weights)
+        self._accumulator_sizes = _sizes(gradients)
+        self.largest_trainable = max((unit.numel for unit in model.units if unit.trainable), default=0)
+        self.num_offloadable = len(self.layout(self.least()).offloadable)
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        """Size of a host buffer: any unit's weights, or its gradient, or that alone where nothing else goes through."""
+        units = self.model.units
+        gradients = max(unit.gradient_bytes * unit.trainable for unit in units)
+        if not self.options.staged:
+            return gradients if self.options.nodes > 1 else 0
+        weights = max(unit.weight_bytes(self.model.dtype) for unit in units)
+        return weights if self.options.ring else max(weights, gradients)
+
+    def least(self) -> Knobs:
+        """Return the knobs of the plan that needs the least device memory."""
+        on_disk = self.options.home == "disk"
+        least = min(LEAST_TILE_ELEMENTS if on_disk else LEAST_RING_ELEMENTS, self.largest_trainable)
+        least = align_up(least, self.state.quantum if on_disk else PLANE_ELEMENTS)
+        if self.state.factored:
+            least = self.state.whole_tile(self.largest_trainable)
+        tile_elements = self.options.tile_elements or least
+        return Knobs(
+            num_slots=self._at_most_slots(self.options.slots or 1),
+            num_accumulators=min(1, len(self._accumulator_sizes)),
+            num_kept=0,
+            tile_elements=tile_elements if self._has_tiles else 0,
+            num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
+            num_tile_buffers=1 if self.state.factored else NUM_TILE_BUFFERS,
+        )
+
+    def layout(self, knobs: Knobs) -> StepLayout:
+        """Return the layout that ``knobs`` make."""
+        model, options = self.model, self.options
+        has_rest = len(model.units) > model.num_streamed
+        own = self.own_elements or tuple(unit.numel for unit in model.units)
+        tiles = tuple(
+            -(-own[unit.index] // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
+            for unit in model.units
+        )
+        layout = StepLayout(
+            num_streamed=model.num_streamed,
+            rest=model.num_streamed if has_rest else None,
+            num_microbatches=options.microbatches,
+            trainable=tuple(unit.trainable for unit in model.units),
+            weight_bytes=tuple(unit.weight_bytes(model.dtype) for unit in model.units),
+            gradient_bytes=tuple(unit.gradient_bytes * unit.trainable for unit in model.units),
+            slot_bytes=self._slot_sizes[: knobs.num_slots],
+            accumulator_bytes=self._accumulator_sizes[: knobs.num_accumulators],
+            prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
+            clip=options.clip,
+            unit_clip=options.unit_clip,
+            ring=options.ring and any(tiles),
+            tiles=tiles,
+            tiles_on_disk=options.home == "disk",
+            num_host_buffers=knobs.num_host_buffers,
+            num_tile_buffers=knobs.num_tile_buffers if any(tiles) else 0,
+            staged=options.staged,
+            commits=options.commits and options.home == "disk",
+            kept=knobs.kept,
+            num_nodes=options.nodes,
+            own_elements=self.own_elements,
+            cut=options.cut,
+        )
+        if options.offload is False:
+            return layout
+        offload = layout.offloadable[: len(layout.offloadable) - knobs.num_kept]
+        return replace(layout, offload=frozenset(offload))
+
+    def more_slots(self, knobs: Knobs, upto: int) -> Iterator[Knobs]:
+        """Yield knobs with more slots, unless their number is given."""
+        if self.options.slots is None:
+            for num_slots in range(knobs.num_slots + 1, self._at_most_slots(upto) + 1):
+                yield replace(knobs, num_slots=num_slots)
+
+    def more_accumulators(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with a second accumulator, so that a gradient leaves while the next one is summed."""
+        if knobs.num_accumulators < min(2, len(self._accumulator_sizes)):
+            yield replace(knobs, num_accumulators=knobs.num_accumulators + 1)
+
+    def larger_tiles(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with tiles of twice the size, and twice that, while a unit fills one."""
+        if self.options.tile_elements is None and knobs.tile_elements:
+            sizes = (knobs.tile_elements << shift for shift in range(1, 7))
+            enough = min(MOST_TILE_ELEMENTS, self.largest_trainable)
+            for size in takewhile(lambda size: size <= enough, sizes):
+                yield replace(knobs, tile_elements=size)
+
+    def more_tile_buffers(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with twice the buffers, while a ring of gradients alone takes no more than `RING_UNITS`.
+
+        Of tiles that are whole units a disk home has fewer to begin with, and one more at a time.
+        """
+        if self.options.home == "disk" and knobs.tile_elements:
+            for num_tile_buffers in range(knobs.num_tile_buffers + 1, NUM_TILE_BUFFERS + 1):
+                yield replace(knobs, num_tile_buffers=num_tile_buffers)
+        if self.options.ring and self.options.home == "host" and knobs.tile_elements:
+            enough = RING_UNITS * -(-self.largest_trainable // knobs.tile_elements)
+            counts = (knobs.num_tile_buffers << shift for shift in count(1))
+            for num_tile_buffers in takewhile(lambda number: number < 2 * enough, counts):
+                yield replace(knobs, num_tile_buffers=min(num_tile_buffers, enough))
+
+    def more_kept(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with the inputs of more units kept on the device, those needed soonest first."""
+        if self.options.offload is None:
+            for num_kept in range(knobs.num_kept + 1, self.num_offloadable + 1):
+                yield replace(knobs, num_kept=num_kept)
+
+    def more_host_buffers(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with more host buffers, where units are staged."""
+        if self.options.staged:
+            for num_host_buffers in range(knobs.num_host_buffers + 1, MOST_HOST_BUFFERS + 1):
+                yield replace(knobs, num_host_buffers=num_host_buffers)
+
+    @property
+    def _has_tiles(self) -> bool:
+        return self.options.home == "disk" or self.options.ring
+
+    def _at_most_slots(self, num_slots: int) -> int:
+        return min(num_slots, len(self._slot_sizes))
+
+
+Upgrade = Callable[[Sizing, Knobs], Iterator[Knobs]]
+
+# Each upgrade goes as far as the budgets let it, then the next one has its turn.
+BEFORE_INPUTS: tuple[Upgrade, ...] = (
+    lambda sizing, knobs: sizing.more_slots(knobs, upto=2),
+    Sizing.more_accumulators,
+    lambda sizing, knobs: sizing.more_slots(knobs, upto=3),
+    Sizing.more_host_buffers,
+    Sizing.larger_tiles,
+    Sizing.more_tile_buffers,
+)
+AFTER_INPUTS: tuple[Upgrade, ...] = (
+    Sizing.more_kept,
+    lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
+)
+UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
+
+
+def gradients_at_home(
+    state: StateLayout, *, clip: bool, num_workers: int, nodes: int, transport: Transport
+) -> StateLayout:
+    """Return ``state`` without a gradient at home where a unit can step on its own as its gradient arrives.
+
+    It cannot where the global norm is to be known first, where workers sum gradients at home from round to round, where
+    nodes reduce whole gradients, and where gradients arrive encoded.
+    """
+    whole = clip or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
+    return state if whole else replace(state, gradients="none")
+
+
+def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """Return a size for each of ``units`` (kind, bytes): the first fits the largest, the others any block."""
+    if not units:
+        return ()
+    largest = max(size for _, size in units)
+    block = max((size for kind, size in units if kind == "block"), default=largest)
+    return (largest, *[block] * (len(units) - 1))
+
+
+def own_elements(model: ModelSpec, nodes: int, rank: int | None = None) -> tuple[int, ...]:
+    """Return the elements of each unit that one of several nodes steps; ``rank`` None is the one that steps most."""
+    if rank is None:
+        return largest_share(model, nodes)
+    return tuple(len(ranges[rank]) for ranges in shares(model, nodes))

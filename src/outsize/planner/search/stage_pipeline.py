@@ -1,0 +1,77 @@
+"""What several workers cut: the times of units, and what single stages take on a worker."""
+
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.memory.link_bytes import load_bytes
+from outsize.planner.memory.memory_table import Demand
+from outsize.planner.predict.stage_memory import StageMemory
+from outsize.planner.program.stages import Span
+from outsize.planner.search.partition import Pipeline
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.stage_layout import spans_that_fit
+from outsize.planner.search.stage_offload import Way, away_in, spared
+from outsize.planner.search.step_plan import Plan
+
+
+def bottom_of(model: ModelSpec, demand: Demand) -> int:
+    """Return the lowest unit that runs backward."""
+    if demand.rest_users:
+        return 0
+    trained = (unit.index for unit in model.units[: model.num_streamed] if unit.trainable)
+    return next(trained, model.num_streamed - 1)
+
+
+def round_size_of(options: PlanOptions, demand: Demand) -> int:
+    """Return the microbatches of a round where it has to take all of them, else 1.
+
+    Each round reads all weights, and with a home on disk sums of gradients too.
+    """
+    whole = len(demand.rest_users) > 1 or options.home == "disk"
+    return options.microbatches if whole else 1
+
+
+def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int], way: Way) -> Pipeline:
+    """Return what is cut: the times of units, and which single stages fit ``device_bytes``."""
+    model, demand, options, rates = memory.model, memory.demand, memory.options, memory.options.rates
+    if rates is None:
+        raise ValueError("stages are cut by the rates of a worker")
+    times = rates.times
+    has_room = spans_that_fit(
+        device_bytes - sum(memory.constant.values()),
+        memory.weights,
+        memory.gradients,
+        halves,
+        memory.boundary_bytes,
+        lambda span, backward: memory.workspace_bytes(span, backward, way.keeps),
+        way.away,
+        demand.kept_bytes,
+    )
+
+    def fits(span: Span, backward: bool) -> bool:
+        several = backward and len(demand.rest_users.intersection(range(*span))) > 1
+        return not several and has_room(span, backward)
+
+    streamed = model.units[: model.num_streamed]
+    sent = (load_bytes(options.transport, unit, model.dtype) for unit in streamed)
+    return Pipeline(
+        forward_s=times.forward_s,
+        backward_s=spared(times.backward_s, times, way.away),
+        recompute_s=spared(times.recompute_s or times.forward_s, times, way.away),
+        num_workers=options.num_workers,
+        num_microbatches=options.microbatches,
+        hop_s=memory.boundary_bytes / rates.up_bytes_per_s,
+        weights_s=tuple(size / rates.load_bytes_per_s for size in sent),
+        gradients_s=tuple(size / rates.store_bytes_per_s for size in memory.gradients),
+        keeps=way.keeps,
+        bottom=bottom_of(model, demand),
+        fits=fits,
+        halves=halves,
+    )
+
+
+def clock_of(model: ModelSpec, demand: Demand, options: PlanOptions, plan: Plan) -> Pipeline:
+    """Return the partitioner's clock for a step that has been planned with ``options``."""
+    layout, stages = plan.layout, plan.layout.stages
+    assert stages is not None
+    way = Way(layout.choice(stages.backward[0][0], 0), away_in(layout))
+    memory = StageMemory(model=model, demand=demand, options=options)
+    return pipeline_of(memory, 0, (stages.slot_halves, stages.accumulator_halves), way)

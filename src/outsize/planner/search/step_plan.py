@@ -1,0 +1,379 @@
+"""The plan of a run: what is set aside where, the program of a step, and what it moves.
+
+The search starts from the plan that needs the least memory. If that does not fit, no plan does. Otherwise
+memory to spare is spent where it brings the most (`planner.search.upgrades`).
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
+from outsize.errors import InfeasiblePlanError
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.memory.activation_liveness import Live, peak_activations
+from outsize.planner.memory.memory_table import (
+    Demand,
+    Tier,
+    by_class,
+    memory_table,
+    offload_rooms,
+    store_buffer_bytes,
+)
+from outsize.planner.memory.traffic import Traffic, count_traffic
+from outsize.planner.passes.cycle import insert_saves, v_cycle
+from outsize.planner.passes.step_schedule import build_step, successive_steps
+from outsize.planner.program.activation_policy import Choice, Extent, Kept
+from outsize.planner.program.program import Program, render
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.sizing import (
+    Knobs,
+    PlanOptions,
+    Sizing,
+)
+from outsize.planner.search.smaller import smaller_microbatches, smaller_states
+from outsize.planner.search.upgrades import as_asked, kept_for_the_host, spend
+from outsize.units import format_bytes
+
+__all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
+
+Table = Mapping[str, Mapping[str, int]]
+# Of `Plan.to_dict`, what follows from budgets and from bytes that were measured, and not the other way round.
+_MEASURED = frozenset({"budget_bytes", "memory_bytes", "home_bytes", "bytes_per_step"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Most bytes that each tier may hold; None is no limit.
+
+    Attributes:
+        device: memory of the device.
+        host: host memory.
+        disk: disk space.
+    """
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+
+    def short_by(self, memory: Table) -> dict[str, int]:
+        """Return the bytes that ``memory``, by tier and class, takes too many, in each tier that is too small."""
+        limits = {"device": self.device, "host": self.host, "disk": self.disk}
+        totals = {tier: sum(classes.values()) for tier, classes in memory.items()}
+        return {
+            tier: total - limit
+            for tier, total in totals.items()
+            if (limit := limits[tier]) is not None and total > limit
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run sets aside and does.
+
+    Attributes:
+        home: where weights and optimizer state rest.
+        below: the tier next to the device.
+        layout: the step before it is put in order; slots, accumulators, prefetch depth, offloaded units.
+        program: the ops of a step.
+        host_buffer_bytes: size of a host buffer for whole units; 0 where there are none.
+        tile_elements: elements per tile of the optimizer step; 0 where units step whole.
+        tile_buffer_bytes: size of a tile buffer.
+        store_buffer_bytes: what units of a disk home pass through on their way to a checkpoint; 0 for a host home.
+        memory: bytes by tier and class.
+        budgets: what they had to fit.
+        traffic: bytes that cross links in one step.
+        transport: codecs on the link.
+        offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
+        wire: codecs between nodes.
+        state: how a trained unit lies at home.
+        home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
+        heap: whether the device has `Demand.spare_bytes` besides.
+    """
+
+    home: Tier
+    below: Tier
+    layout: StepLayout
+    program: Program
+    host_buffer_bytes: int
+    tile_elements: int
+    tile_buffer_bytes: int
+    store_buffer_bytes: int
+    memory: Table
+    budgets: Budgets
+    traffic: Traffic
+    state: StateLayout
+    transport: Transport = field(default_factory=Transport)
+    wire: Wire = EXACT
+    home_parts: Mapping[str, int] = field(default_factory=dict)
+    offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
+    heap: bool = True
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that steps follow by turns, where each begins with the worker that the one before left free."""
+        return (self.program,) if self.layout.stages is None else _programs_of(self.layout)
+
+    @property
+    def plan_id(self) -> str:
+        """The layout and the programs of a step as a hash, 16 hexadecimal digits.
+
+        Budgets and bytes that a model was measured to need are left out: plans with one id compute and move the same.
+        """
+        told = {name: value for name, value in self.to_dict().items() if name not in _MEASURED}
+        told["kept"] = [list(choices) for choices in self.layout.kept]
+        told["peers"] = sorted(self.layout.peers)
+        text = json.dumps(told, sort_keys=True, separators=(",", ":"), default=sorted)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def resident_slot_bytes(self) -> tuple[int, ...]:
+        """Size of the rest's own slot; empty where there is no rest."""
+        rest = self.layout.rest
+        return () if rest is None else (self.layout.weight_bytes[rest],)
+
+    @property
+    def resident_accumulator_bytes(self) -> tuple[int, ...]:
+        """Size of the rest's own accumulator; empty where there is none or it does not train."""
+        rest = self.layout.rest
+        return (self.layout.gradient_bytes[rest],) if rest is not None and self.layout.rest_trains else ()
+
+    def total_bytes(self, tier: str) -> int:
+        """Return all bytes set aside in ``tier``: ``device``, ``host`` or ``disk``."""
+        return sum(self.memory[tier].values())
+
+    @property
+    def table(self) -> str:
+        """The memory and the traffic of a step as text."""
+        lines = []
+        for tier, classes in self.memory.items():
+            budget = getattr(self.budgets, tier)
+            limit = f" of {format_bytes(budget)}" if budget is not None else ""
+            name = "each worker" if tier == "device" and self.layout.num_workers > 1 else tier
+            lines.append(f"{name:<26}{format_bytes(self.total_bytes(tier)):>12}{limit}")
+            for name, size in classes.items():
+                lines.append(f"  {name:<24}{format_bytes(size):>12}")
+                parts = self.home_parts if name == "home" else {}
+                lines += [f"    {part:<22}{format_bytes(size):>12}" for part, size in parts.items()]
+        lines.append("per step")
+        moved = {name: size for name, size in asdict(self.traffic).items() if size or name != "across"}
+        lines += [f"  {name:<24}{format_bytes(size):>12}" for name, size in moved.items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan in what JSON knows; the program is a list of op texts."""
+        layout = self.layout
+        return {
+            "home": self.home,
+            "below": self.below,
+            "microbatches": layout.num_microbatches,
+            "workers": layout.num_workers,
+            "stages": asdict(layout.stages) if layout.stages is not None else None,
+            "clip": "global" if layout.clip else "unit" if layout.unit_clip else "none",
+            "state": asdict(self.state),
+            "prefetch_depth": layout.prefetch_depth,
+            "slot_bytes": list(layout.slot_bytes),
+            "accumulator_bytes": list(layout.accumulator_bytes),
+            "resident_slot_bytes": list(self.resident_slot_bytes),
+            "resident_accumulator_bytes": list(self.resident_accumulator_bytes),
+            "commits": layout.commits,
+            "num_host_buffers": layout.num_host_buffers,
+            "host_buffer_bytes": self.host_buffer_bytes,
+            "num_tile_buffers": layout.num_tile_buffers,
+            "tile_elements": self.tile_elements,
+            "tile_buffer_bytes": self.tile_buffer_bytes,
+            "store_buffer_bytes": self.store_buffer_bytes,
+            "offload": sorted(layout.offload),
+            "activations": [dict(Counter(choices)) for choices in layout.kept],
+            "budget_bytes": asdict(self.budgets),
+            "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
+            "home_bytes": dict(self.home_parts),
+            "bytes_per_step": asdict(self.traffic),
+            "transport": asdict(self.transport),
+            **({"nodes": layout.num_nodes, "wire": asdict(self.wire)} if layout.num_nodes > 1 else {}),
+            "program": render(self.program).splitlines(),
+        }
+
+
+@lru_cache(maxsize=4)
+def _programs_of(layout: StepLayout) -> tuple[Program, ...]:
+    return successive_steps(layout)
+
+
+def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
+    """Return the plan that makes the most of ``budgets``.
+
+    Raises:
+        InfeasiblePlanError: not even the least plan fits; says by how much, and what to try first.
+    """
+    sizing = Sizing(model, options)
+    memory_of = _memory_of(sizing, demand)
+
+    def short(knobs: Knobs) -> dict[str, int]:
+        return budgets.short_by(memory_of(knobs))
+
+    knobs = sizing.least()
+    if options.activations != "auto":
+        knobs = replace(knobs, kept=as_asked(Choice(options.activations), sizing.layout(knobs), demand))
+    knobs = kept_for_the_host(sizing, knobs, short)
+    short_by = short(knobs)
+    if short_by:
+        shortage = partial(shortage_of, model, demand, budgets)
+        raise InfeasiblePlanError(
+            _what_to_try(memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind),
+            short_by,
+        )
+    knobs = spend(sizing, demand, knobs, lambda knobs: not short(knobs))
+    return _make(sizing, demand, budgets, knobs, memory_of(knobs))
+
+
+def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
+    """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
+    return not shortage_of(model, demand, budgets, options)
+
+
+def shortage_of(
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions
+) -> Mapping[str, int]:
+    """Return what the plan that needs the least memory lacks, in bytes by tier; makes no program of it."""
+    sizing = Sizing(model, options)
+    memory_of = _memory_of(sizing, demand)
+
+    def short(knobs: Knobs) -> dict[str, int]:
+        return budgets.short_by(memory_of(knobs))
+
+    return short(kept_for_the_host(sizing, sizing.least(), short))
+
+
+def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
+    """Return what says how much memory knobs take, by tier and class."""
+    options = sizing.options
+
+    @cache
+    def activations(offload: frozenset[int], prefetch_depth: int, kept: Kept) -> Live:
+        least = sizing.layout(sizing.least())
+        layout = replace(least, offload=offload, prefetch_depth=prefetch_depth, kept=kept)
+        program = insert_saves(v_cycle(layout), layout)
+        return peak_activations(program, layout, demand.boundary_bytes, demand.kept_bytes)
+
+    def memory_of(knobs: Knobs) -> Table:
+        layout = sizing.layout(knobs)
+        return memory_table(
+            sizing.model,
+            demand,
+            layout,
+            activations(layout.offload, layout.prefetch_depth, layout.kept),
+            home=options.home,
+            below=options.below,
+            tile_elements=knobs.tile_elements,
+            host_buffer_bytes=sizing.host_buffer_bytes,
+            transport=options.transport,
+            wire=options.wire,
+            state=sizing.state,
+        )
+
+    return memory_of
+
+
+def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
+    options, state = sizing.options, sizing.state
+    layout = sizing.layout(knobs)
+    program = build_step(layout)
+    traffic = count_traffic(
+        program,
+        sizing.model,
+        layout,
+        demand.boundary_bytes,
+        home=options.home,
+        below=options.below,
+        tile_elements=knobs.tile_elements,
+        transport=options.transport,
+        kept_bytes=demand.kept_bytes,
+        state=state,
+    )
+    return Plan(
+        home=options.home,
+        below=options.below,
+        layout=layout,
+        program=program,
+        host_buffer_bytes=sizing.host_buffer_bytes,
+        tile_elements=knobs.tile_elements,
+        tile_buffer_bytes=state.tile_bytes(sizing.model, knobs.tile_elements, whole=layout.tiles_on_disk),
+        store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
+        memory=memory,
+        budgets=budgets,
+        traffic=traffic,
+        transport=options.transport,
+        offload_rooms=offload_rooms(layout, demand),
+        wire=options.wire,
+        state=state,
+        home_parts=by_class(
+            sizing.model, state, commits=layout.commits, own=layout.own_elements, transport=options.transport
+        ),
+    )
+
+
+def _smaller_state(
+    memory: Table,
+    options: PlanOptions,
+    state: StateLayout,
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
+    otherwise: str,
+) -> str:
+    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
+    least = otherwise
+    for keys, other in smaller_states(options, state):
+        lacking = shortage(other)
+        if not lacking:
+            return f"{keys}, with which it fits"
+        saved = memory["host"].get("saved activations", 0)
+        if lacking.keys() == {"host"} and lacking["host"] < saved:
+            return f"{keys} with fewer tokens per step"
+        least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
+    return least
+
+
+def _what_to_try(
+    memory: Table,
+    short_by: Mapping[str, int],
+    options: PlanOptions,
+    state: StateLayout,
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
+    largest_kind: str | None,
+) -> str:
+    """Return the message for the first tier that is short: what takes the most there, what to try first."""
+    tier = next(iter(short_by))
+    needed = sum(memory[tier].values())
+    largest = max(memory[tier], key=lambda name: memory[tier][name])
+    size = format_bytes(memory[tier][largest])
+    chosen = options.activations not in ("auto", "recompute")
+    if chosen and not shortage(replace(options, activations="auto")):
+        advice = "memory.activations=auto, which keeps what has room"
+    elif tier == "device" and largest in ("activations", "workspace", "shared"):
+        advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
+    elif state.factored and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
+        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=lion, which steps units piece by piece"
+    elif tier == "host" and options.home == "host":
+        room = needed - short_by[tier] > memory[tier].get("home", 0)
+        otherwise = (
+            "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
+        )
+        otherwise = "fewer tokens per step" if room and not options.cut else otherwise
+        advice = _smaller_state(memory, options, state, shortage, otherwise)
+    elif tier == "disk" and options.commits and largest == "home":
+        advice = (
+            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
+            "back to the last checkpoint after a crash"
+        )
+    else:
+        advice = f"a {tier} budget of {format_bytes(needed)}"
+    return (
+        f"the smallest plan needs {format_bytes(needed)} on the {tier}, {size} of it for {largest}; "
+        f"first try {advice}"
+    )

@@ -1,0 +1,194 @@
+"""Prediction beside measurement: a step's time taken apart the same way on both sides, so that differences add up.
+
+A step is what the GPUs compute and what they wait for, by cause (`blame`), on the mean over GPUs. What neither
+accounts for, such as waiting for a batch of data, is a part of its own.
+
+A lane may be in the middle of an op when a step is known: only what lies within the steps is counted as their time.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.wait_cause import waits_by_cause
+from outsize.units import format_seconds
+
+COMPUTE = "compute"
+BETWEEN = "between steps"
+# What is less than this share of a step is not told to people.
+TOLD_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Steps that follow one another, as they would run or ran.
+
+    Attributes:
+        timeline: all ops that ended within them.
+        began_s: when the step before them was known, on the clock of the timeline.
+        ended_s: when the last of them was known.
+        count: how many they are, at least one.
+    """
+
+    timeline: Timeline
+    began_s: float
+    ended_s: float
+    count: int
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step."""
+        return (self.ended_s - self.began_s) / self.count
+
+    @property
+    def within(self) -> Timeline:
+        """The timeline, less what lanes did before the first step began or behind the end of the last one."""
+        first_s, end_s = self.began_s, self.ended_s
+        return Timeline(
+            tuple(
+                replace(event, start_s=max(event.start_s, first_s), end_s=min(event.end_s, end_s))
+                for event in self.timeline.events
+                if event.end_s > first_s and event.start_s < end_s
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Seconds per step of one part, or of one lane.
+
+    Attributes:
+        name: compute, a cause of waiting, or a lane.
+        predicted_s: before it ran.
+        measured_s: when it ran.
+    """
+
+    name: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def seconds(self) -> float:
+        """By how much the measurement is longer."""
+        return self.measured_s - self.predicted_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A predicted and a measured step.
+
+    Attributes:
+        predicted_s: of a step among others, before the run.
+        measured_s: mean of the steps that are compared.
+        num_steps: how many those were.
+        parts: of a step's time; their differences add up to that of the step. Largest difference first.
+        lanes: seconds that each lane was busy, by lane.
+        expected_s: of a step from now on, from the trace.
+    """
+
+    predicted_s: float
+    measured_s: float
+    num_steps: int
+    parts: tuple[Difference, ...]
+    lanes: tuple[Difference, ...]
+    expected_s: float
+
+    @property
+    def error(self) -> float:
+        """The prediction over the measurement, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison in what JSON knows."""
+        return {
+            "predicted_step_s": self.predicted_s,
+            "measured_step_s": self.measured_s,
+            "measured_steps": self.num_steps,
+            "error": self.error,
+            "expected_step_s": self.expected_s,
+            "parts": [_row(part) for part in self.parts],
+            "lanes": [_row(lane) for lane in self.lanes],
+        }
+
+    def lines(self) -> list[str]:
+        """Return the comparison for people."""
+        told = [part for part in self.parts if abs(part.seconds) >= TOLD_SHARE * self.measured_s]
+        why = ", ".join(f"{part.name} {_signed(part.seconds)}" for part in told)
+        found = [
+            f"a step was predicted to take {format_seconds(self.predicted_s)} and takes "
+            f"{format_seconds(self.measured_s)} ({1 / (1 + self.error) - 1:+.0%}){': ' if why else ''}{why}"
+        ]
+        slow = [lane for lane in self.lanes if _is_told(lane, self.measured_s)]
+        if slow:
+            ratios = (f"{lane.name} {lane.measured_s / lane.predicted_s:.2f} x" for lane in slow)
+            found.append(f"lanes, measured over predicted: {', '.join(ratios)}")
+        return found
+
+
+def compare(predicted: Steps, measured: Steps, expected_s: float) -> Comparison:
+    """Compare predicted steps with measured ones.
+
+    Args:
+        predicted: steps among others.
+        measured: steps that ran.
+        expected_s: of a step from now on.
+    """
+    before, after = _parts(predicted), _parts(measured)
+    parts = (_difference(name, before, after) for name in {**before, **after})
+    busy_before, busy_after = _busy(predicted), _busy(measured)
+    lanes = (_difference(name, busy_before, busy_after) for name in sorted({**busy_before, **busy_after}))
+    return Comparison(
+        predicted_s=predicted.step_s,
+        measured_s=measured.step_s,
+        num_steps=measured.count,
+        parts=tuple(sorted(parts, key=lambda part: -abs(part.seconds))),
+        lanes=tuple(lanes),
+        expected_s=expected_s,
+    )
+
+
+def compute_lanes(timeline: Timeline) -> list[str]:
+    """Return the lanes that compute, one for each worker, in their order."""
+    found = [lane for lane in timeline.lanes if lane.startswith("compute:w")]
+    return sorted(found, key=lambda lane: int(lane.removeprefix("compute:w")))
+
+
+def _parts(steps: Steps) -> dict[str, float]:
+    """Return the seconds per step of each part, on the mean over workers; they add up to the step's."""
+    timeline = steps.within
+    lanes = compute_lanes(timeline)
+    found: defaultdict[str, float] = defaultdict(float)
+    for lane, waits in zip(lanes, waits_by_cause(timeline, lanes), strict=True):
+        found[COMPUTE] += timeline.busy_s(lane) / (len(lanes) * steps.count)
+        for cause, wait_s in waits.items():
+            found[f"waiting for {cause}"] += wait_s / (len(lanes) * steps.count)
+    # Nothing is left where lanes were at work or waiting throughout; rounding may make that a little less.
+    found[BETWEEN] = max(0.0, steps.step_s - sum(found.values()))
+    return dict(found)
+
+
+def _busy(steps: Steps) -> dict[str, float]:
+    timeline = steps.timeline
+    return {lane: timeline.busy_s(lane) / steps.count for lane in timeline.lanes}
+
+
+def _difference(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Difference:
+    return Difference(name=name, predicted_s=before.get(name, 0.0), measured_s=after.get(name, 0.0))
+
+
+def _is_told(lane: Difference, step_s: float) -> bool:
+    return lane.predicted_s > 0 and abs(lane.seconds) >= TOLD_SHARE * step_s
+
+
+def _row(difference: Difference) -> dict[str, Any]:
+    return {
+        "name": difference.name,
+        "predicted_s": difference.predicted_s,
+        "measured_s": difference.measured_s,
+    }
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"

@@ -1,0 +1,362 @@
+"""What ops take on a machine: seconds for what computes, bytes through named resources for what moves.
+
+Resources: ``up:w0`` and ``down:w0`` (a worker's link), ``uplink:NAME:up`` and ``:down`` (a switch shared by
+several links), ``host memory`` (reads and writes together), ``optimizer`` (what its cores can do), ``disk
+read`` and ``disk write``, and ``network`` (what a node sends, and receives at the same time).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
+from outsize.codecs.wire import EXACT, Wire
+from outsize.errors import ConfigError
+from outsize.hardware.machine_spec import Machine
+from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
+from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout, layout_of
+from outsize.planner.memory.activation_liveness import NOTHING
+from outsize.planner.memory.link_bytes import activation_bytes, encoded_planes, gradient_bytes, load_bytes
+from outsize.planner.memory.memory_table import NO_CODECS, Tier
+from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes, bytes_of
+from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.simulator import CostModel
+
+# What rates of optimizers are told for: AdamW reads master, two moments and the gradient, and writes all but the
+# gradient, each in fp32.
+ADAMW_BYTES = 28
+# How fast a step over moments of fewer bits moves its bytes beside one over fp32: what it saves in memory it spends in
+# part on rounding. Two cores, bench/results/optimizer_2core_2026-11.json: 19.3 and 18.8 of 24.1 GB/s.
+STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
+# The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes. Two
+# cores, bench/results/adafactor_2core_2026-11.json: 0.52 G parameters/s beside 1.40 of AdamW.
+FACTORED_PACE = 0.69
+# Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
+COMMIT_S = 0.01
+# An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
+EXCHANGE_S = 1e-4
+
+
+NO_RATES: Mapping[str, CodecRates] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """Seconds that a worker computes for one microbatch.
+
+    Attributes:
+        forward_s: of each streamed unit.
+        backward_s: of each, its recompute included; of the last unit, forward and loss included.
+        recompute_s: of each; a whole forward where it is empty.
+        spared_s: of each, the part of its recompute that is spared where attention, or products, were kept.
+        kept_forward_s: of each, where it keeps all that its backward needs; `forward_s` where it is empty.
+        kept_backward_s: of each, behind such a forward; the backward less its recompute where it is empty.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...] = ()
+    spared_s: Mapping[Extent, Sequence[float]] = field(default_factory=dict)
+    kept_forward_s: tuple[float, ...] = ()
+    kept_backward_s: tuple[float, ...] = ()
+
+    def forward(self, kind: Kind, unit: int) -> float:
+        """Return the seconds of a forward of that kind."""
+        return ((kind is Kind.FORWARD_KEEP and self.kept_forward_s) or self.forward_s)[unit]
+
+    def backward(self, choice: Choice, unit: int) -> float:
+        """Return the seconds of the backward of ``unit`` where ``choice`` has kept something of its forward."""
+        if choice.extent is Extent.WHOLE and self.kept_backward_s:
+            return self.kept_backward_s[unit]
+        # Where both were timed, of very small units, the recompute may have come out as the longer one.
+        return max(0.0, self.backward_s[unit] - self.spared(choice, unit))
+
+    def recompute(self, unit: int) -> float:
+        """Return the seconds that a recompute of ``unit`` takes."""
+        return (self.recompute_s or self.forward_s)[unit]
+
+    def spared(self, choice: Choice, unit: int) -> float:
+        """Return the seconds of the recompute of ``unit`` that ``choice`` spares its backward."""
+        if choice.extent is None or choice.extent is Extent.WHOLE:
+            return self.recompute(unit) if choice.extent else 0.0
+        parts = self.spared_s.get(choice.extent)
+        return min(self.recompute(unit), parts[unit]) if parts else 0.0
+
+
+def cost_model(
+    machine: Machine,
+    model: ModelSpec,
+    layout: StepLayout,
+    times: UnitTimes,
+    boundary_bytes: Sequence[int],
+    *,
+    home: Tier = "host",
+    below: Tier = "host",
+    tile_elements: int = 0,
+    transport: Transport = NO_CODECS,
+    state: StateLayout | None = None,
+    net_bytes_per_s: float = 0.0,
+    kept_bytes: KeptBytes = NOTHING,
+    codec_rates: CodecRates | None = None,
+    wire: Wire = EXACT,
+    crossing_rates: Mapping[str, CodecRates] = NO_RATES,
+) -> CostModel:
+    """Return the costs of the ops of ``layout`` on ``machine``, worker w being its GPU w.
+
+    Of several nodes that share the step, each is such a machine. Where nobody has measured ``codec_rates``, weights are
+    taken to be encoded as their codec assumes, and decoded in no time. What else a lane encodes takes none where nobody
+    has measured ``crossing_rates``, of ``gradients`` and of ``activations``.
+
+    Raises:
+        ConfigError: a tier that the machine does not have.
+    """
+    if "disk" in (home, below) and machine.disk is None:
+        raise ConfigError(f"{machine.name} has no disk to keep anything on")
+    host, disk = machine.host, machine.disk
+    capacity = {
+        "host memory": host.bytes_per_s.value,
+        "optimizer": host.adamw_params_per_s.value * ADAMW_BYTES,
+        **{f"{way}:w{w}": rate for w in range(len(machine.gpus)) for way, rate in _rates(machine, w)},
+        **{_wire(peer.source, peer.target): peer.bytes_per_s.value for peer in machine.peers},
+        **{f"uplink:{name}:{way}": f.value for name, f in machine.uplinks.items() for way in ("up", "down")},
+    }
+    if disk is not None:
+        capacity |= {"disk read": disk.read_bytes_per_s.value, "disk write": disk.write_bytes_per_s.value}
+    if layout.num_nodes > 1:
+        capacity["network"] = net_bytes_per_s
+    pricing = _Pricing(
+        machine,
+        model,
+        layout,
+        times,
+        boundary_bytes,
+        home,
+        below,
+        tile_elements,
+        transport,
+        layout_of(model.dtype if state is None else state),
+        kept_bytes,
+        codec_rates,
+        wire,
+        crossing_rates,
+    )
+    return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
+
+
+def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
+    """Return ``price``, asked once for all microbatches of a unit: they cost the same, but for a B of what was kept."""
+    known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice, int | None], Cost] = {}
+
+    def cost_of(op: Op) -> Cost:
+        depends = op.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
+        choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
+        key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice, op.target)
+        cost = known.get(key)
+        if cost is None:
+            cost = known[key] = price(op)
+        return cost
+
+    return cost_of
+
+
+def _wire(source: int, target: int) -> str:
+    """Return the name of what carries copies from one GPU to another."""
+    return f"peer:w{source}-w{target}"
+
+
+def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
+    link = machine.links[worker]
+    return ("up", link.up_bytes_per_s.value), ("down", link.down_bytes_per_s.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    machine: Machine
+    model: ModelSpec
+    layout: StepLayout
+    times: UnitTimes
+    boundary_bytes: Sequence[int]
+    home: Tier
+    below: Tier
+    tile_elements: int
+    transport: Transport
+    state: StateLayout
+    kept_bytes: KeptBytes
+    codec_rates: CodecRates | None
+    wire: Wire
+    crossing_rates: Mapping[str, CodecRates]
+
+    def cost_of(self, op: Op) -> Cost:
+        """Return the cost of any op."""
+        unit, layout = op.unit or 0, self.layout
+        if op.kind in FORWARD_KINDS:
+            return Cost(seconds=self.times.forward(op.kind, unit))
+        if op.kind is Kind.RECOMPUTE:
+            spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
+            return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
+        if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+            stages = layout.stages
+            # An R has recomputed it, or its forward kept it.
+            apart = stages is not None and unit < stages.backward[0][0]
+            choice = Choice.KEEP if apart else layout.choice(unit, op.microbatch or 0)
+            return Cost(seconds=self.times.backward(choice, unit))
+        if op.kind is Kind.NORM:
+            rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
+            return Cost(seconds=layout.gradient_bytes[unit] / rate)
+        if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
+            size = self._sent_bytes(op)
+            copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
+            # A sum comes up from its home itself, through no host buffer.
+            staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
+            through = (*copy.through, "disk read") if staged else copy.through
+            coding_s = self._decode_s(op, size)
+            if op.kind is Kind.GRAD and op.tile is None:
+                coding_s += self._coding_s("gradients", layout.gradient_bytes[unit], encode=True, decode=True)
+            return replace(copy, seconds=copy.seconds + coding_s, through=through)
+        if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
+            way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
+            size = self.boundary_bytes[unit]
+            if op.kind not in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
+                return self._copy(op, size, way, True)
+            saves = op.kind is Kind.SAVE
+            coding_s = self._coding_s("activations", size, encode=saves, decode=not saves)
+            copy = self._copy(op, activation_bytes(self.transport, size, self.model.dtype), way, True)
+            return replace(copy, seconds=copy.seconds + coding_s)
+        if op.kind in (Kind.PASS, Kind.RETURN):
+            return self._across(op)
+        if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
+            size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
+            return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
+        if op.kind is Kind.STEP:
+            through = ("optimizer", "host memory")
+            pace = FACTORED_PACE if self.state.factored else STEP_PACE[self.state.moments]
+            bytes_each = self.state.step_bytes / pace
+            return Cost(
+                seconds=self._encode_s(op), amount=round(bytes_each * self._elements(op)), through=through
+            )
+        if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
+            return self._exchange(op)
+        if op.kind in (Kind.READ, Kind.WRITE):
+            return self._disk(op)
+        if op.kind is Kind.COMMIT:
+            return Cost(seconds=COMMIT_S)
+        return Cost()
+
+    def _sent_bytes(self, op: Op) -> int:
+        """Return the bytes of a LOAD, SUM or GRAD on the link."""
+        unit = op.unit or 0
+        if op.kind is Kind.LOAD:
+            return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
+        size = self.layout.gradient_bytes[unit]
+        if op.kind is not Kind.GRAD:
+            return size
+        if op.tile is not None:
+            return 4 * self._elements(op)
+        return gradient_bytes(self.transport, size) * ITEM_BYTES.get(self.state.gradients, 4) // 4
+
+    def _encode_s(self, op: Op) -> float:
+        """Return what encoding the weights of a unit takes on one core, once all of them have changed.
+
+        That is behind its STEP, or its last one where it goes in tiles; of several nodes behind its GATHER. Frozen
+        parts were encoded before the run.
+        """
+        last = Kind.STEP if self.layout.num_nodes == 1 else Kind.GATHER
+        if op.kind is not last or self.transport.is_raw("weights"):
+            return 0.0
+        numel = self.model.units[op.unit or 0].numel
+        if op.tile is not None and (op.tile + 1) * self.tile_elements < numel:
+            return 0.0
+        rates = self.codec_rates or self.transport.spec("weights")
+        return numel * ITEMSIZE[self.model.dtype] / rates.encode_bytes_per_s
+
+    def _decode_s(self, op: Op, sent_bytes: int) -> float:
+        """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
+        if op.kind is not Kind.LOAD or self.codec_rates is None or self.transport.is_raw("weights"):
+            return 0.0
+        planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype))
+        pieces = max(1, sum(-(-numel // PIECE_ELEMENTS) for _, numel, _ in planes))
+        num_bytes = sum(numel * ITEMSIZE[dtype] for _, numel, dtype in planes)
+        decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
+        link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
+        return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
+
+    def _coding_s(self, crossing: str, num_bytes: int, *, encode: bool, decode: bool) -> float:
+        """Return what a lane spends on encoding and decoding so many bytes of a crossing before and behind its copy."""
+        rates = self.crossing_rates.get(crossing)
+        if rates is None or self.transport.is_raw(crossing):
+            return 0.0
+        return encode * num_bytes / rates.encode_bytes_per_s + decode * num_bytes / rates.decode_bytes_per_s
+
+    def _exchange(self, op: Op) -> Cost:
+        """Return the cost of what a node sends to all others, and receives from them at the same time.
+
+        A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction. The lane
+        writes and reads codecs itself.
+        """
+        if op.kind is Kind.AGREE:
+            return Cost(seconds=EXCHANGE_S)
+        numel, dtype, nodes = self.model.units[op.unit or 0].numel, self.model.dtype, self.layout.num_nodes
+        share = numel // nodes
+        if op.kind is Kind.REDUCE:
+            size, coding_s = self.wire.gradient_bytes(numel), self.wire.gradient_s(numel - share)
+        else:
+            size, coding_s = (
+                self.wire.weight_bytes(numel, dtype),
+                self.wire.weight_s(share, numel - share, dtype),
+            )
+        sent = size * (nodes - 1) / nodes
+        seconds = EXCHANGE_S + coding_s + self._encode_s(op)
+        return Cost(seconds=seconds, amount=sent, through=("network", "host memory"))
+
+    def _across(self, op: Op) -> Cost:
+        """Return the cost of a copy from device to device: over a wire of its own, or over the links of both."""
+        source, target = op.worker or 0, op.target or 0
+        peer = self.machine.peer(source, target)
+        if peer is None:
+            raise ConfigError(
+                f"{self.machine.name}: no copies go from GPU {source} to GPU {target} by themselves"
+            )
+        through = [_wire(source, target)]
+        if not peer.own_wire:
+            through += [f"down:w{source}", f"up:w{target}"]
+            switches = [self.machine.links[gpu].switch for gpu in (source, target)]
+            if switches[0] != switches[1]:  # copies behind one switch do not leave it
+                through += [
+                    f"uplink:{name}:{way}" for name, way in zip(switches, ("down", "up"), strict=True) if name
+                ]
+        latency_s = self.machine.links[source].latency_s.value
+        return Cost(seconds=latency_s, amount=self.boundary_bytes[op.unit or 0], through=tuple(through))
+
+    def _copy(self, op: Op, size: int, way: str, to_home: bool) -> Cost:
+        """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""
+        worker = op.worker or 0
+        link = self.machine.links[worker]
+        through = [f"{way}:w{worker}", "host memory"]
+        if link.switch:
+            through.append(f"uplink:{link.switch}:{way}")
+        if to_home and self.below == "disk":
+            through.append("disk read" if way == "up" else "disk write")
+        return Cost(seconds=link.latency_s.value, amount=size, through=tuple(through))
+
+    def _disk(self, op: Op) -> Cost:
+        unit, read = op.unit or 0, op.kind is Kind.READ
+        if op.tile is None:
+            narrow = ITEM_BYTES.get(self.state.gradients, 4)
+            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
+        else:
+            planes = self.state.read_planes if read else self.state.write_planes
+            size = self.state.bytes_of(self.model.units[unit], self._elements(op), planes)
+        return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
+
+    def _link_bytes(self, unit: int) -> int:
+        return self.model.units[unit].link_bytes(self.model.dtype)
+
+    def _elements(self, op: Op) -> int:
+        """Return the elements that a STEP, or a READ or WRITE of a tile, is about; of several nodes, their share."""
+        unit = op.unit or 0
+        numel = self.layout.own_elements[unit] if self.layout.own_elements else self.model.units[unit].numel
+        if op.tile is None:
+            return numel
+        return min(self.tile_elements, numel - op.tile * self.tile_elements)

@@ -1,0 +1,244 @@
+"""A discrete-event clock for work on lanes: what starts when, who waited for whom, and the critical path.
+
+A piece of work has a fixed time and then an amount that flows at a rate shared with others. A lane does one
+thing at a time, in the order given, as the executor's threads do. Time is virtual and ties go to the work
+given first, so the same input gives the same timeline, always.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from outsize.planner.simulate.fairness import fair_rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a piece of work takes.
+
+    Attributes:
+        seconds: fixed time, before anything flows.
+        amount: what flows then, e.g. bytes.
+        through: the resources that it flows through; needed where there is an amount.
+    """
+
+    seconds: float = 0.0
+    amount: float = 0.0
+    through: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0 or self.amount < 0:
+            raise ValueError("time and amount are not negative")
+        if self.amount and not self.through:
+            raise ValueError("what flows needs something to flow through")
+
+
+class Work(NamedTuple):
+    """A piece of work.
+
+    Attributes:
+        lane: what does it; work without a lane takes no turn, it only waits.
+        cost: what it takes.
+        after: indices of earlier work that must be done.
+    """
+
+    lane: str
+    cost: Cost
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRun:
+    """When each piece of work ran.
+
+    Attributes:
+        start_s: start of each.
+        end_s: end of each.
+        cause: the work whose end let it start; -1 for what started at once.
+        lane_free_s: when its lane was free for it.
+    """
+
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    cause: tuple[int, ...]
+    lane_free_s: tuple[float, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last work."""
+        return max(self.end_s, default=0.0)
+
+    def critical_path(self) -> tuple[int, ...]:
+        """Return the chain of work, first to last, whose durations add up to the makespan."""
+        if not self.end_s:
+            return ()
+        index = max(range(len(self.end_s)), key=lambda i: (self.end_s[i], -i))
+        path = [index]
+        while self.cause[path[-1]] >= 0:
+            path.append(self.cause[path[-1]])
+        return tuple(reversed(path))
+
+
+@dataclass(slots=True)
+class _Flow:
+    index: int
+    left: float
+    path: int
+    rate: float = 0.0
+    since_s: float = 0.0
+    done_s: float = inf
+
+
+# More flows than this many bits can count never take one path: each is of a lane of its own.
+_BITS = 16
+
+
+class _Rates:
+    """Fair rates of flows, by the numbers of their paths: the same flows meet again and again."""
+
+    def __init__(self, capacity: Mapping[str, float]) -> None:
+        self._capacity = capacity
+        self._paths: dict[tuple[str, ...], int] = {}
+        self._known: dict[int, dict[int, float]] = {}
+
+    def number(self, path: tuple[str, ...]) -> int:
+        return self._paths.setdefault(path, len(self._paths))
+
+    def of(self, meeting: int, flows: list[_Flow]) -> dict[int, float]:
+        """Return the rate of each path; ``meeting`` has a digit of so many flows for each path."""
+        rates = self._known.get(meeting)
+        if rates is None:
+            names = list(self._paths)
+            paths = sorted(names[flow.path] for flow in flows)
+            fair = zip(paths, fair_rates(paths, self._capacity), strict=True)
+            rates = self._known[meeting] = {self._paths[path]: rate for path, rate in fair}
+        return rates
+
+
+class _Clock:
+    """The state of a run; `run_work` drives it."""
+
+    def __init__(self, work: Sequence[Work], capacity: Mapping[str, float]) -> None:
+        self.work = work
+        count = len(work)
+        self.start, self.end = [-1.0] * count, [-1.0] * count
+        self.cause, self.lane_free = [-1] * count, [0.0] * count
+        self.pending = [0] * count
+        self.dependents: list[list[int]] = [[] for _ in work]
+        self.lanes = [item.lane for item in work]
+        self.seconds = [item.cost.seconds for item in work]
+        self.moves = [item.cost.amount > 0 for item in work]
+        turn: defaultdict[str, deque[int]] = defaultdict(deque)
+        for index, (lane, _, waits) in enumerate(work):
+            after = set(waits) if len(waits) > 1 else waits
+            self.pending[index] = len(after)
+            for earlier in after:
+                if not 0 <= earlier < index:
+                    raise ValueError(f"work {index} waits for {earlier}, which does not come before it")
+                self.dependents[earlier].append(index)
+            turn[lane].append(index)
+        turn.pop("", None)
+        self.turn = dict(turn)
+        self.fixed: list[tuple[float, int]] = []
+        self.flows: list[_Flow] = []
+        self.flow_s = inf  # when the first of them is done
+        self.meeting = 0  # their paths, see `_Rates.of`
+        self.rates = _Rates(capacity)
+        self.now = 0.0
+        self.busy: set[str] = set()
+
+    def begin_all(self) -> None:
+        for index in range(len(self.work)):
+            if not self.pending[index]:
+                self._begin_if_its_turn(index, -1)
+
+    def advance(self) -> bool:
+        """Go to the next end of something; False when all is done."""
+        fixed, flows, moves = self.fixed, self.flows, self.moves
+        flow_s = self.flow_s
+        now = fixed[0][0] if fixed and fixed[0][0] < flow_s else flow_s
+        if now == inf:
+            return False
+        self.now = now
+        done: list[int] = []
+        started: list[int] = []
+        while fixed and fixed[0][0] <= now:
+            index = heappop(fixed)[1]
+            (started if moves[index] else done).append(index)
+        if started or flow_s <= now:
+            if flow_s <= now:
+                ended = [flow for flow in flows if flow.done_s <= now]
+                done += [flow.index for flow in ended]
+                self.meeting -= sum([1 << _BITS * flow.path for flow in ended])
+                self.flows = flows = [flow for flow in flows if flow.done_s > now]
+            for index in started:
+                cost = self.work[index].cost
+                path = self.rates.number(cost.through)
+                self.meeting += 1 << _BITS * path
+                flows.append(_Flow(index, cost.amount, path, since_s=now))
+            self._share()
+        for index in sorted(done) if len(done) > 1 else done:
+            self._finish(index)
+        return True
+
+    def _share(self) -> None:
+        """Give every flow its fair rate from now on."""
+        now, rates, first_s = self.now, self.rates.of(self.meeting, self.flows), inf
+        for flow in self.flows:
+            rate = rates[flow.path]
+            if rate != flow.rate:
+                flow.left -= flow.rate * (now - flow.since_s)
+                flow.since_s, flow.rate = now, rate
+                flow.done_s = now + max(flow.left, 0.0) / rate
+            first_s = min(first_s, flow.done_s)
+        self.flow_s = first_s
+
+    def _begin_if_its_turn(self, index: int, cause: int) -> None:
+        """Begin work that waits for nothing else, unless its lane is at something else."""
+        lane = self.lanes[index]
+        if lane:
+            if lane in self.busy or self.turn[lane][0] != index:
+                return
+            self.busy.add(lane)
+        self.start[index], self.cause[index] = self.now, cause
+        heappush(self.fixed, (self.now + self.seconds[index], index))
+
+    def _finish(self, index: int) -> None:
+        self.end[index] = self.now
+        lane, dependents, pending = self.lanes[index], self.dependents[index], self.pending
+        for dependent in dependents:
+            pending[dependent] -= 1
+        if lane:
+            self.busy.discard(lane)
+            turn = self.turn[lane]
+            turn.popleft()
+            if turn:
+                following = turn[0]
+                self.lane_free[following] = self.now
+                if not pending[following]:
+                    self._begin_if_its_turn(following, index)
+        for dependent in dependents:
+            if not pending[dependent] and self.start[dependent] < 0:
+                self._begin_if_its_turn(dependent, index)
+
+
+def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> LaneRun:
+    """Return when each piece of ``work`` runs.
+
+    Args:
+        work: in an order in which it could be done by one lane.
+        capacity: what the resources carry per second.
+
+    Raises:
+        ValueError: work that waits for later work.
+        KeyError: a resource without a capacity.
+    """
+    clock = _Clock(work, capacity)
+    clock.begin_all()
+    while clock.advance():
+        pass
+    assert not any(end < 0 for end in clock.end), "lanes in order and waits for earlier work cannot deadlock"
+    return LaneRun(tuple(clock.start), tuple(clock.end), tuple(clock.cause), tuple(clock.lane_free))

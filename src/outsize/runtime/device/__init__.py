@@ -1,0 +1,1 @@
+"""Devices behind one contract, and the memory that they take."""

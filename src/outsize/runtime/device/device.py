@@ -1,0 +1,311 @@
+"""Devices behind one contract: where slots lie, how bytes get there, and what it means that an op is done.
+
+* ``cpu``: the device's memory is RAM. An op is done when its function returns.
+* ``emulated:N``: N workers on the CPU whose links are throttled, for tests and dry runs.
+* ``cuda:i``: each lane has a stream. An op is done on the host when it is enqueued and on the device when the event
+  recorded after it has passed; a lane with a stream waits for the event on its stream, a host lane on its thread.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.errors import ConfigError
+from outsize.runtime.device.allocator import ResidentLimit
+from outsize.storage.arena import Arena
+from outsize.storage.ledger import Ledger, Reservation
+
+
+class Device(ABC):
+    """What the executor and the ops need of a device.
+
+    Attributes:
+        name: as in the configuration.
+        torch_device: where its tensors lie.
+    """
+
+    name: str
+    torch_device: torch.device
+
+    @abstractmethod
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """Return ``num_bytes`` of its memory as uint8, aligned to 4 KiB, held until `close`."""
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy between this device and the tier below, in order with the lane that calls."""
+        into.copy_(source, non_blocking=True)
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        """Context in which the thread of lane ``name`` runs its ops."""
+        return nullcontext()
+
+    def record(self, lane: str) -> Any:
+        """Return a mark of all work enqueued on ``lane``; None where work is done when it returns."""
+        return None
+
+    def wait(self, lane: str, mark: Any) -> None:  # noqa: B027 - nothing to wait for is the common case
+        """Make ``lane`` wait for a mark of another lane."""
+
+    def seconds(self, mark: Any) -> float:
+        """Return when a mark passed, on the clock of `time.perf_counter`; only for marks that have."""
+        raise NotImplementedError(f"{self.name} has no marks")
+
+    def link(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Context of a copy of ``num_bytes`` that is not made by `copy`; takes as long as the link would."""
+        return nullcontext()
+
+    def crossing(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Context of a copy of ``num_bytes`` to another device; takes as long as what lies between them would."""
+        return nullcontext()
+
+    def behind(self, lane: str) -> AbstractContextManager[Any]:
+        """Context in which another thread runs work in order with ``lane``."""
+        return nullcontext()
+
+    def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
+        """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context for one computation; where RAM is the device's memory, it keeps to the budget in it."""
+        return nullcontext()
+
+    def look(self) -> None:  # noqa: B027 - most devices need no looking after
+        """Hand free memory back where RAM is the device's memory and the process is over the budget."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish all work and give memory back; idempotent."""
+
+
+class CpuDevice(Device):
+    """The machine's own cores and RAM.
+
+    Args:
+        name: as in the configuration.
+        ledger: where its memory is reserved.
+        limit: of the process's resident memory; None where it is nobody's promise.
+        tier: of the ledger.
+    """
+
+    def __init__(
+        self,
+        name: str = "cpu",
+        ledger: Ledger | None = None,
+        limit: ResidentLimit | None = None,
+        *,
+        tier: str = "device",
+    ) -> None:
+        self.name = name
+        self._limit = limit
+        self.torch_device = torch.device("cpu")
+        self._arena = Arena(ledger=ledger, tier=tier)
+
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """See `Device.allocate`."""
+        return self._arena.take(num_bytes, what)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See `Device.computing`."""
+        return nullcontext() if self._limit is None else self._limit.watched()
+
+    def look(self) -> None:
+        """See `Device.look`."""
+        if self._limit is not None:
+            self._limit.keep()
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        self._arena.close()
+
+
+class EmulatedDevice(CpuDevice):
+    """A worker on the CPU behind a link of a given rate, one copy per direction at a time.
+
+    Args:
+        name: for messages.
+        ledger: where its memory is reserved.
+        link_bytes_per_s: rate of the link in each direction; None for an unthrottled one.
+        tier: of the ledger.
+        slowdown: how many times as long as on this machine a computation takes, at least 1.
+        peer_bytes_per_s: rate of copies to other devices; None for as fast as they go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ledger: Ledger | None = None,
+        link_bytes_per_s: float | None = None,
+        *,
+        tier: str = "device",
+        slowdown: float = 1.0,
+        peer_bytes_per_s: float | None = None,
+    ) -> None:
+        super().__init__(name, ledger, tier=tier)
+        self._rate, self._peer_rate = link_bytes_per_s, peer_bytes_per_s
+        self._slowdown = slowdown
+        self._never = threading.Event()
+
+    @contextmanager
+    def _slowly(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._never.wait((time.perf_counter() - started) * (self._slowdown - 1.0))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See `Device.computing`; takes as long as the emulated device would."""
+        return nullcontext() if self._slowdown == 1.0 else self._slowly()
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy, and take as long as the emulated link would."""
+        with self.link(into.nbytes):
+            into.copy_(source)
+
+    def link(self, num_bytes: int) -> AbstractContextManager[None]:
+        """See `Device.link`."""
+        return self._throttled(num_bytes, self._rate)
+
+    def crossing(self, num_bytes: int) -> AbstractContextManager[None]:
+        """See `Device.crossing`."""
+        return self._throttled(num_bytes, self._peer_rate)
+
+    @contextmanager
+    def _throttled(self, num_bytes: int, bytes_per_s: float | None) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if bytes_per_s is not None:
+            remaining = num_bytes / bytes_per_s - (time.perf_counter() - started)
+            if remaining > 0:
+                self._never.wait(remaining)
+
+
+class CudaDevice(Device):
+    """One CUDA device; a stream for each lane that touches it."""
+
+    def __init__(self, index: int, ledger: Ledger | None = None, *, tier: str = "device") -> None:
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"memory.device is cuda:{index}, but torch sees {torch.cuda.device_count()} CUDA devices; "
+                "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES"
+            )
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._held: list[Tensor] = []
+        self._ledger = ledger
+        self._tier = tier
+        self._reservations: list[Reservation] = []
+        with torch.cuda.device(self.torch_device):
+            self._origin = _event()
+            self._origin.record()
+            self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """See `Device.allocate`; torch's CUDA allocator aligns to 512 bytes, which is enough for DMA."""
+        if self._ledger is not None:
+            self._reservations.append(self._ledger.reserve(self._tier, what, num_bytes))
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        self._held.append(tensor)
+        return tensor
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        """See `Device.lane`."""
+        if not name.startswith(("compute", "up", "down", "peer")):
+            return nullcontext()
+        torch.cuda.set_device(self.torch_device)
+        return torch.cuda.stream(self._stream(name))
+
+    def behind(self, lane: str) -> AbstractContextManager[Any]:
+        """See `Device.behind`."""
+        return torch.cuda.stream(self._stream(lane))
+
+    def _stream(self, lane: str) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        return self._streams[lane]
+
+    def record(self, lane: str) -> torch.cuda.Event | None:
+        """See `Device.record`."""
+        stream = self._streams.get(lane)
+        if stream is None:
+            return None
+        event = _event()
+        event.record(stream)
+        return event
+
+    def wait(self, lane: str, mark: torch.cuda.Event) -> None:
+        """See `Device.wait`."""
+        stream = self._streams.get(lane)
+        if stream is None:
+            mark.synchronize()
+        else:
+            stream.wait_event(mark)
+
+    def seconds(self, mark: torch.cuda.Event) -> float:
+        """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""
+        found: float = self._origin_s + self._origin.elapsed_time(mark) / 1e3
+        # Times between events are fp32 milliseconds: go on from here, or a day later they are good to 8 ms.
+        self._origin, self._origin_s = mark, found
+        return found
+
+    def hold(self, tensor: Tensor, lane: str) -> None:
+        """See `Device.hold`."""
+        if lane in self._streams:
+            tensor.record_stream(self._streams[lane])
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._held or self._streams:
+            torch.cuda.synchronize(self.torch_device)
+        self._held.clear()
+        self._streams.clear()
+        while self._reservations:
+            self._reservations.pop().release()
+
+
+def _event() -> torch.cuda.Event:
+    """An event that is timed, and that a thread waits for asleep, so that it takes no core from the optimizer."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+
+def open_device(
+    name: str,
+    ledger: Ledger | None = None,
+    link_bytes_per_s: float | None = None,
+    limit: ResidentLimit | None = None,
+    *,
+    tier: str = "device",
+    peer_bytes_per_s: float | None = None,
+) -> Device:
+    """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N`` (one of them), ``cuda`` or ``cuda:i``.
+
+    Args:
+        name: of the device.
+        ledger: where the device's memory is reserved.
+        link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
+        limit: where the device is the CPU, the limit of the process's resident memory.
+        tier: of the ledger.
+        peer_bytes_per_s: rate of copies from an emulated device to others; None for as fast as they go.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    kind, _, index = name.partition(":")
+    if index and not index.isdigit():
+        raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
+    match kind:
+        case "cpu" if not index:
+            return CpuDevice(ledger=ledger, limit=limit, tier=tier)
+        case "emulated":
+            return EmulatedDevice(
+                name, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s
+            )
+        case "cuda":
+            return CudaDevice(int(index or 0), ledger, tier=tier)
+    raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")

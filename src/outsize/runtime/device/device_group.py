@@ -1,0 +1,134 @@
+"""Several devices as one: each worker's lanes run on its own, and a mark of one makes lanes of another wait.
+
+The lanes of worker 1 are called ``compute:w1``, ``up:w1`` and ``down:w1``; what leaves it for the memory of worker 2
+has ``peer:w1-w2``. Lanes of the machine (``host``, ``read``) belong to no device; they wait for marks on their threads.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from outsize.errors import ConfigError
+from outsize.runtime.device.device import Device, open_device
+from outsize.storage.ledger import Ledger
+
+
+def tier_of(worker: int, num_workers: int) -> str:
+    """Tier of the ledger that a worker's memory is: ``device``, or ``device:w1`` where there are several."""
+    return "device" if num_workers == 1 else f"device:w{worker}"
+
+
+class Workers(Device):
+    """The devices of all workers, behind the contract of one.
+
+    Memory is asked of the devices themselves; `allocate` gives that of worker 0.
+
+    Args:
+        devices: by worker.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self.name = ",".join(device.name for device in self.devices)
+        self.torch_device = self.devices[0].torch_device
+
+    def of(self, lane: str) -> Device:
+        """The device that a lane works for, or starts from; that of worker 0 for lanes of the machine."""
+        worker = lane.partition(":w")[2].partition("-")[0]
+        return self.devices[int(worker)] if worker.isdigit() else self.devices[0]
+
+    def allocate(self, num_bytes: int, what: str) -> Tensor:
+        """See `Device.allocate`."""
+        return self.devices[0].allocate(num_bytes, what)
+
+    def lane(self, name: str) -> AbstractContextManager[Any]:
+        """See `Device.lane`; a lane that computes touches other devices in order with those that compute there."""
+        if name.startswith("peer"):
+            return self._peer_lane(name)
+        if not name.startswith("compute"):
+            return self.of(name).lane(name)
+        with contextlib.ExitStack() as stack:
+            for worker, device in enumerate(self.devices):
+                if device is not self.of(name):
+                    stack.enter_context(device.behind(f"compute:w{worker}"))
+            stack.enter_context(self.of(name).lane(name))
+            return stack.pop_all()
+
+    @contextlib.contextmanager
+    def _peer_lane(self, name: str) -> Iterator[None]:
+        """A lane between two devices, with a stream on both.
+
+        1. What arrives is allocated on the target's stream, so its memory is used again in order with that.
+        2. torch has the source's stream wait for the target's, copies on it, and has the target's wait for that.
+        3. Marks are those of the source's stream, which comes last: a lane that waits for one finds the copy made.
+        """
+        target = int(name.rpartition("-w")[2])
+        with self.devices[target].behind(name), self.of(name).lane(name):
+            yield
+
+    def record(self, lane: str) -> Any:
+        """See `Device.record`."""
+        return self.of(lane).record(lane)
+
+    def wait(self, lane: str, mark: Any) -> None:
+        """See `Device.wait`."""
+        self.of(lane).wait(lane, mark)
+
+    def seconds(self, mark: Any) -> float:
+        """See `Device.seconds`; marks are read on the clock of the device that they were made on."""
+        found = next(device for device in self.devices if device.torch_device == mark.device)
+        return found.seconds(mark)
+
+    def hold(self, tensor: Tensor, lane: str) -> None:
+        """See `Device.hold`."""
+        self.of(lane).hold(tensor, lane)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        for device in self.devices:
+            device.close()
+
+
+def device_names(name: str) -> tuple[str, ...]:
+    """Return the name of each worker's device: ``emulated:2`` is two, ``cuda:0,2`` devices 0 and 2.
+
+    Raises:
+        ConfigError: not a list of devices.
+    """
+    kind, _, indices = name.partition(":")
+    if kind == "emulated":
+        count = int(indices or 1) if (indices or "1").isdigit() else 0
+        if not count:
+            raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N, cuda:i or cuda:i,j")
+        return (name,) if count == 1 else tuple(f"emulated:{worker}" for worker in range(count))
+    if kind == "cuda" and "," in indices:
+        return tuple(f"cuda:{index}" for index in indices.split(","))
+    return (name,)
+
+
+def open_workers(
+    name: str,
+    ledger: Ledger | None = None,
+    link_bytes_per_s: float | None = None,
+    peer_bytes_per_s: float | None = None,
+) -> Workers:
+    """Open a device for each worker that ``name`` means, each with a tier of its own in ``ledger``.
+
+    Rates are those of emulated devices, see `open_device`.
+
+    Raises:
+        ConfigError: one of them does not exist.
+    """
+    names = device_names(name)
+    with contextlib.ExitStack() as stack:
+        devices = []
+        for worker, each in enumerate(names):
+            tier = tier_of(worker, len(names))
+            device = open_device(each, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s)
+            stack.callback(device.close)
+            devices.append(device)
+        stack.pop_all()
+    return Workers(devices)

@@ -1,0 +1,357 @@
+"""The engine: a model, a plan, the memory the plan asks for, and lanes that walk its program step after step.
+
+`begin` submits one step; `forward_backward_done` returns when its loss and gradient norm are known. The next step may
+begin then: its forward enters while the optimizer still steps the later units of this one, and the hazards of the
+program keep every weight exact.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from outsize.model.split import Split
+from outsize.model.walk import Boundaries
+from outsize.planner.passes.step_schedule import build_store
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.hazards import Hazards
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
+from outsize.planner.program.program import Program
+from outsize.planner.search.step_plan import Plan
+from outsize.planner.simulate.timeline import Timeline
+from outsize.runtime.device.device import Device
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.profiler_ranges import OpRanges
+from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.executor import Executor, LaneTask
+from outsize.runtime.engine.op_handlers import HandlerTable, handlers_of, lane_thread
+from outsize.runtime.engine.workers import make_crew, make_single
+from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
+from outsize.runtime.ops.commit_ops import CommitOps
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
+from outsize.runtime.ops.gather_state import collector_of
+from outsize.runtime.ops.gradient_ops import GradientOps
+from outsize.runtime.ops.handover_ops import HandoverOps
+from outsize.runtime.ops.link_codecs import encode_weights
+from outsize.runtime.ops.load_ops import WeightOps
+from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.runtime.ops.save_ops import ActivationOps
+from outsize.storage.arena import Arena
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.scratch import Scratch
+
+# Ops before and after the first unfinished one, in a report.
+SHOWN_OPS = 8
+RunOp = Callable[[HandlerTable, Op, Any], None]
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step under way: what it shares and the tasks of its ops."""
+
+    context: StepContext
+    tasks: list[LaneTask]
+    decisive: list[LaneTask]
+
+
+@dataclass(slots=True)
+class StoreHandle:
+    """A checkpoint under way: who takes the units, the tasks of its STOREs, and those of the step before them."""
+
+    sink: Sink
+    tasks: list[LaneTask]
+    behind: list[LaneTask]
+
+
+class Engine:
+    """Walks the program of a plan.
+
+    Args:
+        split: the model and its units; its boundaries are in place in ``boundaries``.
+        boundaries: the units' own forwards.
+        plan: memory sizes and the program.
+        device: computes.
+        home: weights and optimizer state at rest.
+        host: arena of the tier below the device, for buffers between tiers.
+        scratch: room for saved activations; None where none are saved.
+        settings: the rest.
+        rooms: for what forwards keep that leaves the device, by its extent.
+        shared: the ranks that share the steps; None for a single one.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        boundaries: Boundaries,
+        plan: Plan,
+        device: Device,
+        home: HostHome | DiskHome,
+        host: Arena,
+        scratch: Scratch | None,
+        settings: EngineSettings,
+        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
+        shared: Shared | None = None,
+    ) -> None:
+        self.plan = plan
+        self._split = split
+        self._settings = settings
+        self.num_submitted = 0
+        layout = plan.layout
+        host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
+        scratch_bytes = 4 * plan.state.scratch_elements(split.spec)
+        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
+        tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
+        store_buffer = (
+            host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
+        )
+        spec = split.spec
+        encoded = encode_weights(plan.transport, split.spec, home, host)
+        self.exchange = None
+        if shared is not None:
+            self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
+        self.optimizer = OptimizerOps(
+            spec,
+            home,
+            settings.optimizer,
+            tiles,
+            plan.tile_elements,
+            encoded if shared is None else None,  # weights are whole, and encoded, once they are gathered
+            own=None if self.exchange is None else self.exchange.own,
+            former=None if self.exchange is None else self.exchange.former,
+            state=plan.state,
+            seed=settings.seed,
+            scratches=[scratch.view(torch.float32) for scratch in scratches],
+        )
+        crew = make_crew if layout.stages is not None else make_single
+        self._crew = crew(
+            split,
+            boundaries,
+            plan,
+            device,
+            home,
+            host_buffers,
+            scratch,
+            rooms,
+            settings,
+            encoded,
+            self.optimizer.gradient_tiles if layout.ring else (),
+        )
+        self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
+        slots = [plane for worker in self._crew.workers for plane in worker.slots]
+        # Between steps, all of this memory is free for others: whole units are read and written through it.
+        self.buffers = (*slots, *self.accumulators, *host_buffers)
+        collector, beside = None, None
+        if shared is not None:
+            residuals = None if self.exchange is None else self.exchange.residuals
+            collector, beside = collector_of(spec, shared, home, plan.state, host, residuals)
+        self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
+        self._commits = CommitOps(home, settings.describe)
+        self._last: StepHandle | None = None
+        self._num_begun = 0
+        self._skipped: set[int] = set()
+        hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
+        # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
+        computes = [worker.compute for worker in self._crew.workers]
+        around = partial(lane_thread, computes, settings.num_threads)
+        tables = tuple(
+            handlers_of(worker, self.optimizer, self._commits, self._storing, self.exchange)
+            for worker in self._crew.workers
+        )
+        self.ranges = OpRanges(nvtx=device.torch_device.type == "cuda")
+        self._executor = Executor(
+            device, lane_of, partial(_on_worker, run_op, tables, self.ranges), hazards, around
+        )
+
+    def begin(self, context: StepContext) -> StepHandle:
+        """Submit one step, after the decision of the one before; returns at once."""
+        programs = self.plan.programs
+        if self._last is not None and self._last.context.skipped:
+            self._skipped.add(self._last.context.number)
+        context.skipped_before = self._skipped
+        context.program = self._num_begun % len(programs)
+        self._num_begun += 1
+        tasks = self._executor.submit(programs[context.program].ops, context)
+        kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD}
+        self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
+        return self._last
+
+    def submit(self, program: Program, context: StepContext) -> StepHandle:
+        """Submit another program than the plan's, made for the same layout; returns at once."""
+        self.num_submitted += 1
+        tasks = self._executor.submit(program.ops, context)
+        self._last = StepHandle(context, tasks, tasks)
+        return self._last
+
+    def settle(self) -> None:
+        """Return when the program submitted last is done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        if self._last is not None:
+            self._executor.wait(self._last.tasks)
+            self._last = None
+
+    def forget_saved(self, number: int) -> None:
+        """Free what was saved of activations for the step of that number, and will not be fetched."""
+        for worker in self._crew.workers:
+            worker.activations.forget(number)
+
+    def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only.
+
+        See `EngineSettings` for both.
+        """
+        self._crew.workers[0].compute.shorten(needed, num_products)
+
+    def let_go(self) -> None:
+        """Give the modules their own parameters back until the next op computes; between programs only."""
+        self._crew.workers[0].compute.let_go()
+
+    def recover(self) -> None:
+        """After an op has failed: end the lanes, let go of all that was under way, and be ready for another program."""
+        self._last = None
+        self._executor.close()
+        self._crew.workers[0].compute.let_go()
+
+    def forward_backward_done(self, handle: StepHandle) -> None:
+        """Return when loss and gradient norm of the step are known and the next step may begin.
+
+        Raises:
+            OutsizeError: an op failed; no later op has run.
+        """
+        self._executor.wait(handle.decisive)
+
+    def finish(self, handle: StepHandle) -> None:
+        """Return when every op of the step is done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        self._executor.wait(handle.tasks)
+
+    def store(self, sink: Sink) -> StoreHandle:
+        """Submit a checkpoint of the state after the steps begun so far; returns at once, `wait` for its tasks."""
+        behind = self._last.tasks if self._last is not None else []
+        return StoreHandle(sink, self._executor.submit(build_store(self.plan.layout), sink), behind)
+
+    def store_rest(self, handle: StoreHandle) -> None:
+        """After an op has failed: run the STOREs that were skipped, if the state that they store is there.
+
+        It is where all ops of the step before had ended well. A later step has not changed it: its STEP of a unit waits
+        for the unit's STORE, and once an op has failed none begins.
+
+        Raises:
+            OutsizeError: another op failed.
+        """
+        self.recover()
+        if all(task.done for task in handle.behind):
+            skipped = [task.op for task in handle.tasks if not task.done]
+            self._executor.wait(self._executor.submit(skipped, handle.sink))
+
+    def wait(self, tasks: Iterable[LaneTask]) -> None:
+        """Return when ``tasks`` are done.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        self._executor.wait(tasks)
+
+    def take_timeline(self) -> Timeline:
+        """Return what the lanes did since the last call, and forget it."""
+        events = self._executor.take_events()
+        return Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
+
+    def waiting(self) -> dict[str, str]:
+        """For each lane with unfinished work: its first unfinished op and what it waits for."""
+        return self._executor.waiting()
+
+    def position(self) -> str:
+        """The program under way, with an arrow at its first unfinished op; empty between steps."""
+        tasks = self._last.tasks if self._last is not None else []
+        first = next((index for index, task in enumerate(tasks) if not task.passed()), None)
+        if first is None or self._last is None:
+            return ""
+        done = sum(task.passed() for task in tasks)
+        shown = [
+            f"{'-->' if index == first else '   '} {index:5d}  {task.op}{'' if not task.passed() else '  done'}"
+            for index, task in enumerate(tasks[: first + SHOWN_OPS])
+            if index >= first - SHOWN_OPS
+        ]
+        step = self._last.context.number + 1
+        return "\n".join([f"step {step}, {done} of {len(tasks)} ops done", *shown])
+
+    @property
+    def num_ended(self) -> int:
+        """Ops that have ended, and progress within ops; it is there to be compared with what it was."""
+        return self._executor.num_ended
+
+    def note_progress(self) -> None:
+        """Say that an op which takes long is getting on; for whoever watches `num_ended`."""
+        self._executor.num_ended += 1
+
+    def give_up(self, error: BaseException) -> None:
+        """Begin no more ops; whoever waits gets ``error`` as soon as the ops under way are done."""
+        self._executor.fail(error)
+
+    def close(self) -> None:
+        """End the lanes and take the parameters out of the model; idempotent."""
+        self._executor.close()
+        self._crew.close()
+        self._last = None
+
+    def moved(self) -> dict[str, Moved]:
+        """What went up to workers, down from them, and out to other ranks so far, by lane."""
+        found: dict[str, Moved] = {}
+        for index, worker in enumerate(self._crew.workers):
+            summed_on = worker.gradients.bytes_up
+            ups = (worker.weights.up, worker.activations.up, Moved(summed_on, summed_on))
+            found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
+            downs = (worker.gradients.down, worker.activations.down)
+            found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
+        for source, target in sorted(self.plan.layout.peers):
+            found[f"peer:w{source}-w{target}"] = self._crew.workers[source].activations.across
+        if self.exchange is not None:
+            found |= {"net:reduce": self.exchange.reduced, "net:gather": self.exchange.gathered}
+        return found
+
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that went over links so far, by lane."""
+        return {lane: moved.wire for lane, moved in self.moved().items()}
+
+    @property
+    def weights(self) -> WeightOps:
+        """LOADs of worker 0."""
+        return self._crew.workers[0].weights
+
+    @property
+    def gradients(self) -> GradientOps:
+        """Gradients of worker 0."""
+        return self._crew.workers[0].gradients
+
+    @property
+    def num_let_go(self) -> int:
+        """How often what a forward had kept had no room below its device, so that it is recomputed."""
+        return sum(worker.activations.num_let_go for worker in self._crew.workers)
+
+    @property
+    def activations(self) -> ActivationOps | HandoverOps:
+        """What worker 0 has moved of activations."""
+        return self._crew.workers[0].activations
+
+
+def run_op(table: HandlerTable, op: Op, context: Any) -> None:
+    """Have the handler of an op's kind run it."""
+    table[op.kind, op.tile is not None](op, context)
+
+
+def _on_worker(run: RunOp, tables: Sequence[HandlerTable], ranges: OpRanges, op: Op, context: Any) -> None:
+    with ranges.around(op) if ranges.on else contextlib.nullcontext():
+        run(tables[op.worker or 0], op, context)

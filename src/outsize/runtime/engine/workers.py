@@ -1,0 +1,225 @@
+"""The workers of an engine, each with slots, accumulators and ops of its own: one, or those of a plan with stages."""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outsize.model.split import Split
+from outsize.model.walk import Boundaries
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.device.device import Device
+from outsize.runtime.device.device_group import Workers
+from outsize.runtime.forward.binding import Binder, GradientSums
+from outsize.runtime.forward.module_replicas import replicate
+from outsize.runtime.forward.outer_forward import Glue
+from outsize.runtime.ops.compute_ops import ComputeOps, LossSettings
+from outsize.runtime.ops.gradient_ops import GradientOps
+from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
+from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
+from outsize.runtime.ops.load_ops import WeightOps
+from outsize.runtime.ops.offload_ops import Away
+from outsize.runtime.ops.save_ops import ActivationOps
+from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.scratch import HostScratch, Scratch
+
+if TYPE_CHECKING:
+    from outsize.runtime.engine.engine_settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One device, the memory that is set aside on it, and what runs its ops."""
+
+    slots: list[Tensor]
+    accumulators: list[Tensor]
+    weights: WeightOps
+    gradients: GradientOps
+    activations: ActivationOps | HandoverOps
+    compute: ComputeOps
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """All workers, and how to end their work when all lanes have ended."""
+
+    workers: tuple[Worker, ...]
+    endings: tuple[Callable[[], None], ...]
+
+    def close(self) -> None:
+        """Unwind what is under way and take the parameters out of the model, all of it if some fails; idempotent."""
+        with contextlib.ExitStack() as stack:
+            for end in reversed(self.endings):
+                stack.callback(end)
+
+
+class _Memory:
+    """What is set aside on one device, and the ops that need nothing else."""
+
+    def __init__(
+        self,
+        split: Split,
+        plan: Plan,
+        device: Device,
+        home: HostHome | DiskHome,
+        host_buffers: list[Tensor],
+        settings: "EngineSettings",
+        encoded: EncodedWeights | None,
+        gradient_tiles: Sequence[Tensor] = (),
+    ) -> None:
+        layout, spec = plan.layout, split.spec
+        sizes = (*layout.slot_bytes, *plan.resident_slot_bytes)
+        self.slots = [device.allocate(size, "slot") for size in sizes]
+        sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
+        self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
+        self.sums = GradientSums()
+        staging = take_staging(plan.transport, "weights", device)
+        self.weights = WeightOps(spec, device, home, self.slots, host_buffers, encoded, staging)
+        self.gradients = GradientOps(
+            spec,
+            device,
+            home,
+            self.sums,
+            self.accumulators,
+            host_buffers,
+            parameter_order={name: i for i, (name, _) in enumerate(split.model.named_parameters())},
+            max_grad_norm=settings.max_grad_norm,
+            clips=layout.clip,
+            skip_nonfinite=settings.skip_nonfinite,
+            observe=settings.observe_gradient,
+            times_home=Counter(
+                op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
+            ),
+            carrier=gradient_carrier(plan.transport, spec, device),
+            unit_clips=layout.unit_clip,
+            dtype="fp32" if layout.ring else plan.state.gradients,
+            tiles=gradient_tiles,
+            tile_elements=plan.tile_elements,
+        )
+
+
+def make_single(
+    split: Split,
+    boundaries: Boundaries,
+    plan: Plan,
+    device: Device,
+    home: HostHome | DiskHome,
+    host_buffers: list[Tensor],
+    scratch: Scratch | None,
+    rooms: Mapping[Extent, Scratch],
+    settings: "EngineSettings",
+    encoded: EncodedWeights | None,
+    gradient_tiles: Sequence[Tensor] = (),
+) -> Crew:
+    """Return the one worker of a plan without stages; it runs the units of the model itself."""
+    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded, gradient_tiles)
+    binder = Binder(split, memory.sums)
+    compute = ComputeOps(
+        split,
+        boundaries.forwards,
+        binder,
+        device,
+        LossSettings(settings.chunk_tokens),
+        settings.seed,
+        plan.programs,
+        plan.layout.first_backward,
+        memory.weights,
+        settings.graph_in_forward,
+        settings.needed,
+        settings.num_products,
+    )
+    codec = activation_codec(plan.transport)
+    activations = ActivationOps(device, scratch, codec, rooms, plan.layout.kept)
+    worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
+    return Crew((worker,), (binder.close,))
+
+
+def make_crew(
+    split: Split,
+    boundaries: Boundaries,
+    plan: Plan,
+    device: Device,
+    home: HostHome | DiskHome,
+    host_buffers: list[Tensor],
+    scratch: Scratch | None,
+    rooms: Mapping[Extent, Scratch],
+    settings: "EngineSettings",
+    encoded: EncodedWeights | None,
+    gradient_tiles: Sequence[Tensor] = (),
+) -> Crew:
+    """Return the workers of a plan with stages; each runs a replica of the units.
+
+    Args:
+        split: the model and its units.
+        boundaries: in place in the model.
+        plan: memory of each worker, and the programs.
+        device: `Workers`, as many as the plan has.
+        home: in host memory.
+        host_buffers: none.
+        scratch: in host memory, for what is handed over.
+        rooms: for what forwards keep that leaves the workers, by its extent.
+        settings: of the engine.
+        encoded: the weights as they go over links; None where they go as they are.
+        gradient_tiles: none.
+
+    Raises:
+        ModelError: the units cannot be replicated.
+    """
+    layout = plan.layout
+    assert isinstance(device, Workers)
+    assert isinstance(scratch, HostScratch)
+    assert layout.stages is not None
+    memories = [_Memory(split, plan, each, home, host_buffers, settings, encoded) for each in device.devices]
+    sums = [memory.sums for memory in memories]
+
+    def rest_planes(worker: int) -> tuple[Tensor, ...]:
+        return memories[worker].weights.planes(layout.num_streamed, layout.resident_slot)
+
+    with contextlib.ExitStack() as stack:
+        glue = Glue(split, device, rest_planes, sums, settings.num_threads)
+        stack.callback(glue.close)  # a model that is refused is its own again
+        replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
+        stack.pop_all()
+    turns = _turns(device) if settings.draws_random else {}
+    fetches = [count_fetches(program) for program in plan.programs]
+    away: Away = {}
+    workers, binders = [], []
+    for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
+        binders.append(Binder(replica.split, memory.sums))
+        compute = StagedComputeOps(
+            split,
+            replica,
+            index,
+            glue,
+            binders[-1],
+            each,
+            LossSettings(settings.chunk_tokens),
+            settings.seed,
+            plan.programs,
+            layout.first_backward,
+            memory.weights,
+            settings.graph_in_forward,
+            layout.stages,
+            turns.get(each.torch_device),
+            settings.needed,
+            settings.num_products,
+        )
+        codec = activation_codec(plan.transport)
+        handover = HandoverOps(each, scratch, fetches, codec, rooms, layout.kept, away, device.devices)
+        workers.append(
+            Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
+        )
+    return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)))
+
+
+def _turns(workers: Workers) -> dict[torch.device, threading.Lock]:
+    """Return a lock for each device that has a generator of random numbers."""
+    return {device.torch_device: threading.Lock() for device in workers.devices}

@@ -1,0 +1,173 @@
+"""Parameters of a unit as views of a slot, and their gradients as additions to an accumulator."""
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
+from outsize.model.split import Split
+
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def tensor_views(unit: UnitSpec, plane: Tensor) -> list[Tensor]:
+    """Views of ``plane`` [unit.numel], one per tensor of ``unit.tensors``, in its shape."""
+    return [plane[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors]
+
+
+def weight_planes(unit: UnitSpec, dtype: str, memory: Tensor) -> tuple[Tensor, ...]:
+    """Cut the weights of ``unit`` as they lie on a device, bytes, into its plane and those of its frozen parts."""
+    planes, end = [], 0
+    kinds = [(unit.numel, dtype), *((part.numel, part.dtype) for part in unit.frozen)]
+    for numel, kind in kinds:
+        start, end = end, end + numel * ITEMSIZE[kind]
+        planes.append(memory[start:end].view(TORCH_DTYPE[kind]))
+    return tuple(planes)
+
+
+def weight_views(unit: UnitSpec, planes: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `weight_planes`, one per tensor of ``unit.all_tensors``, in its shape."""
+    members = [unit.tensors, *(part.tensors for part in unit.frozen)]
+    return [
+        plane[t.offset : t.offset + t.numel].view(t.shape)
+        for plane, tensors in zip(planes, members, strict=True)
+        for t in tensors
+    ]
+
+
+@contextmanager
+def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have the buffers of ``model`` (rotary frequencies, masks) on ``device`` for as long as the context lasts."""
+    former = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    moved = {id(buffer): buffer.to(device) for _, _, buffer in former}  # shared ones stay shared
+    try:
+        for buffers, name, buffer in former:
+            buffers[name] = moved[id(buffer)]
+        yield
+    finally:
+        for buffers, name, buffer in former:
+            if moved[id(buffer)] is not buffer:
+                buffer.copy_(moved[id(buffer)])
+            buffers[name] = buffer
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    views: list[Tensor]
+    touched: set[int]
+
+
+class GradientSink(Protocol):
+    """What becomes of fresh gradients."""
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """The hook that takes one parameter's gradient as soon as autograd has it."""
+
+
+class GradientSums:
+    """fp32 sums of gradients over microbatches, per unit, added as soon as autograd has one.
+
+    The first gradient of a parameter is copied and later ones are added, so no plane is ever zeroed, and a parameter
+    that gets none in a step is known by name.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Accumulator] = {}
+
+    def open(self, unit: UnitSpec, plane: Tensor, touched: AbstractSet[int] = frozenset()) -> None:
+        """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on.
+
+        Args:
+            unit: the unit.
+            plane: where.
+            touched: positions of the tensors of which ``plane`` holds a sum already.
+        """
+        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set(touched))
+
+    def is_open(self, unit: int) -> bool:
+        """Whether gradients of ``unit`` are being summed."""
+        return unit in self._of
+
+    def close(self, unit: int) -> frozenset[int]:
+        """Stop, and return the positions of the tensors that received a gradient."""
+        return frozenset(self._of.pop(unit).touched)
+
+    def touched(self, unit: int) -> frozenset[int]:
+        """Positions of the tensors that have received a gradient so far."""
+        return frozenset(self._of[unit].touched)
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """The hook that moves one parameter's fresh gradient into its sum."""
+
+        def add(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            parameter.grad = None
+            held = self._of[unit]
+            view = held.views[position]
+            if position in held.touched:
+                view.add_(gradient.to(view.device))  # of the rest it may come from another worker's device
+            else:
+                view.copy_(gradient)
+                held.touched.add(position)
+
+        return add
+
+
+class Binder:
+    """Puts parameters that live in slots into the modules of a model, and takes them out again."""
+
+    def __init__(self, split: Split, sums: GradientSink) -> None:
+        self._split = split
+        self._sums = sums
+        self._made: dict[tuple[int, int], list[nn.Parameter]] = {}
+        self._former = {
+            (id(module), name): parameter
+            for places in split.owners.values()
+            for module, name in places
+            for parameter in (module._parameters[name],)
+        }
+
+    def bind(self, unit: UnitSpec, *planes: Tensor) -> None:
+        """Make the parameters of ``unit`` views of ``planes``: its own, [unit.numel], and those of its frozen parts."""
+        key = (unit.index, next((plane.data_ptr() for plane in planes if plane.numel()), 0))
+        if key not in self._made:
+            self._made[key] = self._parameters(unit, planes)
+        for tensor, parameter in zip(unit.all_tensors, self._made[key], strict=True):
+            for module, name in self._split.owners[tensor.name]:
+                module._parameters[name] = parameter
+
+    def unbind(self, unit: UnitSpec) -> None:
+        """Give the modules of ``unit`` back the parameters that they had before."""
+        for tensor in unit.all_tensors:
+            for module, name in self._split.owners[tensor.name]:
+                module._parameters[name] = self._former[id(module), name]
+
+    def close(self) -> None:
+        """Unbind every unit and forget the views."""
+        for unit in self._split.spec.units:
+            self.unbind(unit)
+        self._made.clear()
+
+    def _parameters(self, unit: UnitSpec, planes: Sequence[Tensor]) -> list[nn.Parameter]:
+        parameters = []
+        views = weight_views(unit, planes)
+        for position, (tensor, view) in enumerate(zip(unit.all_tensors, views, strict=True)):
+            parameter = nn.Parameter(view, requires_grad=tensor.trainable)
+            if tensor.trainable:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._sums.hook(unit.index, position)
+                )
+            parameters.append(parameter)
+        return parameters

@@ -1,0 +1,177 @@
+"""The model's own code between units, run by one thread for all workers.
+
+A coroutine cannot change threads, and the forward of a microbatch goes on over stages of several workers. So the
+compute thread of a worker runs units, and asks the thread of the glue to take the model's own code to the next one,
+for this worker: with the rest as it lies in this worker's slot, behind what its compute lane has been given.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import ModelError
+from outsize.model.split import Split
+from outsize.runtime.device.device_group import Workers
+from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, weight_views
+from outsize.runtime.forward.module_replicas import glue_places
+
+if TYPE_CHECKING:
+    from outsize.runtime.forward.staged_run import StagedRun
+
+T = TypeVar("T")
+
+
+class Glue:
+    """Runs pieces of the model's own code, and has its parameters in place meanwhile.
+
+    Args:
+        split: the model; its units are never run here.
+        workers: for whom.
+        rest_planes: the rest's weights as they lie with a worker, see `weight_planes`.
+        sums: where each worker sums gradients.
+        num_threads: compute threads; None leaves torch's own number.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        workers: Workers,
+        rest_planes: Callable[[int], tuple[Tensor, ...]],
+        sums: list[GradientSums],
+        num_threads: int | None,
+    ) -> None:
+        self._workers = workers
+        self._rest_planes = rest_planes
+        self._sums = sums
+        self._rest = split.spec.units[-1]
+        places = [glue_places(split, tensor.name) for tensor in self._rest.all_tensors]
+        self._places = {i: found for i, found in enumerate(places) if found} if self._has_rest else {}
+        self._stand_ins = _stand_ins(split, workers)
+        self._former = {
+            (id(module), name): (module, module._parameters[name])
+            for found in split.owners.values()
+            for module, name in found
+        }
+        for (module, name), stand_in in self._stand_ins.items():
+            module._parameters[name] = stand_in[0]
+        self._buffers = _buffers_outside(split, workers)
+        self._local = threading.local()
+        self._runs: set[StagedRun] = set()
+        start = (lambda: torch.set_num_threads(num_threads)) if num_threads is not None else None
+        self._thread = ThreadPoolExecutor(1, "glue", initializer=start)
+
+    @property
+    def _has_rest(self) -> bool:
+        return self._rest.kind == "rest"
+
+    @property
+    def worker(self) -> int:
+        """For which worker the thread that asks computes."""
+        found: int = self._local.worker
+        return found
+
+    @worker.setter
+    def worker(self, worker: int) -> None:
+        self._local.worker = worker
+
+    def device(self) -> torch.device:
+        """Where tensors of the worker lie for which the thread that asks computes."""
+        return self._workers.devices[self.worker].torch_device
+
+    def run(self, run: "StagedRun", piece: Callable[[], T]) -> T:
+        """Return what ``piece`` returns, run in the glue's thread for the worker of the thread that asks."""
+        return self._thread.submit(self._piece, run, self.worker, piece).result()
+
+    def keep(self, run: "StagedRun") -> None:
+        """Remember a run that has begun, so that it is unwound if it does not end."""
+        self._runs.add(run)
+
+    def forget(self, run: "StagedRun") -> None:
+        """Forget a run that has ended."""
+        self._runs.discard(run)
+
+    def close(self) -> None:
+        """Unwind every forward that is under way and end the thread; idempotent."""
+        self.worker = 0
+        for run in list(self._runs):
+            run.close()
+        self._runs.clear()
+        self._thread.shutdown()
+        for (_, name), (module, parameter) in self._former.items():
+            module._parameters[name] = parameter
+
+    def _piece(self, run: "StagedRun", worker: int, piece: Callable[[], T]) -> T:
+        for (module, name), stand_ins in list(self._stand_ins.items())[:1]:  # what a model calls its device
+            module._parameters[name] = stand_ins[worker]
+        for position, parameter in self._parameters(run, worker).items():
+            for module, name in self._places[position]:
+                module._parameters[name] = parameter
+        for buffers, name, copies in self._buffers:
+            buffers[name] = copies[worker]
+        with self._workers.devices[worker].behind(f"compute:w{worker}"):
+            return piece()
+
+    def _parameters(self, run: "StagedRun", worker: int) -> dict[int, nn.Parameter]:
+        """The rest's parameters for one run: its own, since gradients of several arrive at a time."""
+        if self._places and worker not in run.parameters:
+            views = weight_views(self._rest, self._rest_planes(worker))
+            run.parameters[worker] = {i: self._parameter(run, i, views[i]) for i in self._places}
+        return run.parameters.get(worker, {})
+
+    def _parameter(self, run: "StagedRun", position: int, view: Tensor) -> nn.Parameter:
+        tensor = self._rest.all_tensors[position]
+        parameter = nn.Parameter(view, requires_grad=tensor.trainable)
+
+        def add(parameter: Tensor) -> None:
+            sums = self._sums[run.pulled_by]
+            if not sums.is_open(self._rest.index):
+                raise ModelError(
+                    f"a gradient of {tensor.name} came from a unit that was not known to use it; use one device"
+                )
+            sums.hook(self._rest.index, position)(parameter)
+
+        if tensor.trainable:
+            parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        return parameter
+
+
+def _stand_ins(split: Split, workers: Workers) -> dict[tuple[nn.Module, str], list[nn.Parameter]]:
+    """For each parameter inside a unit, what code outside sees of it on each device: its form, and no number."""
+    inside = {id(child) for module in split.modules for child in module.modules()}
+    forms = {t.name: (t.shape, split.spec.dtype) for unit in split.spec.units for t in unit.tensors}
+    parts = [part for unit in split.spec.units for part in unit.frozen]
+    forms |= {t.name: (t.shape, part.dtype) for part in parts for t in part.tensors}
+    empty = {
+        kind: [torch.full((), math.nan, dtype=dtype, device=each.torch_device) for each in workers.devices]
+        for kind, dtype in TORCH_DTYPE.items()
+    }
+    return {
+        (module, attribute): [
+            nn.Parameter(value.expand(forms[name][0]), requires_grad=False) for value in empty[forms[name][1]]
+        ]
+        for name, places in split.owners.items()
+        for module, attribute in places
+        if id(module) in inside
+    }
+
+
+def _buffers_outside(
+    split: Split, workers: Workers
+) -> list[tuple[dict[str, Tensor | None], str, list[Tensor]]]:
+    """Buffers that the model's own code uses, on each worker's device; none where all workers share one."""
+    devices = [device.torch_device for device in workers.devices]
+    if len(set(devices)) == 1:
+        return []
+    inside = {id(child) for module in split.modules for child in module.modules()}
+    return [
+        (module._buffers, name, [buffer.to(device) for device in devices])
+        for module in split.model.modules()
+        if id(module) not in inside
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]

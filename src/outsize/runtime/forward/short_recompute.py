@@ -1,0 +1,246 @@
+"""A recompute that ends where the backward's needs end: what follows is not computed, only its graph is made.
+
+A block ends in a product, say, of its MLP and in a sum with what it received. The backward of both needs what went into
+them, not what comes out, and nobody looks at the output of a recompute. For the blocks of today's language models that
+last product is a quarter of the forward.
+
+The story of one recompute:
+
+1. Autograd saves tensors; each is counted. Of a trial (`runtime.trial.calibrate`) it is known how many there are, and
+   with
+   which of them the last operation that saves anything begins.
+2. Just before that operation a dispatch mode is entered. It sees operations below autograd, when their graph is made.
+3. Once all tensors are saved, operations of `SKIPPED` return memory of the right form that nobody has written to.
+4. An operation that is not one of them, or one more tensor to save, was not in the trial: the unit is run again, in
+   full, and is from now on. The same where someone still holds such memory when nothing but the graph should be left,
+   as a module does that keeps an activation.
+5. A unit into which somebody looks with hooks is run in full: hooks see what was computed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.modules.module as hooks_of_all
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+T = TypeVar("T")
+_aten = torch.ops.aten
+# What takes time and has no effect but its result.
+SKIPPED = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.add.Tensor,
+        _aten.mul.Tensor,
+        _aten.cat.default,
+        _aten.gelu.default,
+        _aten.pow.Tensor_Scalar,
+        _aten.relu.default,
+        _aten.silu.default,
+        _aten.tanh.default,
+        _aten.clone.default,
+        _aten._to_copy.default,
+    }
+)
+# What takes none, and shows the memory that it is given.
+PASSED = frozenset(
+    {
+        _aten.detach.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten._reshape_alias.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten.expand.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.dim,
+        _aten.split.Tensor,
+        _aten.slice.Tensor,
+        _aten.alias.default,
+    }
+)
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+
+
+class Needed(NamedTuple):
+    """What a unit's backward needs of its forward.
+
+    Attributes:
+        num_saved: tensors that autograd saves.
+        enter_at: of these, how many have been saved before the last operation that saves any.
+    """
+
+    num_saved: int
+    enter_at: int
+
+
+class _UnforeseenError(BaseException):
+    """Not an `Exception`: the model's own code is not to catch it."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """Notes what a forward with a graph saves, and which operations it ran when; for one forward.
+
+    Attributes:
+        ops: operations in order, appended by whoever sees them.
+        saved_at: for each tensor saved, how many operations had run.
+    """
+
+    ops: list[Any]
+    saved_at: list[int]
+
+    def hooks(self) -> Any:
+        """A context in which the forward runs."""
+
+        def save(tensor: Tensor) -> Tensor:
+            self.saved_at.append(len(self.ops))
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+
+    def needed(self) -> Needed | None:
+        """What a recompute may leave out; None where that is nothing worth it, or not known to be safe."""
+        if not self.saved_at:
+            return None
+        last = self.saved_at[-1]
+        rest = self.ops[last:]
+        enter_at = sum(at < last for at in self.saved_at)
+        if not enter_at or PRODUCTS.isdisjoint(rest) or not (SKIPPED | PASSED).issuperset(rest):
+            return None
+        return Needed(len(self.saved_at), enter_at)
+
+
+class Shortcuts:
+    """Runs units again, as far as their backward needs.
+
+    Args:
+        needed: by unit; a unit that is not there is run in full.
+        look: called at every tensor saved or used, to keep to a budget.
+        watched: whether somebody looks into a unit, see `is_watched`.
+    """
+
+    def __init__(
+        self,
+        needed: Mapping[int, Needed],
+        look: Callable[[], None],
+        watched: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._needed = dict(needed)
+        self._look = look
+        self._watched = watched
+
+    def run(self, unit: int, call: Callable[[], T]) -> T:
+        """Return what ``call`` makes of its outputs, whose graph is whole and whose values are anything.
+
+        Args:
+            unit: the unit.
+            call: runs it, and returns nothing that holds an output: `microbatch.roots_of` it, say.
+        """
+        needed = self._needed.get(unit)
+        if needed is not None and not self._watched(unit):
+            shortened = _Shortened(needed, self._look)
+            try:
+                with shortened:
+                    found = call()
+                if not shortened.is_held():
+                    return found
+            except _UnforeseenError:
+                pass  # run in full below, as it is from now on
+            self._needed.pop(unit, None)
+        return call()
+
+
+def is_watched(unit: nn.Module) -> bool:
+    """Whether forward hooks look at modules inside ``unit``; those with which transformers collects outputs do not."""
+    if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
+        return True
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for module in unit.modules()
+        if module is not unit  # hooks of the unit itself run around it
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
+
+
+class _Shortened:
+    """The context of one shortened recompute."""
+
+    def __init__(self, needed: Needed, look: Callable[[], None]) -> None:
+        self._needed = needed
+        self._look = look
+        self._count = 0
+        self._mode: _Skip | None = None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, self._use)
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(kind, error, trace)
+
+    def is_held(self) -> bool:
+        """Whether a tensor that was not computed is still there."""
+        made = self._mode.made if self._mode is not None else []
+        return not all(storage.expired() for storage in made)  # type: ignore[no-untyped-call]
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self._look()
+        saved = tensor.detach()  # a result that its own graph holds would keep that graph alive for ever
+        self._count += 1
+        if self._count > self._needed.num_saved:
+            raise _UnforeseenError
+        if self._count == self._needed.enter_at:
+            self._mode = _Skip()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if self._mode is not None:
+            self._mode.skips = self._count == self._needed.num_saved
+        return saved
+
+    def _use(self, tensor: Tensor) -> Tensor:
+        self._look()
+        return tensor
+
+
+class _Skip(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves operations out while ``skips``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.skips = False
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.skips or func in PASSED:
+            return func(*args, **kwargs)
+        if func not in SKIPPED:
+            raise _UnforeseenError
+        device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        formed = func(
+            *_forms(args), **_forms({**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
+        )
+        unwritten = torch.empty_strided(formed.size(), formed.stride(), dtype=formed.dtype, device=device)
+        self.made.append(StorageWeakRef(unwritten.untyped_storage()))  # type: ignore[no-untyped-call]
+        return unwritten
+
+
+def _forms(values: Any) -> Any:
+    """``values`` with tensors of the same form in place of tensors, and no memory."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), values
+    )

@@ -1,0 +1,246 @@
+"""One microbatch on its way through stages of several workers.
+
+As `MicrobatchRun`, but for four things. The model's own code runs in the thread of the `Glue`. What unit ``u`` receives
+may be moved between workers, by way of the memory below them, before its forward and again before its backward; so
+may the gradient of what it returned. A unit may be recomputed before that gradient is there. And what no unit made
+(masks, position tables) is copied to a worker once, when the first of its units asks for it.
+
+Moved are the arguments that carry a gradient or lie in what the unit before returned. Where nothing but the worker
+changes, the code between the units has run before they move; the head's arguments come into being where it runs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from outsize.model.walk import Finished, UnitCall
+from outsize.runtime.forward.boundary import box_of, hand_out
+from outsize.runtime.forward.microbatch import Forward, MicrobatchRun, Reseed, Roots, UnitVisit
+from outsize.runtime.forward.outer_forward import Glue
+from outsize.runtime.forward.saved_tensors import Held
+from outsize.runtime.forward.short_recompute import Shortcuts
+
+Storage = torch.UntypedStorage
+
+
+class _Form(NamedTuple):
+    """How a tensor shows its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class StagedRun(MicrobatchRun):
+    """The passage of one microbatch through stages.
+
+    Args:
+        model: the model whose units are replaced by boundaries.
+        inputs: keyword arguments of its forward.
+        tracked: for each unit, whether its outputs can carry a gradient.
+        reseed: as of `MicrobatchRun`.
+        glue: runs the model's own code.
+        shortcuts: as of `MicrobatchRun`.
+
+    Attributes:
+        parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
+        pulled_by: the worker that goes backward now.
+        below: units whose input lies in the memory below the workers, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        tracked: tuple[bool, ...],
+        reseed: Reseed,
+        glue: Glue,
+        shortcuts: Shortcuts | None = None,
+    ) -> None:
+        super().__init__(model, inputs, tracked, reseed, shortcuts=shortcuts)
+        self._glue = glue
+        self.parameters: dict[int, dict[int, nn.Parameter]] = {}
+        self.pulled_by = 0
+        self.below: set[int] = set()
+        self._moving: dict[int, tuple[int, ...]] = {}
+        self._passed: frozenset[int] = frozenset()
+        self._recomputed: dict[int, Roots] = {}
+        self._copies: dict[tuple[torch.device, int, _Form], tuple[Tensor, Tensor]] = {}
+        self._gradient_forms: dict[int, dict[int, tuple[int, _Form]]] = {}
+
+    def arrive(self, unit: int) -> None:
+        """Bring the model to ``unit``, so that its arguments exist."""
+        self._arrive(unit)
+
+    def recompute(self, unit: int, forward: Forward) -> None:
+        """Run ``unit`` again, with a graph that the backward will use."""
+        visit = self._visits[unit]
+        self._localise(visit)
+        self._recomputed[unit] = self._recompute(unit, visit, forward)
+
+    def backward(self, unit: int, forward: Forward) -> None:
+        """See `MicrobatchRun.backward`; a unit that has been recomputed is not run again."""
+        if unit not in self._recomputed or all(g is None for g in self._visits[unit].box.values):
+            self._recomputed.pop(unit, None)
+            super().backward(unit, forward)
+        else:
+            self._descend(unit, self._recomputed.pop(unit))
+
+    def input_storages(self, unit: int) -> list[Storage]:
+        """Storages of what ``unit`` receives and of what moves with it, each once."""
+        leaves, positions = self._input(unit)
+        return _unique(leaves[position] for position in positions)
+
+    def input_dtypes(self, unit: int) -> list[torch.dtype]:
+        """Dtypes of the elements of what `input_storages` returns, one for each."""
+        leaves, positions = self._input(unit)
+        found = {leaves[position].untyped_storage()._cdata: leaves[position].dtype for position in positions}
+        return list(found.values())
+
+    def replace_input(self, unit: int, storages: list[Storage]) -> None:
+        """Let what ``unit`` receives lie in other storages, in the order of `input_storages`."""
+        leaves, positions = self._input(unit)
+        index = {storage._cdata: i for i, storage in enumerate(self.input_storages(unit))}
+        for position in positions:
+            old = leaves[position]
+            leaves[position] = _shown(_form(old), storages[index[old.untyped_storage()._cdata]])
+        if unit not in self._visits:
+            before = self._visits.get(unit - 1)
+            outputs = pytree.tree_unflatten(leaves, pytree.tree_structure(self._waiting))
+            box = before.box if before is not None else None
+            self._waiting, _ = hand_out(outputs, tracked=self._tracked[unit - 1], box=box)
+
+    def leave_below(self, unit: int) -> None:
+        """Free the input of ``unit`` on its worker where a copy lies below."""
+        if unit in self.below and unit in self._visits:
+            for storage in self.input_storages(unit):
+                storage.resize_(0)
+
+    def take_gradient(self, unit: int) -> list[Storage]:
+        """Take the gradient of the input of ``unit`` out, and return its storages, each once."""
+        box = self._visits[unit - 1].box
+        held = {i: gradient for i, gradient in enumerate(box.values) if gradient is not None}
+        storages = _unique(held.values())
+        index = {storage._cdata: i for i, storage in enumerate(storages)}
+        self._gradient_forms[unit] = {
+            i: (index[gradient.untyped_storage()._cdata], _form(gradient)) for i, gradient in held.items()
+        }
+        box.values = [None] * len(box.values)
+        return storages
+
+    def put_gradient(self, unit: int, storages: list[Storage]) -> None:
+        """Put the gradient back, from storages in the order of `take_gradient`."""
+        box = self._visits[unit - 1].box
+        for i, (index, form) in self._gradient_forms.pop(unit).items():
+            box.values[i] = _shown(form, storages[index])
+
+    def close(self) -> None:
+        """See `MicrobatchRun.close`."""
+        super().close()
+        self._recomputed.clear()
+        self._copies.clear()
+        self.parameters.clear()
+
+    def _hold(self, visit: UnitVisit, held: Held, outputs: Any) -> None:
+        """See `MicrobatchRun._hold`; what the unit returned moves away by itself, and is computed again."""
+        if visit.selected is not None:
+            visit.selected.leave_out(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
+        super()._hold(visit, held, outputs)
+
+    def _input(self, unit: int) -> tuple[list[Any], tuple[int, ...]]:
+        """What ``unit`` receives, and which of it moves; before the model calls it, what the unit before returned."""
+        if unit in self._visits:
+            return self._visits[unit].leaves, self._moving[unit]
+        leaves = pytree.tree_leaves(self._waiting)
+        tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        return leaves, tuple(i for i in tensors if i in self._passed) or tensors
+
+    def _arrive(self, unit: int) -> UnitVisit:
+        if unit not in self._visits:
+            before = _storages(pytree.tree_leaves(self._waiting))
+            visit = super()._arrive(unit)
+            received = _storages(visit.leaves)
+            known = set(before.values())
+            self._moving[unit] = tuple(
+                i for i, storage in received.items() if i in visit.sources or storage in known
+            )
+            # Blocks return more than the next one asks for (attention weights): that stays where it is.
+            handed = frozenset(received.values())
+            self._passed = frozenset(i for i, storage in before.items() if storage in handed)
+        self._localise(self._visits[unit])
+        return self._visits[unit]
+
+    def _localise(self, visit: UnitVisit) -> None:
+        """Have every argument on the worker's device; what has been copied there before is there."""
+        device = self._glue.device()
+        for i, leaf in enumerate(visit.leaves):
+            if isinstance(leaf, Tensor) and leaf.device != device:
+                key = (device, leaf.untyped_storage()._cdata, _form(leaf))
+                if key not in self._copies:
+                    self._copies[key] = (leaf, leaf.to(device, non_blocking=True))
+                visit.leaves[i] = self._copies[key][1]
+
+    def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
+        def piece() -> UnitCall | Finished:
+            return super(StagedRun, self)._advance(unit, outputs)
+
+        return self._glue.run(self, piece)
+
+    def _end_walk(self) -> None:
+        self._glue.run(self, self._walk.close)
+
+    def _descend(self, unit: int, roots: Roots) -> None:
+        visit, device = self._visits[unit], self._glue.device()
+        visit.box.values = [None if g is None else g.to(device) for g in visit.box.values]
+        for position, source in visit.sources.items():
+            _refill(source, visit.leaves[position])
+        super()._descend(unit, roots)
+
+    def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+        """Put gradients where they belong, or through the code that lies between, on the worker where it ran."""
+        targets = [box_of(tensor) for tensor in tensors]
+        if all(target is not None for target in targets):
+            for (box, position), gradient in zip(targets, gradients, strict=True):  # type: ignore[misc]
+                box.add(position, gradient)
+            return
+        self.pulled_by = self._glue.worker
+        super()._pull(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+
+
+def _storages(leaves: list[Any]) -> dict[int, int]:
+    """The storage of each tensor, by its position in ``leaves``."""
+    return {i: leaf.untyped_storage()._cdata for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+
+def _unique(tensors: Any) -> list[Storage]:
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return list(found.values())
+
+
+def _form(tensor: Tensor) -> _Form:
+    return _Form(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride()))
+
+
+def _shown(form: _Form, storage: Storage) -> Tensor:
+    """A tensor of ``form`` in ``storage``."""
+    shown = torch.empty(0, dtype=form.dtype, device=storage.device)
+    return shown.set_(storage, form.offset, form.size, form.stride)
+
+
+def _refill(source: Tensor, leaf: Tensor) -> None:
+    """Fill the storage of a tensor that was moved away again, where code before the unit may go backward from it."""
+    storage = source.untyped_storage()
+    if storage.nbytes() or box_of(source) is not None:
+        return
+    content = leaf.detach().untyped_storage()
+    storage.resize_(content.nbytes())
+    bytes_of(storage).copy_(bytes_of(content))
+
+
+def bytes_of(storage: Storage) -> Tensor:
+    """A storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

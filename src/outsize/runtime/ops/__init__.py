@@ -1,0 +1,1 @@
+"""What each op of a program does."""

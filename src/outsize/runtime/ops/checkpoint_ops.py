@@ -1,0 +1,203 @@
+"""STORE: hands a unit to whoever keeps checkpoints, as it lies at home between two steps.
+
+The hazards of the program hold the unit's next STEP back until its STORE is done, so nothing is copied first: planes of
+a host home are lent out whole, those of a disk home pass through one small buffer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outsize.codecs.transport import PIECE_ELEMENTS
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
+from outsize.optim.split_masters import join_master
+from outsize.planner.program.ops import Op
+from outsize.runtime.ops.gather_state import Collector
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home_layout import HomeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class UnitAtRest:
+    """A unit between two steps; valid while its STORE runs.
+
+    Attributes:
+        unit: which one.
+        updates: how often each of its trainable parameters has been stepped.
+    """
+
+    unit: UnitSpec
+    updates: Mapping[str, int]
+    _ops: "StoreOps"
+
+    def chunks(self, *planes: str) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield planes side by side, in pieces ``(first element, elements of each)``, each valid until the next.
+
+        Raises:
+            StorageError: the home cannot be read.
+        """
+        return self._ops.chunks(self.unit, planes)
+
+    def residual(self, rank: int) -> Iterator[Tensor]:
+        """Yield what encodings of the unit's gradient have lost on ``rank``, bf16, in pieces valid until the next."""
+        return self._ops.residual(self.unit, rank)
+
+
+class Sink(Protocol):
+    """Takes units, one after the other, on the lane ``store``."""
+
+    def __call__(self, resting: UnitAtRest) -> None:
+        """Keep one unit; what this raises ends the run."""
+
+
+class Counted(Protocol):
+    """What is asked of an optimizer."""
+
+    @property
+    def updates(self) -> Mapping[str, int]:
+        """How often each parameter has been stepped."""
+
+    @property
+    def state(self) -> StateLayout:
+        """How a trained unit lies at home."""
+
+
+class StoreOps:
+    """Reads units for checkpoints.
+
+    Args:
+        spec: the model.
+        home: where its units rest.
+        optimizer: knows how often each parameter has been stepped.
+        buffer: for pieces of a disk home's planes: takes a granule of two of them, or the largest unit; None for a host
+            home.
+        collector: of several ranks, brings their shares to the first; None for a single process.
+        beside: for the weights beside a piece of a collected plane.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        home: HostHome | DiskHome,
+        optimizer: Counted,
+        buffer: Tensor | None,
+        collector: Collector | None = None,
+        beside: Tensor | None = None,
+    ) -> None:
+        self._collector = collector
+        self._beside = beside
+        self._spec = spec
+        self._home = home
+        self._optimizer = optimizer
+        self._buffer = buffer
+        self._layout = HomeLayout(spec, optimizer.state.planes)
+
+    def store(self, op: Op, sink: Sink) -> None:
+        """STORE: home → whoever the program was submitted for."""
+        assert op.unit is not None
+        unit = self._spec.units[op.unit]
+        if self._collector is not None and not self._collector.is_first:
+            self._collector.serve(unit)
+            return
+        counts = self._optimizer.updates
+        updates = {t.name: counts[t.name] for t in unit.tensors if t.name in counts}
+        try:
+            sink(UnitAtRest(unit, updates, self))
+        finally:
+            if self._collector is not None:
+                self._collector.done()
+
+    def chunks(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """See `UnitAtRest.chunks`; the masters can be asked for where they are split, too."""
+        if self._collector is not None and set(planes) != {WEIGHTS}:
+            yield from self._collected(self._collector, unit, planes)
+            return
+        if MASTER in planes and MASTER not in self._optimizer.state.planes:
+            yield from self._joined(unit, planes)
+            return
+        if isinstance(self._home, HostHome):
+            if self._home.packed(unit.index, planes[0]) is not None:
+                yield from self._unpacked(unit, planes)
+                return
+            yield 0, tuple(self._home.view(unit.index, plane) for plane in planes)
+            return
+        numel = self._numel(unit, planes[0])
+        parts, size = self._cut(unit, planes, numel)
+        for start in range(0, numel, size):
+            length = min(size, numel - start)
+            chunk = {plane: part[: self._items(unit, plane, length)] for plane, part in parts.items()}
+            self._home.read_planes(unit.index, start, chunk)
+            yield start, tuple(chunk.values())
+
+    def residual(self, unit: UnitSpec, rank: int) -> Iterator[Tensor]:
+        """See `UnitAtRest.residual`; of several ranks only."""
+        assert self._collector is not None
+        return self._collector.residual(unit, rank)
+
+    def _collected(
+        self, collector: Collector, unit: UnitSpec, planes: Sequence[str]
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of one plane of which each rank has a share, and of the weights beside it if they are asked for."""
+        (shared,) = (plane for plane in planes if plane != WEIGHTS)
+        for start, piece in collector.plane(unit, shared):
+            found = {shared: piece}
+            if WEIGHTS in planes:
+                assert self._beside is not None
+                found[WEIGHTS] = self._beside[: len(piece)]
+                self._home.read(unit.index, WEIGHTS, start, found[WEIGHTS])
+            yield start, tuple(found[plane] for plane in planes)
+
+    def _joined(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of planes of which one is the masters, where these are split."""
+        split = (WEIGHTS, MASTER_LOW, MASTER_TIES)
+        kept = [plane for plane in split if plane in self._optimizer.state.planes]
+        master = torch.empty(min(PIECE_ELEMENTS, unit.numel), dtype=torch.float32)
+        for start, (weights, low, *ties) in self.chunks(unit, kept):
+            length = min(len(weights), unit.numel - start)
+            for first in range(0, length, PIECE_ELEMENTS):
+                last = min(first + PIECE_ELEMENTS, length)
+                found = {MASTER: master[: last - first], WEIGHTS: weights[first:last]}
+                bits = ties[0][first // 8 : last // 8] if ties else None
+                join_master(weights[first:last], low[first:last], bits, found[MASTER])
+                yield start + first, tuple(found[plane] for plane in planes)
+
+    def _items(self, unit: UnitSpec, plane: str, numel: int) -> int:
+        """Items of ``numel`` elements of a plane, whole sectors where it has items for groups of them."""
+        made = self._optimizer.state.planes.get(plane)
+        if made is None or not unit.trainable or made.factor is not None:
+            return numel
+        return made.items(numel)
+
+    def _numel(self, unit: UnitSpec, plane: str) -> int:
+        """Elements of a plane; its items where it holds factors, which are asked for by themselves."""
+        made = self._optimizer.state.planes.get(plane)
+        return unit.numel if made is None or made.factor is None else made.items_of(unit)
+
+    def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""
+        for start in range(0, unit.numel, PIECE_ELEMENTS):
+            length = min(PIECE_ELEMENTS, unit.numel - start)
+            parts = [
+                torch.empty(length, dtype=self._layout.extent(unit.index, plane).dtype) for plane in planes
+            ]
+            self._home.read_planes(unit.index, start, dict(zip(planes, parts, strict=True)))
+            yield start, tuple(parts)
+
+    def _cut(self, unit: UnitSpec, planes: Sequence[str], numel: int) -> tuple[dict[str, Tensor], int]:
+        """Cut the buffer into a part for each plane of ``numel`` elements; returns them, and what each takes."""
+        assert self._buffer is not None
+        assert isinstance(self._home, DiskHome)
+        extents = {plane: self._layout.extent(unit.index, plane) for plane in planes}
+        element_bytes = sum(extent.dtype.itemsize / extent.group for extent in extents.values())
+        size = min(int(self._buffer.nbytes / element_bytes), numel)
+        if size < numel:
+            size -= size % max(self._home.granule_elements, *(e.least * e.group for e in extents.values()))
+        parts, end = {}, 0
+        for plane, extent in extents.items():
+            start, end = end, end + self._items(unit, plane, size) * extent.dtype.itemsize
+            parts[plane] = self._buffer[start:end].view(extent.dtype)
+        return parts, size

@@ -1,0 +1,296 @@
+"""F, FA, FP, FK, FB and B: a unit runs on one microbatch, with its weights in a slot."""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError, OutsizeError
+from outsize.model.split import Split
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Program
+from outsize.runtime.device.device import Device
+from outsize.runtime.forward.binding import Binder
+from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.forward.kept_graph import Keeping
+from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.selective_recompute import Selected
+from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
+from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
+from outsize.runtime.ops.load_ops import WeightOps
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """How the loss is taken.
+
+    Attributes:
+        chunk_tokens: tokens per chunk of head and cross-entropy; None for the model's own loss.
+    """
+
+    chunk_tokens: int | None
+
+
+def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int:
+    """Seed of the random numbers that one piece of code draws: a hash, so that no schedule can change it."""
+    text = f"{seed}/{step}/{unit}/{microbatch}/{int(glue)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+class ComputeOps:
+    """Runs units on microbatches. All its methods are called by one thread, the compute lane's.
+
+    Args:
+        split: the model and its units.
+        forwards: the units' own forwards.
+        binder: puts planes into modules.
+        device: where tensors live.
+        loss: how the loss is taken.
+        seed: of the run.
+        programs: of the steps, by turns; they tell which slot each op finds its unit in.
+        first_backward: the lowest unit that runs backward; below it nothing trains.
+        weights: owner of the slots.
+        graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
+        needed: how far recomputes have to go, see `runtime.forward.short_recompute`.
+        num_products: by unit, how many of its products a backward needs; a unit that is not there has all kept by FP.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        binder: Binder,
+        device: Device,
+        loss: LossSettings,
+        seed: int,
+        programs: tuple[Program, ...],
+        first_backward: int,
+        weights: WeightOps,
+        graph_in_forward: bool = False,
+        needed: Mapping[int, Needed] = MappingProxyType({}),
+        num_products: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self._device = device
+        self._split = split
+        self.shorten(needed, num_products)
+        self._graph_in_forward = graph_in_forward
+        self._slots_used = tuple(slots_used(program) for program in programs)
+        self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
+        self._first_backward = first_backward
+        self._weights = weights
+        self._bound: dict[int, int] = {}
+        self._forwards = forwards
+        self._binder = binder
+        self._loss = loss
+        self._seed = seed
+        units = split.spec.units
+        self._rest_trains = units[-1].kind == "rest" and units[-1].trainable
+        first = min((unit.index for unit in units[: len(forwards)] if unit.trainable), default=len(units))
+        self._tracked = tuple(self._rest_trains or index >= first for index in range(len(forwards)))
+        self._runs: set[MicrobatchRun] = set()
+
+    def forward(self, op: Op, context: StepContext) -> None:
+        """F: the unit's outputs wait for the next unit."""
+        unit, run = self._find(op, context)
+        with self._naming(op), self._device.computing():
+            run.forward(unit, self._forwards[unit], graph=self._graph_in_forward and context.keeps)
+            self._finish_if_cut(op, context, run)
+        if unit < self._first_backward or not context.keeps:
+            run.drop(unit)
+
+    def forward_keep(self, op: Op, context: StepContext) -> None:
+        """FK: the same, and the unit's graph waits for its backward."""
+        unit, run = self._find(op, context)
+        planes = {u: self._planes(u) for u in (unit, len(self._forwards)) if u in self._bound}
+        keeping = Keeping(planes, self._planes, self._device.look)
+        with self._naming(op), self._device.computing():
+            run.forward_keep(unit, self._forwards[unit], keeping)
+            self._finish_if_cut(op, context, run)
+
+    def forward_attention(self, op: Op, context: StepContext) -> None:
+        """FA: the unit's outputs wait for the next unit, and what its attention returned for the recompute."""
+        self._forward_select(op, context, 0)
+
+    def forward_products(self, op: Op, context: StepContext) -> None:
+        """FP: the same, and what its products returned, as far as a backward needs it."""
+        self._forward_select(op, context, self._num_products.get(op.unit or 0))
+
+    def _forward_select(self, op: Op, context: StepContext, most_products: int | None) -> None:
+        unit, run = self._find(op, context)
+        with self._naming(op), self._device.computing():
+            run.forward_select(unit, self._forwards[unit], Selected(most_products))
+            self._finish_if_cut(op, context, run)
+
+    def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:
+        """In a step that is cut the model ends behind its last unit, and the caller gets what it returns."""
+        if self._cut and op.unit == len(self._forwards) - 1:
+            context.deliver(run.finish(op.unit))
+            self._runs.discard(run)  # from here on it is the context's
+
+    def forward_backward(self, op: Op, context: StepContext) -> None:
+        """FB: the last unit, the loss, and the backward of both."""
+        unit, run = self._find(op, context)
+        assert op.microbatch is not None
+        microbatch = context.microbatches[op.microbatch]
+        with self._naming(op), self._device.computing():
+            if self._loss.chunk_tokens is None:
+                divisor = microbatch.divisor / context.loss_scale
+                loss = run.forward_backward(unit, self._forwards[unit], divisor)
+            else:
+                loss = self._chunked(run, unit, microbatch, context)
+        context.losses[op.microbatch] = loss / context.loss_scale
+        if unit == self._first_backward:
+            self._end(op.microbatch, context)
+
+    def backward(self, op: Op, context: StepContext) -> None:
+        """B: recompute unless kept, and backward; the passage ends with the lowest unit that runs one."""
+        unit, run = self._find(op, context)
+        assert op.microbatch is not None
+        given = context.output_gradients.pop(op.microbatch, None) if unit == len(self._forwards) - 1 else None
+        with self._naming(op), self._device.computing(), self._apart():
+            if given is not None:
+                torch.autograd.backward(*given)
+            run.backward(unit, self._forwards[unit])
+        if unit == self._first_backward:
+            self._end(op.microbatch, context)
+
+    def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
+        """Have recomputes of what begins from now on go as far as ``needed`` says; between programs only.
+
+        ``num_products`` are those of which an FP keeps what they return.
+        """
+        self._num_products = num_products
+        modules = self._split.modules
+        self._shortcuts: Shortcuts | None = None
+        if needed:
+            self._shortcuts = Shortcuts(needed, self._device.look, lambda unit: is_watched(modules[unit]))
+
+    def close(self) -> None:
+        """Unwind every forward that is under way; called by the compute lane's thread when it ends."""
+        for run in self._runs:
+            run.close()
+        self._runs.clear()
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Context of a backward.
+
+        In a cut step the caller's own backward waits for it, and keeps autograd's thread of a GPU to itself. On a CPU
+        there is no such thread, and a backward that is kept off threads takes a fifth longer.
+        """
+        if self._cut and self._device.torch_device.type == "cuda":
+            return torch.autograd.set_multithreading_enabled(False)
+        return nullcontext()
+
+    def let_go(self) -> None:
+        """Give the modules their own parameters back; for another thread, while this one has nothing to do."""
+        for unit in self._bound:
+            self._binder.unbind(self._split.spec.units[unit])
+        self._bound.clear()
+
+    def _find(self, op: Op, context: StepContext) -> tuple[int, MicrobatchRun]:
+        assert op.unit is not None
+        assert op.microbatch is not None
+        self._bind(op, context)
+        if op.microbatch not in context.runs:
+            context.runs[op.microbatch] = self._begin(op.microbatch, context)
+        return op.unit, context.runs[op.microbatch]
+
+    def _bind(self, op: Op, context: StepContext) -> None:
+        """Show the modules of the op's unit, and of the rest, the slots that the program has put them into."""
+        slots = (self._slots_used[context.program] if context.slots is None else context.slots)[op]
+        for unit in (op.unit, len(self._forwards)):
+            slot = slots.get(unit) if unit is not None else None
+            if unit is not None and slot is not None and self._bound.get(unit) != slot:
+                self._binder.bind(self._split.spec.units[unit], *self._weights.planes(unit, slot))
+                self._bound[unit] = slot
+
+    def _planes(self, unit: int) -> tuple[Tensor, ...]:
+        """The weights of a unit where they lie now."""
+        return self._weights.planes(unit, self._bound[unit])
+
+    def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
+        # Not `self` and `context`, which hold the run that will hold this.
+        seed, step, on_cuda = self._seed, context.number, self._device.torch_device.type == "cuda"
+        among_all = context.first_microbatch + microbatch
+
+        def reseed(unit: int, glue: bool) -> None:
+            torch.default_generator.manual_seed(seed_of(seed, step, unit, among_all, glue))
+            if on_cuda:
+                torch.cuda.manual_seed(seed_of(seed, step, unit, among_all, glue))
+
+        inputs = pytree.tree_map_only(
+            Tensor,
+            lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
+            dict(context.microbatches[microbatch].inputs),
+        )
+        if self._loss.chunk_tokens is not None:
+            inputs.pop("labels", None)
+        return self._make_run(inputs, reseed, context)
+
+    def _make_run(
+        self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
+    ) -> MicrobatchRun:
+        tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
+        run = MicrobatchRun(
+            self._split.model,
+            inputs,
+            tracked,
+            reseed,
+            graph=context.keeps,
+            ambient=context.ambient,
+            shortcuts=self._shortcuts,
+        )
+        self._runs.add(run)
+        return run
+
+    def _end(self, microbatch: int, context: StepContext) -> None:
+        run = context.runs.pop(microbatch)
+        run.close()
+        self._runs.discard(run)
+
+    def _chunked(self, run: MicrobatchRun, unit: int, microbatch: Microbatch, context: StepContext) -> Tensor:
+        hidden = run.head_input(unit)
+        if math.isinf(
+            microbatch.divisor
+        ):  # no target, no gradient: not even one of zeros, which would be stepped
+            run.drop(unit)
+            return torch.zeros(())
+        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
+        assert self._loss.chunk_tokens is not None
+        loss, gradient = chunked_head_loss(
+            self._forwards[unit],
+            hidden,
+            targets,
+            microbatch.targets / context.loss_scale,
+            self._loss.chunk_tokens,
+        )
+        run.backward_from_head_input(unit, gradient)
+        return loss
+
+    def _naming(self, op: Op) -> "_Naming":
+        assert op.unit is not None
+        return _Naming(f"{op}, unit {self._split.spec.units[op.unit].name}")
+
+
+class _Naming:
+    """Says in which op and unit the model's own code raised."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OutsizeError):
+            advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
+            raise ModelError(
+                f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
+            ) from error

@@ -1,0 +1,128 @@
+"""What the ops of one step share: its number, its microbatches, its learning rate, and what they find out."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
+from outsize.planner.program.program import Program
+from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.ops.encoded_storage import Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch and its share of the loss.
+
+    Attributes:
+        inputs: keyword arguments of the model's forward.
+        divisor: what the model's own (mean) loss of this microbatch is divided by, so that microbatches add up to the
+            token-weighted mean over the batch: targets in the batch / targets in this microbatch.
+        targets: targets in the whole batch, the divisor of a summed loss.
+    """
+
+    inputs: Mapping[str, Any]
+    divisor: float
+    targets: int
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One step of training.
+
+    Attributes:
+        number: step of the run, from 0; seeds randomness.
+        learning_rate: of this step.
+        tokens: trained tokens of the step.
+        loss_scale: what losses are multiplied by before the backward (fp16), 1.0 otherwise.
+        microbatches: in order.
+        runs: passages under way, by microbatch.
+        losses: loss of each microbatch, unscaled, in order of completion; they add up to the loss of the step.
+        norms: gradient norms by unit, one for each tensor that received a gradient.
+        squares: of several ranks, sums of squares of this one's share of the summed gradients by unit, fp64 [tensors].
+        touched: positions of the tensors that received a gradient, by unit.
+        gradient_norm: global norm before clipping, after CLIP; None where clipping is off.
+        coefficient: what gradients are multiplied by before the update; None for nothing.
+        agreed_loss: of all ranks together, as soon as they have agreed; None before, and of a single rank.
+        first_microbatch: number of this rank's first microbatch among those of all ranks; seeds randomness.
+        unit_clips: norm and coefficient of each unit that is clipped by its own norm, where they were taken.
+        unit_coefficients: these coefficients on the host, once the gradient has left.
+        skipped: whether CLIP decided that this step changes no weight.
+        skipped_before: numbers of the steps before it that changed none.
+        program: which of the programs that take turns this step follows.
+        brought: how often the gradient of each unit has come home; in stages, once for every round.
+        fetched: how often the input of each unit for each microbatch has been fetched.
+        below: what lies below the workers, by unit, microbatch and kind.
+        ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
+        keeps: whether a backward will follow; without one nothing is kept of a forward.
+        slots: see `slots_used`, where the program is not the plan's own.
+        deliver: called with what the model returned for each microbatch, in order, where the step is cut.
+        output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
+    """
+
+    number: int
+    learning_rate: float
+    microbatches: tuple[Microbatch, ...]
+    tokens: int = 0
+    loss_scale: float = 1.0
+    runs: dict[int, MicrobatchRun] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    touched: dict[int, frozenset[int]] = field(default_factory=dict)
+    gradient_norm: float | None = None
+    coefficient: Tensor | None = None
+    agreed_loss: float | None = None
+    first_microbatch: int = 0
+    unit_clips: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
+    skipped: bool = False
+    skipped_before: AbstractSet[int] = frozenset()
+    program: int = 0
+    brought: Counter[int] = field(default_factory=Counter)
+    fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
+    below: dict[tuple[int | None, int | None, str], list[Parcel]] = field(default_factory=dict)
+    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    keeps: bool = True
+    slots: Mapping[Op, Mapping[int, int]] | None = None
+    deliver: Callable[[Any], None] = lambda _: None
+    output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+
+    def norm(self) -> float:
+        """Global norm of the gradients before clipping, once all backwards have run; NaN where no norms are taken."""
+        if self.gradient_norm is not None:
+            return self.gradient_norm
+        found = [norm[at] for unit, norm in self.norms.items() for at in sorted(self.touched[unit])]
+        return float(torch.linalg.vector_norm(torch.stack(found))) if found else float("nan")
+
+    def coefficient_of(self, unit: int) -> Tensor | None:
+        """What the gradient of ``unit`` is multiplied by before its update; None for nothing."""
+        return self.unit_coefficients.get(unit, self.coefficient)
+
+    def loss(self) -> float:
+        """Loss of the step: the sum over microbatches, each weighted by its targets; of all ranks once agreed."""
+        if self.agreed_loss is not None:
+            return self.agreed_loss
+        return sum(self.losses[m].item() for m in range(len(self.microbatches)))
+
+
+def slots_used(program: Program) -> dict[Op, dict[int, int]]:
+    """For each F, FB, R and B of ``program``: the slot of each unit that lies with its worker at that point."""
+    slots: defaultdict[int | None, dict[int, int]] = defaultdict(dict)
+    found: dict[Op, dict[int, int]] = {}
+    for op in program.ops:
+        if op.unit is None:
+            continue
+        if op.kind is Kind.LOAD and op.slot is not None:
+            slots[op.worker][op.unit] = op.slot
+        elif op.kind is Kind.FREE:
+            slots[op.worker].pop(op.unit, None)
+        elif op.kind in COMPUTE_KINDS:
+            found[op] = dict(slots[op.worker])
+    return found

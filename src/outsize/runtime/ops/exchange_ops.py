@@ -1,0 +1,292 @@
+"""REDUCE, AGREE and GATHER: gradients, norms and weights between the ranks that share a step.
+
+The story of a unit, on every rank:
+
+1. A GRAD has put the whole gradient of this rank's microbatches into a host buffer. REDUCE tells the others which of
+   its tensors got one, and zeroes the rest: it holds anything. Then each rank sends every other the elements which that
+   one owns, chunk by chunk, and adds up what it gets, in the order of ranks, into its own share of the gradient at
+   home. Squares of that share, tensor by tensor, are kept for the norm.
+2. AGREE sends these squares and the loss to all. Each rank adds them up in the order of ranks, so that all have the
+   same norms and the same loss, to the bit, and decide the same in CLIP.
+3. STEP steps the own share. GATHER sends its new weights to all others, and puts theirs beside them.
+
+A piece crosses the network once and is rounded once, if at all: it is added by the rank that owns it, not on the way
+round a ring. So the same number of ranks gives the same bits, and all ranks have the same weights.
+
+Lanes ``net:reduce`` and ``net:gather`` have a channel each, on which all ranks do the same in the same order. Whatever
+is first in the programs and not done can be done everywhere: nobody waits for ever.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.codecs.delta import apply_difference
+from outsize.codecs.open import open_codec
+from outsize.codecs.wire import Wire
+from outsize.group.group import Group
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
+from outsize.optim.shares import shares
+from outsize.planner.memory.exchange_memory import NetStaging
+from outsize.planner.program.ops import Op
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.forward.binding import TORCH_DTYPE
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.link_codecs import EncodedWeights, gaps
+from outsize.runtime.ops.load_ops import typed_plane
+from outsize.runtime.ops.wire_codec import GradientWire, Residuals, seed_of_piece
+from outsize.storage.arena import Arena
+from outsize.storage.home import DiskHome, HostHome
+
+REDUCE_CHANNEL, GATHER_CHANNEL = "reduce", "gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A run that several ranks share, as one of them sees it.
+
+    Attributes:
+        group: the ranks.
+        wire: how they write what they exchange.
+        staging: what is set aside for it.
+    """
+
+    group: Group
+    wire: Wire
+    staging: NetStaging
+
+
+class ExchangeOps:
+    """Exchanges gradients and weights with other ranks.
+
+    Args:
+        spec: the model.
+        shared: with whom, and how.
+        home: weights of all units, and the own share of everything else.
+        host_buffers: where GRADs put gradients.
+        arena: where memory for what is under way comes from.
+        encoded: told of units whose weights have changed; None where nobody wants to know.
+
+    Attributes:
+        former: room in which a STEP keeps weights that it changes, where changes are sent; None where weights are.
+        residuals: what encodings of gradients have lost here; None without error feedback.
+        reduced: bytes sent of gradients so far.
+        gathered: bytes sent of weights so far.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shared: Shared,
+        home: HostHome | DiskHome,
+        host_buffers: Sequence[Tensor],
+        arena: Arena,
+        encoded: EncodedWeights | None = None,
+    ) -> None:
+        group, wire, staging = shared.group, shared.wire, shared.staging
+        self._spec, self._home, self._host_buffers, self._encoded = spec, home, host_buffers, encoded
+        self.rank, self._size = group.rank, group.size
+        self._shares = shares(spec, group.size)
+        self._reducing, self._gathering = group.channel(REDUCE_CHANNEL), group.channel(GATHER_CHANNEL)
+        self._chunk = staging.chunk_elements
+        others = [rank for rank in range(group.size) if rank != group.rank]
+
+        def for_each(num_bytes: int) -> dict[int, Tensor]:
+            return {rank: arena.take(num_bytes, "network") for rank in others} if num_bytes else {}
+
+        def one(num_bytes: int, dtype: torch.dtype) -> Tensor | None:
+            return arena.take(num_bytes, "network").view(dtype) if num_bytes else None
+
+        self._gradient_in, self._gradient_out = for_each(staging.gradient_in), for_each(staging.gradient_out)
+        self._decoded, self._summed = one(staging.decoded, torch.float32), one(staging.summed, torch.float32)
+        self._weight_in = for_each(staging.weight_in)
+        self._weight_out = one(staging.weight_out, torch.uint8)
+        self._changed = one(staging.changed, TORCH_DTYPE[spec.dtype])
+        self.former = one(staging.former, torch.int16)
+        self._delta = open_codec("delta") if wire.weights == "delta" else None
+        self.residuals = Residuals(spec, self.own, arena) if wire.feedback else None
+        self._wire = GradientWire(wire, self.residuals, one(staging.lost, torch.float32))
+        self.reduced = Moved()
+        self.gathered = Moved()
+
+    @property
+    def own(self) -> tuple[range, ...]:
+        """The elements of each unit that this rank steps."""
+        return tuple(ranges[self.rank] for ranges in self._shares)
+
+    def reduce(self, op: Op, context: StepContext) -> None:
+        """REDUCE: host buffer → the own share of the gradient at home, summed over all ranks."""
+        assert op.unit is not None
+        assert op.buffer is not None
+        unit = self._spec.units[op.unit]
+        plane = typed_plane(self._host_buffers[op.buffer], unit, "fp32")
+        ranges = self._shares[op.unit]
+        self._tell_touched(unit, plane, context)
+        squares = torch.zeros(len(unit.tensors), dtype=torch.float64)
+        for chunk, start in enumerate(range(0, max(map(len, ranges)), self._chunk)):
+            parts = [part[start : start + self._chunk] for part in ranges]
+            summed = self._reduce_chunk(unit, plane, parts, chunk, context)
+            if summed is not None:
+                _add_squares(squares, unit, parts[self.rank], summed)
+        context.squares[op.unit] = squares
+
+    def agree(self, op: Op, context: StepContext) -> None:
+        """AGREE: loss and norms of this rank → those of all."""
+        units = sorted(context.squares)
+        own = torch.cat(
+            [torch.tensor([context.loss()], dtype=torch.float64), *(context.squares[u] for u in units)]
+        )
+        arrived = {rank: torch.empty_like(own) for rank in range(self._size) if rank != self.rank}
+        self._reducing.exchange(dict.fromkeys(arrived, own), arrived)
+        total = torch.zeros_like(own)
+        for rank in range(self._size):
+            total += own if rank == self.rank else arrived[rank]
+        sizes = [1, *(len(context.squares[unit]) for unit in units)]
+        loss, *squares = torch.split(total, sizes)
+        context.agreed_loss = loss.item()
+        context.norms |= {unit: found.sqrt().float() for unit, found in zip(units, squares, strict=True)}
+
+    def gather(self, op: Op, context: StepContext) -> None:
+        """GATHER: the own share of the weights → all other homes, and theirs into this one."""
+        assert op.unit is not None
+        if context.skipped:
+            return
+        unit = self._spec.units[op.unit]
+        if isinstance(self._home, HostHome) and self._delta is None:
+            self._gather_in_place(unit, self._home.view(op.unit, WEIGHTS))
+        elif isinstance(self._home, HostHome):
+            for parts in self._chunks(unit):
+                self._gather_changes(unit, parts, self._home)
+        else:
+            for parts in self._chunks(unit):
+                self._gather_on_disk(unit, parts)
+        if self._encoded is not None:
+            self._encoded.stepped(op.unit)
+
+    def _tell_touched(self, unit: UnitSpec, plane: Tensor, context: StepContext) -> None:
+        """Zero what got no gradient here, and learn of which tensors any rank has one."""
+        touched = context.touched[unit.index]
+        for start, stop in gaps(unit, touched):
+            plane[start:stop].zero_()
+        own = torch.tensor([position in touched for position in range(len(unit.tensors))], dtype=torch.uint8)
+        arrived = {rank: torch.empty_like(own) for rank in range(self._size) if rank != self.rank}
+        self._reducing.exchange(dict.fromkeys(arrived, own), arrived)
+        for flags in arrived.values():
+            own |= flags
+        context.touched[unit.index] = frozenset(own.nonzero().flatten().tolist())
+
+    def _reduce_chunk(
+        self, unit: UnitSpec, plane: Tensor, parts: Sequence[range], chunk: int, context: StepContext
+    ) -> Tensor | None:
+        """Exchange one chunk of every share; returns the own one, summed; None where this rank has none."""
+        mine = parts[self.rank]
+        outgoing, incoming = {}, {}
+        for rank, part in enumerate(parts):
+            if rank == self.rank:
+                continue
+            piece = plane[part.start : part.stop]
+            if len(part) and self._wire.as_it_is:
+                outgoing[rank] = piece
+            elif len(part):
+                seed = seed_of_piece(context.number, unit.index, rank, chunk)
+                room = self._gradient_out[rank]
+                outgoing[rank] = self._wire.write(piece, unit.index, part, room, seed, context.loss_scale)
+            if len(mine):
+                incoming[rank] = self._wire.room(self._gradient_in[rank], len(mine))
+        self._reducing.exchange(outgoing, incoming)
+        sent = sum(len(part) for rank, part in enumerate(parts) if rank != self.rank)
+        self.reduced = self.reduced.and_then(sum(piece.nbytes for piece in outgoing.values()), 4 * sent)
+        if not len(mine):
+            return None
+        total = self._target(unit.index, mine)
+        own = plane[mine.start : mine.stop]
+        decoded = None if self._decoded is None else self._decoded[: len(mine)]
+        for rank in range(self._size):
+            piece = own if rank == self.rank else self._wire.read(incoming[rank], decoded)
+            total.add_(piece) if rank else total.copy_(piece)
+        if not isinstance(self._home, HostHome):
+            self._home.write(unit.index, GRADIENT, mine.start, total)
+        return total
+
+    def _target(self, unit: int, part: range) -> Tensor:
+        """Where a chunk of the own share is summed: at home, or on its way to the disk."""
+        if isinstance(self._home, HostHome):
+            first = self.own[unit].start
+            return self._home.view(unit, GRADIENT)[part.start - first : part.stop - first]
+        assert self._summed is not None
+        return self._summed[: len(part)]
+
+    def _chunks(self, unit: UnitSpec) -> Iterator[list[range]]:
+        ranges = self._shares[unit.index]
+        for start in range(0, max(map(len, ranges)), self._chunk):
+            yield [part[start : start + self._chunk] for part in ranges]
+
+    def _gather_in_place(self, unit: UnitSpec, plane: Tensor) -> None:
+        """Send and receive weights where they lie."""
+        cut = {rank: plane[part.start : part.stop] for rank, part in enumerate(self._shares[unit.index])}
+        own = cut.pop(self.rank)
+        self._gathering.exchange(
+            dict.fromkeys(cut, own) if len(own) else {},
+            {rank: piece for rank, piece in cut.items() if len(piece)},
+        )
+        self.gathered = self.gathered.and_then(own.nbytes * len(cut), own.nbytes * len(cut))
+
+    def _gather_on_disk(self, unit: UnitSpec, parts: Sequence[range]) -> None:
+        """The same, of one chunk of every share, by way of memory."""
+        assert self._weight_out is not None
+        dtype, mine = TORCH_DTYPE[self._spec.dtype], parts[self.rank]
+
+        def room(memory: Tensor, part: range) -> Tensor:
+            return memory[: len(part) * dtype.itemsize].view(dtype)
+
+        own = room(self._weight_out, mine)
+        if len(mine):
+            self._home.read(unit.index, WEIGHTS, mine.start, own)
+        arriving = {
+            rank: room(memory, parts[rank]) for rank, memory in self._weight_in.items() if len(parts[rank])
+        }
+        self._gathering.exchange(dict.fromkeys(self._weight_in, own) if len(mine) else {}, arriving)
+        for rank, piece in arriving.items():
+            self._home.write(unit.index, WEIGHTS, parts[rank].start, piece)
+        sent = own.nbytes * len(self._weight_in)
+        self.gathered = self.gathered.and_then(sent, sent)
+
+    def _gather_changes(self, unit: UnitSpec, parts: Sequence[range], home: HostHome) -> None:
+        """Send what has changed of the own weights, which STEP has left in the gradient's memory, and apply others'."""
+        assert self._weight_out is not None
+        assert self._changed is not None
+        assert self._delta is not None
+        mine, plane = parts[self.rank], home.view(unit.index, WEIGHTS)
+        size = 0
+        if len(mine):
+            first = self.own[unit.index].start
+            changed = home.view(unit.index, GRADIENT).view(plane.dtype)[
+                mine.start - first : mine.stop - first
+            ]
+            size = self._delta.encode(changed, self._weight_out)
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._weight_in}
+        self._gathering.exchange(dict.fromkeys(sizes, torch.tensor([size])), sizes)
+        arriving = {
+            rank: self._weight_in[rank][: int(length)] for rank, length in sizes.items() if int(length)
+        }
+        self._gathering.exchange(dict.fromkeys(sizes, self._weight_out[:size]) if size else {}, arriving)
+        for rank, piece in arriving.items():
+            changed = self._changed[: len(parts[rank])]
+            self._delta.decode(piece, changed)
+            apply_difference(changed, plane[parts[rank].start : parts[rank].stop])
+        logical = len(mine) * plane.itemsize
+        self.gathered = self.gathered.and_then(size * len(sizes), logical * len(sizes))
+
+
+def _add_squares(squares: Tensor, unit: UnitSpec, part: range, summed: Tensor) -> None:
+    """Add to ``squares`` the sum of the squares of each tensor of a unit in elements ``part``, in fp64."""
+    for position, tensor in enumerate(unit.tensors):
+        start, stop = max(tensor.offset, part.start), min(tensor.offset + tensor.numel, part.stop)
+        if start < stop:
+            piece = summed[start - part.start : stop - part.start]
+            norm = torch.linalg.vector_norm(piece, dtype=torch.float64).item()
+            squares[position] += norm * norm if math.isfinite(norm) else norm

@@ -1,0 +1,285 @@
+"""ACC, SUM, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outsize.errors import NonFiniteError
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.clip import clip_coefficient, gradient_norms
+from outsize.planner.program.ops import Op
+from outsize.runtime.device.device import Device
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.link_codecs import GradientCarrier
+from outsize.runtime.ops.load_ops import typed_plane
+from outsize.storage.arena import Arena
+from outsize.storage.home import DiskHome, HostHome
+
+# Gradients are rounded in pieces of 1 MiB, of which a copy is made.
+PIECE_ELEMENTS = 2**18
+GradientObserver = Callable[[int, frozenset[int], Tensor], None]
+
+
+class GradientOps:
+    """Sums gradients on the device, takes their norms, and brings them home.
+
+    Args:
+        spec: the model.
+        device: owner of the accumulators.
+        home: where gradients rest until the optimizer takes them.
+        sums: the running sums.
+        accumulators: one byte buffer per accumulator, the rest's last where there is a rest.
+        host_buffers: byte buffers for units between device and disk.
+        parameter_order: position of each parameter in ``model.parameters()``, for the order of the norms.
+        max_grad_norm: global norm to clip to; infinity only takes the norm.
+        clips: whether the program has a CLIP; without one a step is judged by its loss, and each unit by its own
+            gradient before it steps.
+        skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
+        observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
+        times_home: how often the gradient of a unit comes home in a step, where that is more than once.
+        carrier: brings gradients home encoded, once they are whole; None where they go as they are.
+        unit_clips: whether each unit is clipped by its own norm, which its NORM takes.
+        dtype: in which gradients wait at home.
+        tiles: where gradients that pass through a ring go, by tile buffer; fp32 [tile_elements] each.
+        tile_elements: elements per tile.
+
+    Attributes:
+        down: what has moved home so far.
+        bytes_up: that came back to be summed on.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        home: HostHome | DiskHome,
+        sums: GradientSums,
+        accumulators: list[Tensor],
+        host_buffers: list[Tensor],
+        *,
+        parameter_order: dict[str, int],
+        max_grad_norm: float,
+        clips: bool,
+        skip_nonfinite: bool,
+        observe: GradientObserver | None = None,
+        times_home: Mapping[int, int] = MappingProxyType({}),
+        carrier: GradientCarrier | None = None,
+        unit_clips: bool = False,
+        dtype: str = "fp32",
+        tiles: Sequence[Tensor] = (),
+        tile_elements: int = 0,
+    ) -> None:
+        self._carrier = carrier
+        self._unit_clips = unit_clips
+        self._dtype = dtype
+        self._tiles = tiles
+        self._tile_elements = tile_elements
+        self._times_home = times_home
+        self._spec = spec
+        self._device = device
+        self._home = home
+        self._sums = sums
+        self._accumulators = accumulators
+        self._host_buffers = host_buffers
+        self._order = parameter_order
+        self._max_grad_norm = max_grad_norm
+        self._clips = clips
+        self._skip_nonfinite = skip_nonfinite
+        self._observe = observe
+        self._plane_of: dict[int, Tensor] = {}
+        self.down = Moved()
+        self.bytes_up = 0
+
+    @property
+    def bytes_down(self) -> int:
+        """That went home over the link."""
+        return self.down.wire
+
+    def accumulate(self, op: Op, context: StepContext) -> None:
+        """ACC: from now on this accumulator sums the gradient of the unit."""
+        assert op.unit is not None
+        assert op.slot is not None
+        unit = self._spec.units[op.unit]
+        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
+        self._plane_of[op.unit] = plane
+        self._sums.open(unit, plane)
+
+    def sum_on(self, op: Op, context: StepContext) -> None:
+        """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added.
+
+        `StepContext.touched` says of which tensors there is one.
+        """
+        assert op.unit is not None
+        assert op.slot is not None
+        unit = self._spec.units[op.unit]
+        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
+        self._plane_of[op.unit] = plane
+        if isinstance(self._home, HostHome):
+            self._device.copy(plane, self._home.view(op.unit, "gradient"))
+        elif plane.device.type == "cpu":
+            self._home.read(op.unit, "gradient", 0, plane)
+        else:
+            with Arena() as arena:
+                staged = arena.take(plane.nbytes, "gradient on its way up").view(plane.dtype)
+                self._home.read(op.unit, "gradient", 0, staged)
+                plane.copy_(staged)
+        self.bytes_up += plane.nbytes
+        self._sums.open(unit, plane, context.touched[op.unit])
+
+    def norm(self, op: Op, context: StepContext) -> None:
+        """NORM: one norm for each tensor of the unit, where the gradient lies."""
+        assert op.unit is not None
+        context.touched[op.unit] = self._sums.touched(op.unit)
+        context.norms[op.unit] = gradient_norms(self._spec.units[op.unit], self._plane_of[op.unit])
+        if self._unit_clips:
+            norms = self._ordered([op.unit], context)
+            context.unit_clips[op.unit] = clip_coefficient(norms, self._max_grad_norm)
+
+    def _judge(self, unit: int, plane: Tensor, context: StepContext) -> None:
+        """Without CLIP: go no further with a step whose loss, or with a unit whose gradient, is not finite.
+
+        The coefficient of a unit that is clipped by its own norm is brought to the host here, where nothing that
+        computes waits for it.
+
+        Raises:
+            NonFiniteError: so it is.
+        """
+        self._check(context)
+        if unit not in context.unit_clips:
+            self._check_gradient(self._spec.units[unit], context.touched[unit], plane, context)
+            return
+        total, coefficient = context.unit_clips[unit]
+        if not torch.isfinite(total):
+            self._refuse(self._spec.units[unit], context)
+        context.unit_coefficients[unit] = coefficient.cpu()
+
+    def to_ring(self, op: Op, context: StepContext) -> None:
+        """GRAD of a tile: accumulator → tile buffer. The accumulator is free behind the last."""
+        assert op.unit is not None
+        assert op.tile is not None
+        assert op.buffer is not None
+        unit = self._spec.units[op.unit]
+        plane = self._plane_of[op.unit]
+        if op.tile == 0:
+            context.touched[op.unit] = self._sums.close(op.unit)
+            context.brought[op.unit] += 1
+            if not context.skipped:
+                self._judge(op.unit, plane, context)
+            if self._observe is not None:
+                self._observe(op.unit, context.touched[op.unit], plane)
+        start = op.tile * self._tile_elements
+        part = plane[start : start + self._tile_elements]
+        self.down = self.down.and_then(part.nbytes, part.nbytes)
+        self._device.copy(self._tiles[op.buffer][: part.numel()], part)
+        if start + part.numel() == unit.numel:
+            del self._plane_of[op.unit]
+
+    def bring_home(self, op: Op, context: StepContext) -> None:
+        """GRAD: accumulator → home or host buffer."""
+        assert op.unit is not None
+        plane = self._plane_of.pop(op.unit)
+        context.touched[op.unit] = self._sums.close(op.unit)
+        context.brought[op.unit] += 1
+        whole = context.brought[op.unit] == self._times_home.get(op.unit, 1)
+        # A pass without losses of its own is judged by the caller, see `planner.passes.step_parts`.
+        if whole and not self._clips and context.losses and not context.skipped:
+            self._judge(op.unit, plane, context)
+        if whole and self._observe is not None:
+            self._observe(op.unit, context.touched[op.unit], plane)
+        target = self._target(op.unit, op.buffer)
+        if self._carrier is not None and target is not None and whole:
+            wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)
+            self.down = self.down.and_then(wire_bytes, plane.nbytes)
+            return
+        wire = plane if self._dtype == "fp32" else _narrowed(plane, TORCH_DTYPE[self._dtype])
+        self.down = self.down.and_then(wire.nbytes, plane.nbytes)
+        if target is not None:
+            self._device.copy(target, wire)
+        else:
+            self._home.write(op.unit, "gradient", 0, wire)
+
+    def write(self, op: Op, context: StepContext) -> None:
+        """WRITE of a whole unit: host buffer → disk."""
+        assert op.unit is not None
+        assert op.buffer is not None
+        self._home.write(op.unit, "gradient", 0, self._staged(op.unit, op.buffer))
+
+    def clip(self, op: Op, context: StepContext) -> None:
+        """CLIP: norms become one coefficient; what is not finite goes no further.
+
+        Raises:
+            NonFiniteError: the loss or the norm is NaN or infinite, and steps are not to be skipped.
+        """
+        ordered = [norm / context.loss_scale for norm in self._ordered(context.norms, context)]
+        ordered = [norm.to(ordered[0].device) for norm in ordered]
+        total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
+        context.gradient_norm = total.item()
+        context.coefficient = (coefficient / context.loss_scale).cpu()
+        self._check(context)
+
+    def _ordered(self, units: Iterable[int], context: StepContext) -> list[Tensor]:
+        """The norms of what received a gradient in ``units``, in the order of ``model.parameters()``."""
+        norms = [
+            (self._order[tensor.name], norm)
+            for unit in units
+            for position, (tensor, norm) in enumerate(
+                zip(self._spec.units[unit].tensors, context.norms[unit].unbind(), strict=True)
+            )
+            if position in context.touched[unit]
+        ]
+        return [norm for _, norm in sorted(norms, key=lambda pair: pair[0])]
+
+    def _check(self, context: StepContext) -> None:
+        norm = context.gradient_norm
+        if math.isfinite(context.loss()) and (norm is None or math.isfinite(norm)):
+            return
+        context.skipped = True
+        if self._skip_nonfinite:
+            return
+        detail = "" if norm is None else f", gradient norm {norm:g}"
+        raise NonFiniteError(
+            f"step {context.number + 1}: loss {context.loss():g}{detail}; no weight was changed. Try a lower "
+            "optimizer.lr, fp32 or bf16 instead of fp16, or train.on_nonfinite=skip to go on"
+        )
+
+    def _check_gradient(
+        self, unit: UnitSpec, touched: frozenset[int], plane: Tensor, context: StepContext
+    ) -> None:
+        """Without CLIP: keep a unit from stepping by a gradient that is not finite, and all that step after it."""
+        views = tensor_views(unit, plane)
+        # Both extremes of a tensor are finite only if all of it is; unlike `isfinite`, they take no memory.
+        extremes = [extreme for position in touched for extreme in torch.aminmax(views[position])]
+        if not extremes or torch.stack(extremes).isfinite().all():
+            return
+        self._refuse(unit, context)
+
+    def _refuse(self, unit: UnitSpec, context: StepContext) -> None:
+        context.skipped = True
+        raise NonFiniteError(
+            f"step {context.number + 1}: loss {context.loss():g}, gradient of {unit.name} not finite; nothing of this "
+            "step is saved. Try a lower optimizer.lr, or optimizer.clip=global with optimizer.max_grad_norm, or with "
+            "train.on_nonfinite=skip to go on: both look at all gradients before any unit steps"
+        )
+
+    def _target(self, unit: int, buffer: int | None) -> Tensor | None:
+        """Where in host memory the gradient of a unit goes: a host buffer, or its home; None for a home on disk."""
+        if buffer is not None:
+            return self._staged(unit, buffer)
+        return self._home.view(unit, "gradient") if isinstance(self._home, HostHome) else None
+
+    def _staged(self, unit: int, buffer: int) -> Tensor:
+        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._dtype)
+
+
+def _narrowed(plane: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round ``plane`` to a narrower ``dtype`` in the memory that it lies in, piece by piece from its start."""
+    narrow = plane.view(dtype)[: plane.numel()]
+    for start in range(0, plane.numel(), PIECE_ELEMENTS):
+        piece = plane[start : start + PIECE_ELEMENTS].to(dtype)
+        narrow[start : start + PIECE_ELEMENTS] = piece
+    return narrow

@@ -1,0 +1,166 @@
+"""SAVE, FETCH, SEND and RECV between workers: inputs and their gradients, by way of host memory, and PASS and RETURN.
+
+A copy of an input stays there until its last FETCH of the step, which may be the one for its backward. What arrives
+lies in fresh memory of the worker; what has left is empty, whoever still refers to it. Inputs may go encoded; a stage's
+forward and backward then see the same decoded copy. Their gradients go as they are.
+
+PASS and RETURN copy from one device's memory to another's, as it is. Whoever makes the plan has counted a place there
+for each; what has left is empty here, too.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from types import MappingProxyType
+from typing import cast
+
+import torch
+
+from outsize.codecs.codec import Codec
+from outsize.planner.program.activation_policy import Extent, Kept
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Program
+from outsize.runtime.device.device import Device
+from outsize.runtime.forward.staged_run import StagedRun, bytes_of
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.encoded_storage import pack, room_for, unpack
+from outsize.runtime.ops.offload_ops import Away, OffloadOps
+from outsize.storage.scratch import HostScratch, Scratch
+
+Storage = torch.UntypedStorage
+FetchCounts = Counter[tuple[int | None, int | None]]
+
+
+class HandoverOps(OffloadOps):
+    """Moves what a microbatch brings to a stage, and what leaves it, for one worker.
+
+    Args:
+        device: of the worker.
+        scratch: host memory for what is under way; shared by all workers.
+        fetches: how often each input (unit, microbatch) is fetched in a step, for each of the programs that take turns.
+        codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
+        rooms: as of `OffloadOps`.
+        choices: likewise.
+        away: likewise.
+        devices: of all workers, for what goes there by itself.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        scratch: HostScratch,
+        fetches: Sequence[FetchCounts],
+        codec: Codec | None = None,
+        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
+        choices: Kept = (),
+        away: Away | None = None,
+        devices: Sequence[Device] = (),
+    ) -> None:
+        super().__init__(device, rooms, choices, away)
+        self._devices = devices
+        self._scratch = scratch
+        self._fetches = fetches
+        self._codec = codec
+
+    def save(self, op: Op, context: StepContext) -> None:
+        """SAVE: the input goes below; the device memory is free afterwards."""
+        unit, run = _find(op, context)
+        storages = run.input_storages(unit)
+        self._put(op, "input", storages, context, run.input_dtypes(unit))
+        run.below.add(unit)
+        for storage in storages:
+            storage.resize_(0)
+
+    def fetch(self, op: Op, context: StepContext) -> None:
+        """FETCH: a copy of the input comes up."""
+        unit, run = _find(op, context)
+        key = (op.unit, op.microbatch)
+        context.fetched[key] += 1
+        last = context.fetched[key] == self._fetches[context.program][key]
+        run.replace_input(unit, self._take(op, "input", context, keep=not last))
+        if last:
+            run.below.discard(unit)
+
+    def send(self, op: Op, context: StepContext) -> None:
+        """SEND: the gradient of the input goes below."""
+        unit, run = _find(op, context)
+        self._put(op, "gradient", run.take_gradient(unit), context)
+
+    def receive(self, op: Op, context: StepContext) -> None:
+        """RECV: the gradient of the input comes up."""
+        unit, run = _find(op, context)
+        run.put_gradient(unit, self._take(op, "gradient", context, keep=False))
+
+    def pass_on(self, op: Op, context: StepContext) -> None:
+        """PASS: the input goes to another worker; the device memory is free afterwards."""
+        unit, run = _find(op, context)
+        storages = run.input_storages(unit)
+        run.replace_input(unit, self._cross(op, storages))
+        for storage in storages:
+            storage.resize_(0)
+
+    def give_back(self, op: Op, context: StepContext) -> None:
+        """RETURN: the gradient of the input goes to another worker."""
+        unit, run = _find(op, context)
+        run.put_gradient(unit, self._cross(op, run.take_gradient(unit)))
+
+    def _cross(self, op: Op, storages: list[Storage]) -> list[Storage]:
+        """Return copies on the device of the other worker."""
+        assert op.target is not None
+        other, lane = self._devices[op.target], f"peer:w{op.worker}-w{op.target}"
+        found = []
+        for storage in storages:
+            content = bytes_of(storage)
+            arrived = torch.empty(content.nbytes, dtype=torch.uint8, device=other.torch_device)
+            with self._device.crossing(content.nbytes):
+                arrived.copy_(content, non_blocking=True)
+            self.across = self.across.and_then(content.nbytes, content.nbytes)
+            self._device.hold(content, lane)
+            other.hold(arrived, f"compute:w{op.target}")
+            found.append(arrived.untyped_storage())
+        return found
+
+    def _put(
+        self,
+        op: Op,
+        what: str,
+        storages: list[Storage],
+        context: StepContext,
+        dtypes: Iterable[torch.dtype] | None = None,
+    ) -> None:
+        """Send storages below; those whose ``dtypes`` are given may go encoded."""
+        parcels = context.below[op.unit, op.microbatch, what] = []
+        codec = self._codec if dtypes is not None else None
+        for index, (storage, dtype) in enumerate(zip(storages, dtypes or repeat(torch.uint8), strict=False)):
+            content = bytes_of(storage)
+            sent, parcel = pack(codec, content, dtype)
+            with self._device.link(sent.nbytes):
+                self._scratch.put((op.unit, op.microbatch, what, index), sent)
+            parcels.append(parcel)
+            self.down = self.down.and_then(sent.nbytes, content.nbytes)
+            self._device.hold(content, f"down:w{op.worker}")
+
+    def _take(self, op: Op, what: str, context: StepContext, *, keep: bool) -> list[Storage]:
+        found = []
+        move = self._scratch.read if keep else self._scratch.take
+        for index, parcel in enumerate(context.below[op.unit, op.microbatch, what]):
+            content = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            arrived = room_for(parcel, content)
+            with self._device.link(parcel.sent_bytes):
+                move((op.unit, op.microbatch, what, index), arrived)
+            unpack(self._codec, parcel, arrived, content)
+            self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
+            self._device.hold(content, f"compute:w{op.worker}")
+            found.append(content.untyped_storage())
+        return found
+
+
+def count_fetches(program: Iterable[Op] | Program) -> FetchCounts:
+    """How often each input (unit, microbatch) is fetched in ``program``."""
+    return Counter((op.unit, op.microbatch) for op in program if op.kind is Kind.FETCH)
+
+
+def _find(op: Op, context: StepContext) -> tuple[int, StagedRun]:
+    assert op.unit is not None
+    assert op.microbatch is not None
+    return op.unit, cast("StagedRun", context.runs[op.microbatch])

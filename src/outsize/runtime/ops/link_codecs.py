@@ -1,0 +1,260 @@
+"""Planes over a device's link in other bytes: encoded in pieces, of which one is decoded while the next is under way.
+
+Weights are encoded once at home (those that train, each time they have stepped) and decoded in the slot. Gradients are
+encoded where they were summed and decoded at home. Both count what went over the link (wire bytes) and what it stands
+for (logical bytes).
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.codecs.codec import DTYPE_NAME, Codec
+from outsize.codecs.open import open_codec
+from outsize.codecs.transport import (
+    PIECE_ALIGN,
+    PIECE_ELEMENTS,
+    RESIDUAL_BYTES,
+    Transport,
+    room_bytes,
+    staging_bytes,
+)
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.optimizer_spec import WEIGHTS
+from outsize.planner.memory.link_bytes import encoded_planes
+from outsize.runtime.device.device import Device
+from outsize.runtime.ops.context import StepContext
+from outsize.storage.arena import Arena
+from outsize.storage.home import DiskHome, HostHome
+from outsize.units import align_up
+
+# Primes above the units of a model and the pieces of a unit: every piece of every step has a seed of its own.
+_SEEDS_OF_A_STEP, _SEEDS_OF_A_UNIT = 1_000_000_007, 100_003
+
+
+@dataclass(slots=True)
+class _Encoding:
+    """One plane's: its memory, its pieces in it, and the version of the plane that they are of; None of none."""
+
+    room: Tensor
+    pieces: list[Tensor]
+    version: int | None = None
+
+
+class EncodedWeights:
+    """Encodings of all weights of a host home: beside those that train, and instead of those that do not.
+
+    Args:
+        spec: the model.
+        home: holds the weights.
+        codec: writes them; `decode` runs on the device.
+        arena: where the memory comes from.
+
+    Attributes:
+        num_too_long: how often an encoding found no room, so that the plane goes as it is.
+    """
+
+    def __init__(self, spec: ModelSpec, home: HostHome, codec: Codec, arena: Arena) -> None:
+        self.codec = codec
+        self.num_too_long = 0
+        self._spec = spec
+        self._home = home
+        self._lock = threading.Lock()
+        self._of = {
+            (unit.index, plane): _Encoding(
+                arena.take(room_bytes(codec.spec, numel, dtype), "encoded weights"), []
+            )
+            for unit in spec.units
+            for plane, numel, dtype in encoded_planes(unit, spec.dtype)
+            if home.packed(unit.index, plane) is None
+        }
+
+    def pieces(self, unit: int, plane: str) -> list[Tensor]:
+        """Return the encoding of a plane, as it is now, in pieces; empty where it goes as it is."""
+        packed = self._home.packed(unit, plane)
+        if packed is not None:
+            return packed.pieces()
+        found = self._of.get((unit, plane))
+        if found is None:
+            return []
+        with self._lock:  # two workers may ask for the same unit
+            if found.version != self._home.version(unit, plane):
+                self._encode(unit, plane, found)
+        return found.pieces
+
+    def stepped(self, unit: int) -> None:
+        """Encode a unit anew, since its weights were changed in place."""
+        with self._lock:
+            self._encode(unit, WEIGHTS, self._of[unit, WEIGHTS])
+
+    def _encode(self, unit: int, plane: str, found: _Encoding) -> None:
+        source = self._home.view(unit, plane)
+        at, found.pieces = 0, []
+        found.version = self._home.version(unit, plane)
+        for piece in source.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
+            most = self.codec.spec.max_bytes(piece.numel(), DTYPE_NAME[piece.dtype])
+            if at + most > found.room.numel():
+                scratch = torch.empty(most, dtype=torch.uint8)
+                size = self.codec.encode(piece, scratch)
+                if at + size > found.room.numel():
+                    found.pieces = []
+                    self.num_too_long += 1
+                    return
+                found.room[at : at + size] = scratch[:size]
+            else:
+                size = self.codec.encode(piece, found.room[at:])
+            found.pieces.append(found.room[at : at + size])
+            at = align_up(at + size, PIECE_ALIGN)
+
+
+def bring_up(
+    device: Device, codec: Codec, pieces: Iterable[Tensor], plane: Tensor, staging: Sequence[Tensor]
+) -> int:
+    """Move the encoding of ``plane`` over the link and decode it there; return the bytes that went.
+
+    Args:
+        device: owner of ``plane`` and ``staging``.
+        codec: wrote the pieces.
+        pieces: encodings of `PIECE_ELEMENTS` elements each, the last of fewer.
+        plane: where the elements go.
+        staging: two byte buffers, by turns: one is being filled while the other is decoded.
+    """
+    targets = plane.split(PIECE_ELEMENTS)  # type: ignore[no-untyped-call]
+    wire_bytes = 0
+    before: tuple[Tensor, Tensor] | None = None
+    for index, (piece, target) in enumerate(zip(pieces, targets, strict=True)):
+        arriving = staging[index % 2][: piece.numel()]
+        with device.link(piece.numel()):
+            arriving.copy_(piece, non_blocking=True)
+            if before is not None:
+                codec.decode(*before)
+        before = arriving, target
+        wire_bytes += piece.numel()
+    if before is not None:
+        codec.decode(*before)
+    return wire_bytes
+
+
+class GradientCarrier:
+    """Brings gradients home encoded.
+
+    Args:
+        codec: writes them.
+        device: where they are.
+        staging: two byte buffers on the device.
+        residuals: by unit, bf16 [unit.numel] on the device: what was lost so far and is added the next time; empty
+            without error feedback.
+    """
+
+    def __init__(
+        self, codec: Codec, device: Device, staging: list[Tensor], residuals: dict[int, Tensor]
+    ) -> None:
+        self._codec = codec
+        self._device = device
+        self._staging = staging
+        self._residuals = residuals
+        self._lost_in: dict[int, int] = {}
+
+    def bring_home(self, unit: UnitSpec, plane: Tensor, into: Tensor, context: StepContext) -> int:
+        """Encode ``plane``, decode it into ``into``, and return the bytes that went over the link.
+
+        What lies between tensors, and tensors that got no gradient, hold anything: they are zeroed first, since groups
+        of elements share a scale. With error feedback ``plane`` is used up. Chances are those of the step, so that what
+        rounding makes of an element differs from step to step, and repeats when the run does. What is lost is
+        remembered without the step's loss scale, which may be another one the next time; and not after a step that
+        changed no weight, for then nothing has arrived that is to be made up for.
+        """
+        for start, stop in gaps(unit, context.touched[unit.index]):
+            plane[start:stop].zero_()
+        residual = self._residuals.get(unit.index)
+        if residual is not None:
+            if self._lost_in.get(unit.index) in context.skipped_before:
+                residual.zero_()
+            self._lost_in[unit.index] = context.number
+            plane.add_(residual, alpha=context.loss_scale)
+        wire_bytes = 0
+        for index, start in enumerate(range(0, plane.numel(), PIECE_ELEMENTS)):
+            piece, target = plane[start : start + PIECE_ELEMENTS], into[start : start + PIECE_ELEMENTS]
+            room = self._staging[index % 2]
+            seed = context.number * _SEEDS_OF_A_STEP + unit.index * _SEEDS_OF_A_UNIT + index
+            size = self._codec.seeded(seed).encode(piece, room)
+            with self._device.link(size):
+                arrived = room[:size].to(into.device)
+                self._codec.decode(arrived, target)
+            wire_bytes += size
+            if residual is not None:
+                lost = torch.empty_like(piece)
+                self._codec.decode(room[:size], lost)
+                torch.sub(piece, lost, out=lost)
+                # Of what is not finite, nothing is known to be lost.
+                residual[start : start + PIECE_ELEMENTS] = lost.div_(context.loss_scale).nan_to_num_(
+                    0.0, 0.0, 0.0
+                )
+        return wire_bytes
+
+
+def gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a plane of ``unit`` that belong to no touched tensor: they hold anything."""
+    end = 0
+    for position, tensor in enumerate(unit.tensors):
+        if position in touched:
+            if tensor.offset > end:
+                yield end, tensor.offset
+            end = tensor.offset + tensor.numel
+    if end < unit.numel:
+        yield end, unit.numel
+
+
+def residual_planes(spec: ModelSpec, device: Device) -> dict[int, Tensor]:
+    """Take memory of ``device`` for what gradients of ``spec`` lose, by unit; zeros."""
+    planes = {}
+    for unit in spec.units:
+        if unit.trainable:
+            plane = device.allocate(unit.numel * RESIDUAL_BYTES, "gradient residuals")
+            planes[unit.index] = plane.zero_().view(torch.bfloat16)
+    return planes
+
+
+def encode_weights(
+    transport: Transport, spec: ModelSpec, home: HostHome | DiskHome, arena: Arena
+) -> EncodedWeights | None:
+    """Return the weights of ``home`` as ``transport`` sends them; None where they go as they are.
+
+    Raises:
+        BudgetExceededError: the arena's tier has too little left.
+        ValueError: the home is on disk.
+    """
+    if transport.is_raw("weights"):
+        return None
+    if not isinstance(home, HostHome):
+        raise ValueError("weights are sent encoded from a home in host memory only")
+    return EncodedWeights(spec, home, open_codec(transport.weights), arena)
+
+
+def packed_codec(transport: Transport) -> Codec | None:
+    """Return what weights that do not train are kept in at home; None where they lie there as they are."""
+    return None if transport.is_raw("weights") else open_codec(transport.weights)
+
+
+def take_staging(transport: Transport, crossing: str, device: Device) -> list[Tensor]:
+    """Take two buffers of ``device`` for pieces of a crossing; none where they go as they are."""
+    if transport.is_raw(crossing):
+        return []
+    return [device.allocate(staging_bytes(transport, crossing), "codec staging") for _ in range(2)]
+
+
+def gradient_carrier(transport: Transport, spec: ModelSpec, device: Device) -> GradientCarrier | None:
+    """Return what brings gradients home as ``transport`` sends them; None where they go as they are."""
+    if transport.is_raw("gradients"):
+        return None
+    codec = open_codec(transport.spec("gradients").name)
+    residuals = residual_planes(spec, device) if transport.feedback else {}
+    return GradientCarrier(codec, device, take_staging(transport, "gradients", device), residuals)
+
+
+def activation_codec(transport: Transport) -> Codec | None:
+    """Return the codec of activations; None where they go as they are."""
+    return None if transport.is_raw("activations") else open_codec(transport.activations)

@@ -1,0 +1,131 @@
+"""LOAD and READ of whole units: weights on their way up into slots."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.optim.optimizer_spec import WEIGHTS
+from outsize.planner.program.ops import Op
+from outsize.runtime.device.device import Device
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.decoding import Decoding
+from outsize.runtime.ops.link_codecs import EncodedWeights, bring_up
+from outsize.storage.home import DiskHome, HostHome
+
+
+def typed_plane(buffer: Tensor, unit: UnitSpec, dtype: str) -> Tensor:
+    """The first ``unit.numel`` elements of a byte buffer, in ``dtype``."""
+    return buffer[: unit.numel * ITEMSIZE[dtype]].view(TORCH_DTYPE[dtype])
+
+
+class WeightOps:
+    """Moves weights from their home into slots, directly or by way of a host buffer.
+
+    Args:
+        spec: the model.
+        device: owner of the slots.
+        home: where the weights rest.
+        slots: one byte buffer per slot, the rest's slot last where there is a rest.
+        host_buffers: byte buffers for units between disk and device.
+        encoded: the weights as they go over the link; None where they go as they are.
+        staging: two byte buffers on the device for what arrives encoded.
+
+    Attributes:
+        up: what has moved so far.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        home: HostHome | DiskHome,
+        slots: list[Tensor],
+        host_buffers: list[Tensor],
+        encoded: EncodedWeights | None = None,
+        staging: Sequence[Tensor] = (),
+    ) -> None:
+        self._spec = spec
+        self._device = device
+        self._home = home
+        self._slots = slots
+        self._host_buffers = host_buffers
+        self._encoded = encoded
+        self._staging = staging
+        self._decoding = Decoding(spec, device)
+        self.up = Moved()
+
+    @property
+    def bytes_up(self) -> int:
+        """That went over the link."""
+        return self.up.wire
+
+    def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
+        """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
+        return weight_planes(self._spec.units[unit], self._spec.dtype, self._slots[slot])
+
+    def load(self, op: Op, context: StepContext) -> None:
+        """LOAD: home or host buffer → slot."""
+        assert op.unit is not None
+        assert op.slot is not None
+        unit, planes = self._spec.units[op.unit], self.planes(op.unit, op.slot)
+        if unit.kind == "rest":
+            # Glue of a forward whose backward is still to come has saved these parameters. They are loaded again with
+            # the values that they had, or that backward is refused.
+            with _unsafe_preserve_version_counter(planes):
+                self._fill(op, unit, planes)
+        else:
+            self._fill(op, unit, planes)
+
+    def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
+        staged = self._staged(unit, op.buffer) if op.buffer is not None else None
+        parts = (None, *unit.frozen)
+        for position, (name, part, plane) in enumerate(zip(_names(unit), parts, planes, strict=True)):
+            if not plane.numel():
+                continue
+            pieces = self._encoded.pieces(unit.index, name) if self._encoded is not None else []
+            if self._encoded is not None and pieces:
+                codec = self._encoded.codec
+                wire_bytes = bring_up(self._device, codec, pieces, plane, self._staging)
+                self.up = self.up.and_then(wire_bytes, plane.nbytes)
+                continue
+            encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
+            into = plane if encoded is None else encoded
+            self.up = self.up.and_then(into.nbytes, plane.nbytes)
+            if staged is not None:
+                self._device.copy(into, staged[position])
+            elif isinstance(self._home, HostHome):
+                self._device.copy(into, self._home.view(unit.index, name))
+            else:
+                self._home.read(unit.index, name, 0, into)
+            if part is not None and encoded is not None:
+                self._decoding.decode(part, encoded, plane)
+
+    def read(self, op: Op, context: StepContext) -> None:
+        """READ of a whole unit: disk → host buffer."""
+        assert op.unit is not None
+        assert op.buffer is not None
+        unit = self._spec.units[op.unit]
+        for name, plane in zip(_names(unit), self._staged(unit, op.buffer), strict=True):
+            if plane.numel():
+                self._home.read(unit.index, name, 0, plane)
+
+    def _staged(self, unit: UnitSpec, buffer: int) -> tuple[Tensor, ...]:
+        """The planes of ``unit`` as they lie at home, one behind the other in a host buffer."""
+        memory = self._host_buffers[buffer]
+        end = unit.numel * ITEMSIZE[self._spec.dtype]
+        planes = [memory[:end].view(TORCH_DTYPE[self._spec.dtype])]
+        for part in unit.frozen:
+            start, end = end, end + part.home_bytes
+            plane = memory[start:end]
+            planes.append(plane if part.codec is not None else plane.view(TORCH_DTYPE[part.dtype]))
+        return tuple(planes)
+
+
+def _names(unit: UnitSpec) -> Iterator[str]:
+    """The planes of the weights of ``unit``, in the order of `weight_planes`."""
+    yield WEIGHTS
+    yield from (part.plane for part in unit.frozen)

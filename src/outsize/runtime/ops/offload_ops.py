@@ -1,0 +1,120 @@
+"""OFFLOAD and ONLOAD: what the forward of a unit kept leaves the device, and comes back for its backward.
+
+It comes back to the worker that runs the op, which need not be the one it left.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outsize.planner.program.activation_policy import Extent, Kept
+from outsize.planner.program.ops import Op
+from outsize.runtime.device.device import Device
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.ops.context import StepContext
+from outsize.storage.scratch import Scratch
+
+Key = tuple[int, int, int]
+"""Number of a step, unit, microbatch."""
+Away = dict[Key, tuple[Scratch, list[int]]]
+"""What is below the device: where, and the bytes of each part."""
+
+
+class OffloadOps:
+    """Moves what forwards kept, for one worker.
+
+    Args:
+        device: of the worker.
+        rooms: where it goes, by its extent.
+        choices: what becomes of it, by unit and microbatch.
+        away: what is below the workers, shared by all of them; None for a single one.
+
+    Attributes:
+        num_let_go: how often what a forward had kept had no room, so that it is recomputed.
+        up: what has come up so far.
+        down: what has gone down.
+        across: what has gone to other devices.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
+        choices: Kept = (),
+        away: Away | None = None,
+    ) -> None:
+        self._device = device
+        self._rooms = rooms
+        self._choices = choices
+        self._away: Away = {} if away is None else away
+        self.num_let_go = 0
+        self.up = self.down = self.across = Moved()
+
+    @property
+    def bytes_up(self) -> int:
+        """That came up over the link."""
+        return self.up.wire
+
+    @property
+    def bytes_down(self) -> int:
+        """That went down over it."""
+        return self.down.wire
+
+    def offload(self, op: Op, context: StepContext) -> None:
+        """OFFLOAD: what the forward kept, device → its room; the device memory is free afterwards."""
+        key, run = key_of(op, context)
+        held = run.held(key[1])
+        if held is None:
+            return
+        extent = self._choices[key[1]][key[2]].extent
+        assert extent is not None
+        room = self._rooms[extent]
+        contents = [bytes_on(storage, self._device.torch_device) for storage in held.storages()]
+        if not room.holds_all(contents):  # it is measured on shorter sequences, and on other experts
+            run.let_go(key[1])
+            self.num_let_go += 1
+            return
+        sizes = [content.nbytes for content in contents]
+        with self._device.link(sum(sizes)):
+            room.put_all(key, contents)
+        self._away[key] = room, sizes
+        self.down = self.down.and_then(sum(sizes), sum(sizes))
+        for content in contents:
+            self._device.hold(content, f"down:w{op.worker}")
+        held.take()
+
+    def onload(self, op: Op, context: StepContext) -> None:
+        """ONLOAD: its room → device."""
+        key, run = key_of(op, context)
+        held = run.held(key[1])
+        if held is None or key not in self._away:
+            return
+        room, sizes = self._away.pop(key)
+        device = self._device.torch_device
+        contents = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        with self._device.link(sum(sizes)):
+            room.take_all(key, contents)
+        self.up = self.up.and_then(sum(sizes), sum(sizes))
+        for content in contents:
+            self._device.hold(content, f"compute:w{op.worker}")
+        held.put(content.untyped_storage() for content in contents)
+
+    def forget(self, number: int) -> None:
+        """Free what left for the step of that number and will not come back."""
+        for key in [key for key in self._away if key[0] == number]:
+            self._away.pop(key)[0].forget(key)
+
+
+def key_of(op: Op, context: StepContext) -> tuple[Key, MicrobatchRun]:
+    """Return the step, unit and microbatch of ``op``, and the passage of that microbatch."""
+    assert op.unit is not None
+    assert op.microbatch is not None
+    return (context.number, op.unit, op.microbatch), context.runs[op.microbatch]
+
+
+def bytes_on(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """Return a storage of ``device`` as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,281 @@
+"""STEP, and READ and WRITE of tiles: the optimizer, in place in host memory or through a ring of tile buffers.
+
+Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
+Where gradients do not wait at home, a GRAD of the tile fills its gradient in as well, see
+`outsize.runtime.ops.gradient_ops`;
+over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.adafactor import Adafactor, step_whole
+from outsize.optim.adamw import PlaneAdamW, step_planes
+from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
+from outsize.optim.planes import StatePlanes
+from outsize.optim.step import step_state
+from outsize.optim.update import UpdateRule
+from outsize.planner.program.ops import Op
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.link_codecs import EncodedWeights
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home_layout import ITEM_DTYPE
+
+
+class OptimizerOps:
+    """Steps units whole, in their host home, or tile by tile from a disk home.
+
+    Args:
+        spec: the model.
+        home: where weights, state and gradients rest.
+        settings: of the optimizer.
+        tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
+        tile_elements: elements per tile.
+        encoded: told of units that have stepped in place; None where nobody wants to know.
+        own: of several ranks, the elements of each unit that this one steps; None for all.
+        former: int16 [n], room for 16-bit weights before they are stepped. With it a STEP of a whole unit leaves, in
+            the memory of its gradient, the bits in which its weights have changed.
+        state: how a trained unit lies at home; None for the plain layout of the model's dtype.
+        seed: of the chances by which moments of fewer bits are rounded.
+        scratches: fp32, as many and as long as ``state`` says, where whole parameters step.
+
+    Attributes:
+        gradient_tiles: where GRADs of tiles put them, by tile buffer.
+        updates: how often each trainable parameter has been stepped; one that got no gradient in a step is left alone
+            in that step, as torch's optimizers do.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        home: HostHome | DiskHome,
+        settings: UpdateRule | Adafactor,
+        tile_buffers: list[Tensor],
+        tile_elements: int,
+        encoded: EncodedWeights | None = None,
+        *,
+        own: Sequence[range] | None = None,
+        former: Tensor | None = None,
+        state: StateLayout | None = None,
+        seed: int = 0,
+        scratches: Sequence[Tensor] = (),
+    ) -> None:
+        self._scratches = scratches
+        self._encoded = encoded
+        self._own = [range(unit.numel) for unit in spec.units] if own is None else own
+        self._former = former
+        self.state = state or StateLayout(dtype=spec.dtype)
+        self._seed = seed
+        self._spec = spec
+        self._home = home
+        self._settings = settings
+        self._tile_elements = tile_elements
+        self._master = MASTER if MASTER in self.state.planes else WEIGHTS
+        self._buffers = [self._cut(buffer) for buffer in tile_buffers]
+        self.gradient_tiles = [planes[GRADIENT] for planes in self._buffers]
+        self.updates = {t.name: 0 for unit in spec.units for t in unit.tensors if t.trainable}
+
+    def read(self, op: Op, context: StepContext) -> None:
+        """READ of a tile: disk → tile buffer."""
+        if context.skipped:
+            return
+        unit, start, stop, planes = self._tile(op)
+        parts = {
+            name: _part(planes, self.state.planes, name, unit, stop - start)
+            for name in self.state.read_planes
+        }
+        self._home.read_planes(unit.index, start, parts)
+
+    def step(self, op: Op, context: StepContext) -> None:
+        """STEP of a tile, or of a whole unit in place."""
+        if context.skipped:
+            return
+        if op.tile is None:
+            assert op.unit is not None
+            self._step_whole(self._spec.units[op.unit], context)
+            return
+        unit, start, stop, planes = self._tile(op)
+        if isinstance(self._home, HostHome):
+            self._step_in_place(unit, start, stop, planes[GRADIENT], context)
+            return
+        self._apply(unit, start, stop, planes, None, context)
+        if self._master != WEIGHTS:
+            # All of the tile is written, and its weights were not read: those that do not step are made again.
+            planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
+
+    def _step_in_place(
+        self, unit: UnitSpec, start: int, stop: int, gradient: Tensor, context: StepContext
+    ) -> None:
+        """Step a range of a unit in its host home by a gradient that has just arrived."""
+        assert isinstance(self._home, HostHome)
+        planes = {GRADIENT: gradient}
+        for name, plane in self.state.planes.items():
+            first = start // plane.group
+            planes[name] = self._home.view(unit.index, name)[
+                first : first + plane.items_of(unit, stop - start)
+            ]
+        self._step_range(unit, range(start, stop), planes, context)
+        if self._encoded is not None and stop == unit.numel:
+            self._encoded.stepped(unit.index)
+
+    def _step_whole(self, unit: UnitSpec, context: StepContext) -> None:
+        """Step all that this rank steps of a unit, in place."""
+        own = self._own[unit.index]
+        if not own:
+            self._count(unit, context)
+            return
+        assert isinstance(self._home, HostHome)
+        planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
+        planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
+        if self._former is None:
+            self._step_range(unit, own, planes, context)
+        else:
+            self._step_and_keep(unit, own, planes, self._former, context)
+        if self._encoded is not None:
+            self._encoded.stepped(unit.index)
+
+    def _step_range(
+        self, unit: UnitSpec, part: range, planes: dict[str, Tensor], context: StepContext
+    ) -> None:
+        """Step elements of a unit in ``planes``, which begin with them."""
+        weights = planes[WEIGHTS] if self._master != WEIGHTS else None
+        self._apply(unit, part.start, part.stop, planes, weights, context)
+
+    def _step_and_keep(
+        self, unit: UnitSpec, own: range, planes: dict[str, Tensor], former: Tensor, context: StepContext
+    ) -> None:
+        """The same piece by piece, and put what has changed of 16-bit weights where the gradient was.
+
+        Changes are half as long as gradients: those of a piece end where the gradient of the next one has yet to begin.
+        """
+        changed = planes[GRADIENT].view(torch.int16)
+        for start in range(0, len(own), len(former)):
+            part = own[start : start + len(former)]
+            cut = {name: plane[start // self.state.planes[name].group :] for name, plane in planes.items()}
+            cut[WEIGHTS] = cut[WEIGHTS][: len(part)]
+            bits, before = cut[WEIGHTS].view(torch.int16), former[: len(part)]
+            before.copy_(bits)
+            self._step_range(unit, part, cut, context)
+            torch.bitwise_xor(bits, before, out=changed[start : start + len(part)])
+
+    def write(self, op: Op, context: StepContext) -> None:
+        """WRITE of a tile: tile buffer → disk."""
+        if context.skipped:
+            return
+        unit, start, stop, planes = self._tile(op)
+        parts = {
+            name: _part(planes, self.state.planes, name, unit, stop - start)
+            for name in self.state.write_planes
+        }
+        self._home.write_planes(unit.index, start, parts)
+
+    def _apply(
+        self,
+        unit: UnitSpec,
+        start: int,
+        stop: int,
+        planes: dict[str, Tensor],
+        weights: Tensor | None,
+        context: StepContext,
+    ) -> None:
+        length = stop - start
+        if start == self._own[unit.index].start:
+            self._count(unit, context)
+        if isinstance(self._settings, Adafactor):
+            step_whole(
+                self._settings,
+                unit,
+                planes,
+                self._scratches,
+                step=self.updates,
+                lr=context.learning_rate,
+                clip_coefficient=context.coefficient_of(unit.index),
+                skip=_untouched(unit, context),
+                rounds=weights is not None,
+            )
+            return
+        plain = self.state.plain and planes[GRADIENT].dtype is torch.float32
+        if not plain or not isinstance(self._settings, PlaneAdamW):
+            step_state(
+                self._settings,
+                unit,
+                self._state_planes(planes, length, rounds=weights is not None),
+                planes[GRADIENT][:length],
+                start=start,
+                step=self.updates,
+                lr=context.learning_rate,
+                clip_coefficient=context.coefficient_of(unit.index),
+                skip=_untouched(unit, context),
+                seed=self._seed,
+            )
+            return
+        step_planes(
+            self._settings,
+            unit,
+            start=start,
+            stop=stop,
+            master=planes[self._master][:length],
+            exp_avg=planes["exp_avg"][:length],
+            exp_avg_sq=planes["exp_avg_sq"][:length],
+            gradient=planes["gradient"][:length],
+            weights=weights,
+            step=self.updates,
+            lr=context.learning_rate,
+            clip_coefficient=context.coefficient_of(unit.index),
+            skip=_untouched(unit, context),
+        )
+
+    def _state_planes(self, planes: Mapping[str, Tensor], numel: int, *, rounds: bool) -> StatePlanes:
+        """The planes of a range of ``numel`` elements, without what fills up their last sectors.
+
+        Weights beside separate masters are made of these by the step where it ``rounds``, and else by the caller.
+        """
+        made = self.state.planes
+        kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        if self._master != WEIGHTS and not rounds:
+            kept[WEIGHTS] = kept.pop(self._master)
+        return StatePlanes(**kept)
+
+    def _count(self, unit: UnitSpec, context: StepContext) -> None:
+        """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""
+        skipped = _untouched(unit, context)
+        for tensor in unit.tensors:
+            if tensor.trainable and tensor.name not in skipped:
+                self.updates[tensor.name] += 1
+
+    def _tile(self, op: Op) -> tuple[UnitSpec, int, int, dict[str, Tensor]]:
+        assert op.unit is not None
+        assert op.tile is not None
+        assert op.buffer is not None
+        unit = self._spec.units[op.unit]
+        own = self._own[unit.index]
+        start = own.start + op.tile * self._tile_elements
+        return unit, start, min(start + self._tile_elements, own.stop), self._buffers[op.buffer]
+
+    def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
+        whole = not isinstance(self._home, HostHome)
+        planes = {}
+        offset = 0
+        for name, items in self.state.tile_room(self._spec, self._tile_elements, whole=whole).items():
+            dtype = ITEM_DTYPE[self.state.tile_planes[name].item]
+            end = offset + items * dtype.itemsize
+            planes[name] = buffer[offset:end].view(dtype)
+            offset = end
+        return planes
+
+
+def _part(
+    planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, unit: UnitSpec, numel: int
+) -> Tensor:
+    """The first ``numel`` elements of ``unit`` in a plane of a tile buffer."""
+    return planes[name][: made[name].items_of(unit, numel)]
+
+
+def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:
+    touched = context.touched[unit.index]
+    return {tensor.name for position, tensor in enumerate(unit.tensors) if position not in touched}

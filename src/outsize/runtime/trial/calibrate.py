@@ -1,0 +1,107 @@
+"""What a microbatch needs in device memory: measured on one unit of each kind, at a short length, and scaled.
+
+Weights do not matter to sizes, so every unit is bound to one plane of small random numbers, as large as the largest
+unit. Blocks of the same class and shapes that are called alike are run once; the others pass on tensors of that form.
+Three short lengths are run, and `extrapolate` goes on from there.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.errors import ModelError, OutsizeError
+from outsize.model.split import Split
+from outsize.runtime.forward.binding import Binder
+from outsize.runtime.forward.microbatch import Ambient
+from outsize.runtime.trial.measured import Measured, scale
+from outsize.runtime.trial.trial_pass import TrialPass
+from outsize.runtime.trial.trial_weights import bind_trial_weights
+
+SHORT_LENGTHS = (64, 128, 256)
+
+
+class Discard:
+    """A gradient sink that keeps nothing."""
+
+    def hook(self, unit: int, position: int) -> Callable[[Tensor], None]:
+        """See `GradientSink.hook`."""
+
+        def discard(parameter: Tensor) -> None:
+            parameter.grad = None
+
+        return discard
+
+
+def calibrate(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    make_inputs: Callable[[int, int], Mapping[str, Any]],
+    *,
+    num_sequences: int,
+    seq_len: int,
+    chunk_tokens: int | None,
+    ambient: Ambient = nullcontext,
+) -> Measured:
+    """Measure what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
+
+    Args:
+        split: the model; its boundaries must be in place.
+        forwards: the units' own forwards.
+        make_inputs: ``(num_sequences, seq_len) → inputs`` with labels, as training will see them.
+        num_sequences: sequences per microbatch.
+        seq_len: tokens per sequence.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        ambient: makes what the model's forward runs in, on a CPU: an autocast, say.
+
+    Raises:
+        ModelError: the model does not call its units once each, in order, or raised something.
+    """
+    # Kernels keep buffers for every thread that ever called them; those of this one go with it.
+    with ThreadPoolExecutor(1, "calibrate") as thread:
+        return thread.submit(
+            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens, ambient
+        ).result()
+
+
+def _calibrate(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    make_inputs: Callable[[int, int], Mapping[str, Any]],
+    num_sequences: int,
+    seq_len: int,
+    chunk_tokens: int | None,
+    ambient: Ambient,
+) -> Measured:
+    lengths = _lengths(seq_len, num_sequences)
+    binder = Binder(split, Discard())
+    try:
+        memory = bind_trial_weights(binder, split.spec)
+        state = torch.get_rng_state()
+        rows = [
+            TrialPass(split, forwards, make_inputs(1, length), chunk_tokens, ambient).run(
+                memory.untyped_storage()
+            )
+            for length in lengths
+        ]
+        torch.set_rng_state(state)
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: {type(error).__name__}: "
+            f"{error}; is data.seq_len within the model's limit, and does it run with attention=eager?"
+        ) from error
+    finally:
+        binder.close()
+    return scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
+
+
+def _lengths(seq_len: int, num_sequences: int) -> tuple[int, ...]:
+    """The lengths to run: the real one where it is short, and more of them where several sequences are asked for."""
+    if seq_len > SHORT_LENGTHS[-1]:
+        return SHORT_LENGTHS
+    return (seq_len,) if num_sequences == 1 or seq_len < 4 else (seq_len // 4, seq_len // 2, seq_len)

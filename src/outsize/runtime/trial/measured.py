@@ -1,0 +1,154 @@
+"""What a microbatch needs in device memory, scaled from what trials at short lengths have noted."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.trial.extrapolate import Trace, extrapolate
+from outsize.runtime.trial.op_outputs import Yield, Yields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Bytes that one microbatch needs on the device.
+
+    Attributes:
+        boundary_bytes: per unit, what it receives and what must be kept for its backward.
+        forward_bytes: per unit, the most alive during its forward, beyond its input.
+        backward_bytes: per unit, the most alive during recompute and backward; for the last unit, of FB.
+        saved_bytes: per unit, what its forward leaves alive for its backward besides its input and its output; 0 for
+            the last where the loss is taken in chunks.
+        output_bytes: what the model returns: logits, mostly.
+        held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
+        inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
+            stay on the device.
+        plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
+        shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
+        graph_matters: whether a unit computes other bits when it makes a graph, as with kernels that are chosen by
+            whether a mask needs a gradient; then a forward must make one too, to be what a resident forward is.
+        rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
+        draws_random: whether units, or the code between them, draw random numbers.
+        needed: by unit, how far its recompute has to go; for those that may end early.
+        attention: per unit, what its attention returns; zeros for the last.
+        products: per unit, the same of its attention and of those products that its backward needs.
+        num_products: by unit, how many of its products that are; for those where lengths agree on it.
+        num_saved: per unit, tensors that its forward saves for its backward.
+        num_sequences: of the microbatch.
+        seq_len: tokens of each.
+    """
+
+    boundary_bytes: tuple[int, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    output_bytes: int
+    held_bytes: int
+    inputs_shared: bool
+    plain_head: bool
+    shifted: bool
+    graph_matters: bool
+    rest_users: frozenset[int] = frozenset()
+    draws_random: bool = True
+    needed: Mapping[int, Needed] = field(default_factory=dict)
+    attention: tuple[Yield, ...] = ()
+    products: tuple[Yield, ...] = ()
+    num_products: Mapping[int, int] = field(default_factory=dict)
+    num_saved: tuple[int, ...] = ()
+    num_sequences: int = 1
+    seq_len: int = 1
+
+
+class Kept(NamedTuple):
+    """What a unit's forward makes for its backward, at one length; see `Measured`."""
+
+    num_bytes: int = 0
+    needed: Needed | None = None
+    yields: Yields = Yields(Yield(0, 0), Yield(0, 0), 0)
+    num_saved: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """What one forward over the units has noted, at one length; see `Measured`."""
+
+    boundary: list[int]
+    forward: list[Trace]
+    backward: list[Trace]
+    kept: list[Kept]
+    held: int
+    shared: bool
+    plain: bool
+    glue: int = 0
+    output: int = 0
+    chunk_tokens: tuple[int, ...] = ()
+    chunk: tuple[Trace, ...] = ()
+    shifted: bool = True
+    graph_matters: bool = False
+    rest_users: set[int] = field(default_factory=set)
+    random: bool = False
+
+
+def scale(
+    rows: list[Row], lengths: tuple[int, ...], num_sequences: int, seq_len: int, chunk_tokens: int | None
+) -> Measured:
+    """Return what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
+
+    Args:
+        rows: one for each length that was run.
+        lengths: tokens of each.
+        num_sequences: sequences per microbatch.
+        seq_len: tokens per sequence.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+    """
+
+    def at(values: Iterable[Trace]) -> int:
+        return extrapolate(lengths, tuple(values), seq_len, num_sequences)
+
+    last, kept = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
+    boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
+    backward = [at(row.backward[unit] for row in rows) for unit in range(len(boundary))]
+    if chunk_tokens is not None and last.plain:
+        count = min(num_sequences * seq_len, chunk_tokens)
+        backward[-1] = extrapolate(last.chunk_tokens, last.chunk, count) + 3 * boundary[-1]
+    backward[-1] += at((row.glue,) for row in rows)
+    return Measured(
+        boundary_bytes=boundary,
+        forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
+        backward_bytes=tuple(backward),
+        saved_bytes=tuple(at((one.num_bytes,) for one in unit) for unit in kept),
+        output_bytes=at((row.output,) for row in rows),
+        held_bytes=at((row.held,) for row in rows),
+        inputs_shared=rows[0].shared,
+        plain_head=rows[0].plain,
+        shifted=rows[0].shifted,
+        graph_matters=any(row.graph_matters for row in rows),
+        rest_users=frozenset().union(*(row.rest_users for row in rows)),
+        draws_random=any(row.random for row in rows),
+        needed=_same_needs(rows),
+        attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept),
+        products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept),
+        num_products=_same_counts(kept),
+        num_saved=tuple(max(one.num_saved for one in unit) for unit in kept),
+        num_sequences=num_sequences,
+        seq_len=seq_len,
+    )
+
+
+def _yield(lengths: Sequence[Yield], at: Callable[[Iterable[Trace]], int]) -> Yield:
+    return Yield(*(at((one[part],) for one in lengths) for part in range(2)))
+
+
+def _same_counts(kept: Sequence[Sequence[Kept]]) -> dict[int, int]:
+    counts = enumerate({one.yields.num_products for one in unit} for unit in kept)
+    return {unit: found.pop() for unit, found in counts if len(found) == 1}
+
+
+def _same_needs(rows: list[Row]) -> dict[int, Needed]:
+    """What recomputes of units need, where that is the same at all lengths."""
+    found = [[one.needed for one in row.kept] for row in rows]
+    return {
+        unit: first
+        for unit, (first, *others) in enumerate(zip(*found, strict=True))
+        if first is not None and all(other == first for other in others)
+    }

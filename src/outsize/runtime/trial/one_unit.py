@@ -1,0 +1,44 @@
+"""One unit of a model, passed through again and again by a microbatch, as the compute lane passes through all."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from outsize.model.walk import UnitCall
+from outsize.runtime.forward.boundary import is_differentiable
+from outsize.runtime.forward.microbatch import MicrobatchRun, UnitVisit, visit_of
+from outsize.runtime.ops.compute_ops import seed_of
+
+
+class OneUnit(MicrobatchRun):
+    """Passages through one unit: it is called as ``call`` says, and what it returns goes nowhere.
+
+    Args:
+        model: that it is a part of.
+        call: what its model calls it with.
+        num_units: of the model.
+    """
+
+    def __init__(self, model: nn.Module, call: UnitCall, num_units: int) -> None:
+        def reseed(unit: int, glue: bool) -> None:
+            torch.default_generator.manual_seed(seed_of(0, 0, unit, 0, glue))
+
+        super().__init__(model, {}, (True,) * num_units, reseed)
+        self._call = call
+
+    def _arrive(self, unit: int) -> UnitVisit:
+        visit = self._visits[unit] = visit_of(self._call)
+        return visit
+
+    @property
+    def outputs(self) -> Any:
+        """What the unit handed out last."""
+        return self._waiting
+
+    def bring_gradients(self, unit: int) -> None:
+        """Have gradients of all outputs, zeros, arrive at the unit."""
+        leaves = pytree.tree_leaves(self._waiting)
+        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in leaves]
+        self._visits[unit].box.values = values

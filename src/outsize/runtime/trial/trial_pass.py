@@ -1,0 +1,239 @@
+"""One forward over the units of a model at a short length, each distinct unit measured forward and backward."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError
+from outsize.model.split import Split
+from outsize.model.walk import Finished, UnitCall, Walk
+from outsize.runtime.forward.boundary import hand_out, is_differentiable
+from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.forward.microbatch import Ambient
+from outsize.runtime.forward.short_recompute import Trial
+from outsize.runtime.trial.extrapolate import Trace
+from outsize.runtime.trial.live_bytes import LiveBytes
+from outsize.runtime.trial.loss_form import is_plain, is_shifted
+from outsize.runtime.trial.measured import Kept, Row
+from outsize.runtime.trial.op_outputs import YieldTrial
+from outsize.runtime.trial.outer_parameters import GlueUses, units_that_share
+
+
+class TrialPass:
+    """The forward, over ``inputs``; the other arguments are those of `runtime.trial.calibrate.calibrate`."""
+
+    def __init__(
+        self,
+        split: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        inputs: Mapping[str, Any],
+        chunk_tokens: int | None,
+        ambient: Ambient,
+    ) -> None:
+        self._split = split
+        self._forwards = tuple(_within(ambient, forward) for forward in forwards)
+        self._ambient = ambient
+        self._inputs = dict(inputs)
+        self._chunk_tokens = chunk_tokens
+        self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
+        self._row = Row([], [], [], [], 0, False, False)
+        self._uses = GlueUses(split)
+
+    def run(self, weights: torch.UntypedStorage) -> Row:
+        """Run it.
+
+        Args:
+            weights: memory of the weights that units are bound to, which is not counted.
+
+        Raises:
+            ModelError: the model does not call its units once each, in order.
+        """
+        live = LiveBytes(weights)
+        walk = Walk(self._split.model, self._inputs)
+        last = len(self._forwards) - 1
+        storages: list[Tensor] = []
+        several = False
+        outputs: Any = None
+        try:
+            with live, torch.enable_grad():
+                for unit in range(last + 1):
+                    if unit == last:
+                        handed = sum(t.untyped_storage().nbytes() for t in _tensors(outputs))
+                        self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
+                    call = self._advance(walk, unit, outputs)
+                    if not isinstance(call, UnitCall) or call.unit != unit:
+                        raise ModelError(
+                            f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
+                            "streams models that call each of their units once per forward, in order. Where the "
+                            'forward takes the weight of the head itself (TRL): outsize.wrap(..., head="resident")'
+                        )
+                    received = self._receive(call)
+                    several = several or len(received) > 1
+                    storages += received
+                    if unit == last:
+                        self._last(unit, call, walk, live)
+                    else:
+                        outputs = self._unit(unit, call, live)
+        finally:
+            walk.close()
+            live.forget()
+        pointers = [tensor.untyped_storage().data_ptr() for tensor in storages]
+        self._row.shared = len(set(pointers)) < len(pointers) or several
+        self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
+        return self._row
+
+    def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
+        """Go on to ``unit``, and note what the model's own code uses on the way."""
+        self._uses.unit = unit
+        state = torch.get_rng_state()
+        with self._ambient(), self._uses:
+            call = walk.advance(outputs)
+        self._note_random(state)
+        return call
+
+    def _note_random(self, before: Tensor) -> None:
+        self._row.random |= not torch.equal(before, torch.get_rng_state())
+
+    def _receive(self, call: UnitCall) -> list[Tensor]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        tensors = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad]
+        unique = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        self._row.boundary.append(sum(tensor.untyped_storage().nbytes() for tensor in unique.values()))
+        return list(unique.values())
+
+    def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
+        spec = self._split.spec.units[unit]
+        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
+        key = (type(self._split.modules[unit]), shapes, signature(call))
+        if key in self._known:
+            forward, backward, kept, outputs = self._known[key]
+        else:
+            before = live.restart()
+            state = torch.get_rng_state()
+            with torch.no_grad():
+                outputs = self._forwards[unit](*call.args, **call.kwargs)
+            forward = live.since(before)
+            self._note_random(state)
+            torch.set_rng_state(state)
+            before = live.restart()
+            same, kept = self._backward(unit, call, live, outputs)
+            backward = live.since(before)
+            self._row.graph_matters |= not same
+            outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
+            self._known[key] = forward, backward, kept, outputs
+        self._row.forward.append(forward)
+        self._row.backward.append(backward)
+        self._row.kept.append(kept)
+        fresh = pytree.tree_map_only(Tensor, _like, outputs)
+        return hand_out(fresh, tracked=True)[0]
+
+    def _backward(
+        self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None
+    ) -> tuple[bool, Kept]:
+        """Run the unit with a graph and backward.
+
+        Returns:
+            Whether it gave what was expected, bit for bit; and what it saved for its backward.
+        """
+        before = live.now
+        args, kwargs = pytree.tree_map_only(
+            Tensor,
+            lambda t: t.detach().requires_grad_() if t.requires_grad else t,
+            (call.args, call.kwargs),
+        )
+        trial = Trial([], [])
+        live.ops = trial.ops
+        returned = YieldTrial(trial.ops)
+        with trial.hooks(), returned.watching():
+            outputs = self._forwards[unit](*args, **kwargs)
+        live.ops = None
+        given = {_place(tensor) for tensor in _tensors((args, kwargs))}
+        made = {_place(t): t.untyped_storage().nbytes() for t in _tensors(outputs) if _place(t) not in given}
+        saved = max(live.now - before - sum(made.values()), 0)
+        leaves = [leaf for leaf in _tensors(outputs) if is_differentiable(leaf)]
+        del outputs
+        others = [t for t in pytree.tree_leaves(expected) if is_differentiable(t)]
+        same = all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
+        last_needed = trial.saved_at[-1] if trial.saved_at else 0
+        yields = returned.yields(last_needed, given | made.keys())
+        return same, Kept(saved, trial.needed(), yields, len(trial.saved_at))
+
+    def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
+        before, glue = live.now, live.peak - live.now
+        forward = self._forwards[unit]
+        with torch.no_grad():
+            state = torch.get_rng_state()
+            made = forward(*call.args, **call.kwargs)
+            self._note_random(state)
+            outputs = pytree.tree_map_only(Tensor, _like, made)
+            del made
+            ending = self._advance(walk, unit + 1, outputs)
+        if isinstance(ending, Finished):
+            self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
+            self._row.plain = is_plain(outputs, ending.output, self._inputs.get("labels"))
+            self._row.shifted = is_shifted(ending.output, self._inputs.get("labels"))
+        del outputs
+        self._row.forward.append(())
+        self._row.kept.append(Kept())
+        self._row.glue = max(glue, 0)
+        if self._chunk_tokens is not None and self._row.plain:
+            del ending
+            hidden = next(t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t))
+            self._chunk(forward, hidden.detach().flatten(0, -2), live)
+            self._row.backward.append(())
+            return
+        live.restart()
+        loss = 0
+        if isinstance(ending, Finished):
+            _, kept = self._backward(unit, call, live)
+            self._row.kept[-1] = kept
+            # What the loss adds: logits in fp32, their softmax and their gradient.
+            logits = getattr(ending.output, "logits", None)
+            loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
+        self._row.backward.append(live.since(before - loss))
+
+    def _chunk(self, forward: Callable[..., Any], hidden: Tensor, live: LiveBytes) -> None:
+        """Measure a chunk of the loss at two numbers of tokens."""
+        targets = shift_labels(self._inputs["labels"])
+        self._row.chunk_tokens = (max(len(hidden) // 2, 1), len(hidden))
+        for count in self._row.chunk_tokens:
+            before = live.restart()
+            chunked_head_loss(forward, hidden[:count], targets[:count], 1.0, count)
+            self._row.chunk += (live.since(before),)
+
+
+def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ambient():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def signature(call: UnitCall) -> Any:
+    """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    forms = [
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    ]
+    return (str(structure), tuple(forms))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return made.normal_(0.0, 0.5) if made.is_floating_point() else made

@@ -1,0 +1,294 @@
+"""How long units compute: each distinct one timed, forward and backward, on one microbatch of made-up tokens.
+
+A passage through a unit is more than its operations: arguments are cut from their history, random numbers are seeded,
+what autograd saves is looked after one by one, gradients are added up. Of small units that is a third of the time. So
+what is timed are the passages of a run (`MicrobatchRun`), through one unit again and again.
+
+Weights do not matter to times, so every unit is bound to one plane of small random numbers. Blocks of the same class
+and shapes that are called alike are timed once. It takes the memory of one unit and its activations, as a step does.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError
+from outsize.group.pace import Pace
+from outsize.group.single import SingleGroup
+from outsize.model.split import Split
+from outsize.model.walk import UnitCall, Walk
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.runtime.device.allocator import ResidentLimit
+from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
+from outsize.runtime.forward.boundary import hand_out, is_differentiable
+from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.forward.kept_graph import Keeping
+from outsize.runtime.trial.one_unit import OneUnit
+from outsize.runtime.trial.trial_pass import signature
+from outsize.runtime.trial.trial_weights import bind_trial_weights
+
+# A first sample that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and
+# up to five times where that takes no longer than a quarter of a second, so that one bad sample does not decide.
+SLOW_S = 0.5
+REPEATED_S = 0.005
+FEWEST, MOST = 2, 1000
+WANTED, WANTED_S = 5, 0.25
+# Forwards that wait for their backwards at once: so many that no cache holds what they keep, as in a step.
+MOST_WAITING, WAITING_S = 64, 0.5
+# Seconds of the parts of a sample.
+Sample = tuple[float, ...]
+
+
+def time_units(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    inputs: Mapping[str, Tensor],
+    *,
+    chunk_tokens: int | None,
+    device: torch.device,
+    num_kept: Sequence[int] = (),
+    limit: ResidentLimit | None = None,
+    pace: Pace | None = None,
+) -> UnitTimes:
+    """Return the seconds that each streamed unit computes for a microbatch such as ``inputs``.
+
+    Args:
+        split: the model; its boundaries must be in place.
+        forwards: the units' own forwards.
+        inputs: of one microbatch, with labels, [B, S] each.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss, of which the head's part is timed.
+        device: that computes.
+        num_kept: of each unit, how many forwards may keep all that their backward needs, at once, on the device, one at
+            least; empty where none does, and nothing of that is timed.
+        limit: of resident memory, which a run on a CPU looks at wherever autograd saves or uses a tensor; None where it
+            is nobody's promise.
+        pace: of the ranks that time the same units at the same time; None for a single process.
+
+    Raises:
+        ModelError: the model does not call its units in order, or raised something.
+    """
+    # Kernels keep buffers for every thread that ever called them; those of this one go with it.
+    num_threads = torch.get_num_threads()
+    kept_to = pace or Pace(SingleGroup())
+    with ThreadPoolExecutor(1, "unit-clock", lambda: torch.set_num_threads(num_threads)) as thread:
+        timing = thread.submit(
+            _time_units, split, forwards, inputs, chunk_tokens, device, num_kept, limit, kept_to
+        )
+        return timing.result()
+
+
+def _time_units(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    inputs: Mapping[str, Tensor],
+    chunk_tokens: int | None,
+    device: torch.device,
+    num_kept: Sequence[int],
+    limit: ResidentLimit | None,
+    pace: Pace,
+) -> UnitTimes:
+    sums = GradientSums()
+    binder = Binder(split, sums)
+    state = torch.get_rng_state()
+    try:
+        with buffers_on(split.model, device):
+            weights = bind_trial_weights(binder, split.spec, device)
+            numel = max(unit.numel for unit in split.spec.units)
+            gradient = torch.zeros(numel, dtype=torch.float32, device=device)
+            for unit in split.spec.units:
+                sums.open(unit, gradient[: unit.numel])
+            on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
+            clock = _Clock(split, forwards, on_device, chunk_tokens, device, pace, weights, num_kept, limit)
+            return clock.run()
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{type(split.model).__name__} raised while its units were timed: {error}"
+        ) from error
+    finally:
+        torch.set_rng_state(state)
+        binder.close()
+
+
+class _Clock:
+    """One forward over the units, each distinct one timed on the way."""
+
+    def __init__(
+        self,
+        split: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        inputs: Mapping[str, Tensor],
+        chunk_tokens: int | None,
+        device: torch.device,
+        pace: Pace,
+        weights: Tensor,
+        num_kept: Sequence[int],
+        limit: ResidentLimit | None,
+    ) -> None:
+        self._split = split
+        self._forwards = forwards
+        self._inputs = dict(inputs)
+        self._chunk_tokens = chunk_tokens
+        self._device = device
+        self._pace = pace
+        self._weights = weights
+        self._num_kept = num_kept
+        self._limit = limit
+        self._known: dict[Any, tuple[Sample, Sample, Any]] = {}
+
+    def run(self) -> UnitTimes:
+        walk = Walk(self._split.model, self._inputs)
+        last = len(self._forwards) - 1
+        times: list[Sample] = []
+        kept: list[Sample] = []
+        outputs: Any = None
+        try:
+            with torch.enable_grad():
+                for unit in range(last + 1):
+                    call = walk.advance(outputs)
+                    if not isinstance(call, UnitCall) or call.unit != unit:
+                        raise ModelError(
+                            f"the model does not call unit {self._split.spec.units[unit].name} in turn"
+                        )
+                    if unit == last:
+                        times.append((0.0, self._head(call)))
+                        kept.append(times[-1])
+                        break
+                    seconds, kept_s, made = self._unit(unit, call)
+                    times.append(seconds)
+                    kept.append(kept_s)
+                    outputs = hand_out(made, tracked=True)[0]
+        finally:
+            walk.close()
+        forward, backward = zip(*times, strict=True)
+        if not self._num_kept:
+            return UnitTimes(forward_s=forward, backward_s=backward)
+        kept_forward, kept_backward = zip(*kept, strict=True)
+        return UnitTimes(
+            forward_s=forward,
+            backward_s=backward,
+            kept_forward_s=kept_forward,
+            kept_backward_s=kept_backward,
+        )
+
+    def _unit(self, unit: int, call: UnitCall) -> tuple[Sample, Sample, Any]:
+        """Return the seconds of forward and backward, those where all is kept, and what the unit returns."""
+        tensors = self._split.spec.units[unit].tensors
+        form = tuple((tensor.shape, tensor.trainable) for tensor in tensors)
+        key = (type(self._split.modules[unit]), form, signature(call))
+        if key not in self._known:
+            run = self._passage(call)
+            seconds = self._timed(f"unit {unit}", lambda count: self._recomputed(unit, run, count))
+            made = pytree.tree_map_only(Tensor, Tensor.detach, run.outputs)
+            kept_s: Sample = ()
+            if self._num_kept:
+                kept_s = self._timed_kept(unit, call)
+            self._known[key] = seconds, kept_s, made
+        return self._known[key]
+
+    def _passage(self, call: UnitCall) -> OneUnit:
+        return OneUnit(self._split.model, call, len(self._forwards))
+
+    def _recomputed(self, unit: int, run: OneUnit, count: int) -> list[Sample]:
+        """F, and a B that recomputes."""
+        forward, samples = self._forwards[unit], list[Sample]()
+        for _ in range(count):
+            forward_s = self._once(lambda: run.forward(unit, forward))
+            run.bring_gradients(unit)
+            samples.append((forward_s, self._once(lambda: run.backward(unit, forward))))
+        return samples
+
+    def _kept(self, unit: int, call: UnitCall, count: int) -> list[Sample]:
+        """FK, and its B; as in a step several wait at once, so that caches do not hold what each has kept."""
+        forward, planes, samples = self._forwards[unit], {unit: (self._weights,)}, list[Sample]()
+        look = self._limit.keep if self._limit is not None else _nothing
+        while len(samples) < count:
+            waiting = []
+            for _ in range(min(self._num_kept[unit], count - len(samples))):
+                run, keeping = self._passage(call), Keeping(planes, planes.__getitem__, look)
+                waiting.append((run, self._once(partial(run.forward_keep, unit, forward, keeping))))
+                run.bring_gradients(unit)
+            while waiting:
+                run, forward_s = waiting.pop()
+                samples.append((forward_s, self._once(partial(run.backward, unit, forward))))
+        return samples
+
+    def _head(self, call: UnitCall) -> float:
+        """Return the time of the head's forward, loss and backward."""
+        unit = len(self._forwards) - 1
+        if self._chunk_tokens is None:
+            run = self._passage(call)
+            return self._timed("the head", lambda count: self._recomputed(unit, run, count))[1]
+        hidden = next(
+            t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t)
+        ).detach()
+        targets, chunk = shift_labels(self._inputs["labels"]), self._chunk_tokens
+
+        work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)
+        return self._timed("the head", lambda count: [(self._once(work),) for _ in range(count)])[0]
+
+    def _timed_kept(self, unit: int, call: UnitCall) -> Sample:
+        """Return the seconds of FK and its B, the median of as many as may wait; a first round touches their memory."""
+        what = f"unit {unit}, kept"
+        self._pace.meet(what)
+        samples = self._kept(unit, call, 1)
+        wanted = min(self._num_kept[unit], _num_waiting(sum(samples[0])))
+        for _ in range(2):
+            count = int(self._pace.most(what, wanted))
+            samples = self._kept(unit, call, count) or samples
+        return _median(samples)
+
+    def _timed(self, what: str, sampled: Callable[[int], list[Sample]]) -> Sample:
+        """Return the seconds of each part of a sample, the median of a few where they are short.
+
+        All ranks take as many, beginning at the same time.
+        """
+        self._pace.meet(what)
+        first = sampled(1)
+        count = int(self._pace.most(what, _num_samples(sum(first[0]))))
+        return _median(sampled(count) or first)
+
+    def _once(self, work: Callable[[], object]) -> float:
+        self._finish()
+        started = time.perf_counter()
+        with self._computing():
+            work()
+        self._finish()
+        return time.perf_counter() - started
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """What a computation of a run runs in."""
+        return nullcontext() if self._limit is None else self._limit.watched()
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _median(samples: list[Sample]) -> Sample:
+    return tuple(statistics.median(part) for part in zip(*samples, strict=True))
+
+
+def _num_waiting(first_s: float) -> int:
+    """How many forwards to keep at once where one and its backward take ``first_s``; none where that is long."""
+    return 0 if first_s > SLOW_S else max(FEWEST, min(MOST_WAITING, int(WAITING_S / max(first_s, 1e-9))))
+
+
+def _num_samples(first_s: float) -> int:
+    """How many samples to take behind one of ``first_s``; none where it is long enough to be its own warm-up."""
+    if first_s > SLOW_S:
+        return 0
+    wanted = min(WANTED, math.ceil(WANTED_S / max(first_s, 1e-9)))
+    return min(MOST, max(FEWEST, wanted, math.ceil(REPEATED_S / max(first_s, 1e-9))))
+
+
+def _nothing() -> None:
+    """Where resident memory is nobody's promise, nobody looks at it."""

@@ -1,0 +1,190 @@
+"""What the lanes of a run reach, before its first step: a fraction of a second of `outsize.probe`, in the run's budget.
+
+A run that has trained here before has better figures, from its own trace: ``machine.json`` in its directory, which
+``outsize plan --machine`` reads too.
+"""
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from outsize.errors import ConfigError
+from outsize.group.pace import Pace
+from outsize.hardware.from_probe import read_machine
+from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine
+from outsize.hardware.presets import COPY_LATENCY_S, NVME
+from outsize.hardware.readings import Measurement
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.memory.memory_table import home_bytes
+from outsize.planner.simulate.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
+from outsize.probe.compute import measure_device_memory
+from outsize.probe.disk_probe import measure_disk
+from outsize.probe.effort import QUICK, Effort, within_memory
+from outsize.probe.host_probe import measure_dram
+from outsize.probe.link import measure_links
+from outsize.probe.optimizer_probe import measure_adamw
+from outsize.runtime.device.device_group import device_names
+from outsize.session.job.device_peers import measured_peers, peers_of
+from outsize.session.job.prepare import Prepared
+
+MACHINE_FILE = "machine.json"
+MIB = 2**20
+SHORT = replace(
+    QUICK,
+    sample_s=0.01,
+    num_samples_min=2,
+    array_bytes=32 * MIB,
+    plane_bytes=16 * MIB,
+    disk_bytes=32 * MIB,
+    disk_s=0.05,
+    queue_depths=(4,),
+    copy_bytes_max=64 * MIB,
+    num_copy_rounds=3,
+    copy_s=0.3,
+)
+# Less state than this stays in the caches of a disk and its file system; what a run reads of it is not timed.
+SMALL_STATE_BYTES = 64 * MIB
+# A copy within memory moves each byte twice, and a call of torch's costs as much as any other.
+_CALL_S = Figure(value=1e-5, source="assumed: a call of torch")
+_REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
+
+
+def lane_rates(
+    prepared: Prepared, directory: Path, times: UnitTimes, flops: tuple[float, ...], pace: Pace
+) -> Machine:
+    """Return the machine of a run, its rates timed just now.
+
+    Args:
+        prepared: the run.
+        directory: of its home; for large states the nearest one that exists is written to, and nothing stays there.
+        times: of its units.
+        flops: of a forward of each of them, in the same microbatch.
+        pace: of the ranks that time their lanes at the same time.
+
+    Raises:
+        OutsizeError: something could not be measured.
+    """
+    machine, dtype = prepared.machine, prepared.split.spec.dtype
+    state, units = prepared.plan.state, prepared.split.spec.units
+    state_bytes = sum(home_bytes(unit, state) for unit in units)
+    # Within the budgets; and a small model lives in caches, as small arrays do.
+    effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
+    pace.meet("host memory")
+    copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
+    names = device_names(machine.device)
+    pace.meet("links")
+    links = {name: _link(prepared, name, copy, effort) for name in dict.fromkeys(names)}
+    total = psutil.virtual_memory().total
+    peak = reached_flops_per_s(times, flops)
+    gpus = {name: _gpu(name, dtype, peak, triad, effort, total) for name in links}
+    uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
+    pace.meet("optimizer")
+    adamw = _adamw(effort, state, units)
+    pace.meet("disk")
+    return Machine(
+        name=machine.device,
+        gpus=tuple(gpus[name] for name in names),
+        links=tuple(links[name] for name in names),
+        host=Host(
+            memory_bytes=total,
+            bytes_per_s=triad,
+            cores=psutil.cpu_count(logical=False) or 1,
+            adamw_params_per_s=adamw,
+        ),
+        disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
+        # Also those that this plan has no room for: another one, with a codec, may.
+        peers=measured_peers(prepared.config, machine, peers_of(prepared.config, machine)),
+    )
+
+
+def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
+    """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
+    kept = replace(state, num_moments=2, factored=False)
+    found = _figure(measure_adamw(effort, kept, units), "AdamW")
+    moved = kept.step_bytes / STEP_PACE[kept.moments]
+    return replace(found, value=found.value * moved / ADAMW_BYTES)
+
+
+def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
+    """Return the rates that a run on this machine left in ``run_dir``; None where there are none that serve."""
+    path = run_dir / MACHINE_FILE
+    if not path.is_file():
+        return None
+    with contextlib.suppress(ConfigError):
+        found = read_machine(path)
+        same = (
+            found.name == prepared.machine.device and found.host.memory_bytes == psutil.virtual_memory().total
+        )
+        disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
+        memory = prepared.config.memory
+        limited = memory.link_gb_per_s is not None or memory.peer_gb_per_s is not None
+        peers = all(found.peer(*pair) is not None for pair in peers_of(prepared.config, prepared.machine))
+        if same and disk and peers and not limited:
+            return found
+    return None
+
+
+def reached_flops_per_s(times: UnitTimes, flops: tuple[float, ...]) -> Figure:
+    """Return the rate of the forwards that multiply matrices, taken together."""
+    pairs = [
+        (work, seconds) for work, seconds in zip(flops, times.forward_s, strict=True) if work and seconds
+    ]
+    work, seconds = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (1.0, 1.0)
+    return Figure(value=work / seconds, source="forwards of units, timed", measured=True)
+
+
+def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, total: int) -> Gpu:
+    cuda = name.startswith("cuda")
+    memory = _figure(measure_device_memory(name, effort), "device memory") if cuda else triad
+    return Gpu(
+        name=name,
+        memory_bytes=torch.cuda.get_device_properties(name).total_memory if cuda else total,
+        peak_flops_per_s={dtype: peak},
+        efficiency=_REACHED,
+        memory_bytes_per_s=memory,
+        pcie_generation=0,
+    )
+
+
+def _link(prepared: Prepared, name: str, copy: Figure, effort: Effort) -> Link:
+    limit = prepared.config.memory.link_gb_per_s
+    if name.startswith("cuda"):
+        up, down = (rates.fit for rates in itertools.islice(measure_links(name, effort), 2))
+        if up is None or down is None:
+            raise ConfigError(f"the link of {name} could not be measured")
+        rates = [_measured(fit.bytes_per_s, "pinned copies") for fit in (up, down)]
+        latency = _measured(max(up.latency_s, 1e-9), "pinned copies")
+    else:
+        rates = [_measured(copy.value / 2, "copies within memory")] * 2
+        latency = _CALL_S
+    if limit is not None:
+        rates = [_measured(min(rate.value, limit * 1e9), "memory.link_gb_per_s") for rate in rates]
+        latency = COPY_LATENCY_S
+    return Link(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=latency)
+
+
+def _disk(directory: Path, effort: Effort) -> Disk:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    depth = measure_disk(existing, effort).depths[0]
+    return Disk(
+        capacity_bytes=shutil.disk_usage(existing).free,
+        read_bytes_per_s=_figure(depth.read_bytes_per_s, "reads"),
+        write_bytes_per_s=_figure(depth.write_bytes_per_s, "writes"),
+    )
+
+
+def _figure(measurement: Measurement, what: str) -> Figure:
+    if measurement.median is None:
+        raise ConfigError(f"{what} could not be measured: {measurement.source}")
+    return _measured(measurement.median, f"a short calibration: {measurement.source}")
+
+
+def _measured(value: float, source: str) -> Figure:
+    return Figure(value=value, source=source, measured=True)

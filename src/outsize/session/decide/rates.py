@@ -1,0 +1,244 @@
+"""What a run reaches before its first step: its units, its lanes and the network of its ranks, timed for a moment.
+
+All ranks of a run measure together (`outsize.group.pace`), as they compute together.
+"""
+
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from outsize.errors import ConfigError, ModelError
+from outsize.group.group import Group
+from outsize.group.pace import Pace
+from outsize.hardware.machine_spec import Machine
+from outsize.model.sizes.spec_from_config import forward_flops
+from outsize.model.walk import Boundaries
+from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.crowding import scaled
+from outsize.runtime.device.allocator import ResidentLimit, set_thresholds, trim
+from outsize.runtime.trial.unit_clock import time_units
+from outsize.session.decide.lane_rates import kept_rates, lane_rates
+from outsize.session.job.machine import home_file
+from outsize.session.job.model_inputs import made_up_inputs
+from outsize.session.job.prepare import Prepared
+from outsize.session.job.relative_times import recompute_shares, shape_of, spared_flops
+
+# Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
+TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
+# The same for all processes of a machine, containers or not.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Exchanged by all ranks together, to know how fast that goes.
+SAMPLE_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a run reaches.
+
+    Attributes:
+        machine: rates of its lanes.
+        times: of its units, for one of its microbatches.
+        microbatches: of a step; of several ranks, each may have another number.
+        net_bytes_per_s: of several ranks, what each sends while all do.
+        core_s_per_byte: what a core computes to send a byte, and to receive and add one meanwhile.
+        cores: of this process, on a CPU that it may share with other ranks; none where a GPU computes.
+    """
+
+    machine: Machine
+    times: UnitTimes
+    microbatches: int = 1
+    net_bytes_per_s: float = 0.0
+    core_s_per_byte: float = 0.0
+    cores: float = math.inf
+
+    def times_of(self, sequences: int, timed: int) -> UnitTimes:
+        """Return the times of units for microbatches of so many sequences; those that were timed had ``timed``."""
+        return scaled(self.times, sequences / timed) if sequences != timed else self.times
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What an exchange with all other ranks takes.
+
+    Attributes:
+        bytes_per_s: that this rank sends while all do; 0 of a single process.
+        core_s_per_byte: what a core computes for each byte sent, and as many received and added.
+    """
+
+    bytes_per_s: float = 0.0
+    core_s_per_byte: float = 0.0
+
+
+def measure_rates(prepared: Prepared, run_dir: Path) -> Rates:
+    """Time the units of a run, and its lanes where a run before it has not left their rates in ``run_dir``.
+
+    All ranks of a run do so at the same time, as they compute at the same time.
+
+    Raises:
+        OutsizeError: something could not be measured.
+        RuntimeError: the same, said by torch.
+    """
+    cores = cores_of(prepared)  # before anything that may fail on one rank only
+    with _memory_of_the_run(prepared), Pace(prepared.group) as pace:
+        times, flops = _times(prepared, pace)
+        kept = kept_rates(run_dir, prepared)
+        if pace.most("lanes", float(kept is None)) or kept is None:
+            kept = lane_rates(prepared, home_file(prepared.config.memory, run_dir).parent, times, flops, pace)
+    return Rates(kept, times, microbatches=prepared.config.microbatches, cores=cores)
+
+
+def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:
+    """Return ``rates`` with what all ranks wait for: the compute of the slowest, and the network of the slowest."""
+    own_s = rates.microbatches * sum((*rates.times.forward_s, *rates.times.backward_s))
+    told = [found for found in group.gather_objects([own_s, net.bytes_per_s]) if found is not None]
+    compute_s, slowest_net = max(s for s, _ in told), min(rate for _, rate in told)
+    times = scaled(rates.times, compute_s / own_s) if own_s else rates.times
+    return replace(rates, times=times, net_bytes_per_s=slowest_net, core_s_per_byte=net.core_s_per_byte)
+
+
+@contextlib.contextmanager
+def _memory_of_the_run(prepared: Prepared) -> Iterator[None]:
+    """Have freed memory kept as steps will have it: pages that the kernel hands out anew take their time."""
+    if _is_cuda(prepared):
+        yield
+        return
+    set_thresholds(heap=prepared.heap)
+    try:
+        yield
+    finally:
+        set_thresholds(heap=False)
+        trim()
+
+
+def _limit(prepared: Prepared) -> ResidentLimit | None:
+    """The limit of resident memory that a run on a CPU keeps to; nothing lies at home yet."""
+    if prepared.machine.device != "cpu":
+        return None
+    return ResidentLimit(prepared.before_bytes, prepared.machine.device_bytes)
+
+
+def cores_of(prepared: Prepared) -> float:
+    """Return the cores that a rank has where compute and lanes are threads of a CPU: as many as the ranks beside it."""
+    machine = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else socket.gethostname()
+    beside = prepared.group.gather_objects(machine).count(machine)
+    return len(os.sched_getaffinity(0)) / beside if prepared.machine.device == "cpu" else math.inf
+
+
+def measure_exchange(group: Group) -> Exchanged:
+    """Return what it takes this rank to send to all others while they do the same."""
+    if group.size == 1:
+        return Exchanged()
+    channel = group.channel("rate")
+    part = SAMPLE_BYTES // group.size // 4
+    ranges = [range(rank * part, (rank + 1) * part) for rank in range(group.size)]
+    sample = torch.zeros(part * group.size)
+    channel.all_gather(sample, ranges)  # connections are made, and buffers of the kernel grow
+    channel.barrier()
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
+    channel.all_gather(sample, ranges)
+    took_s = time.perf_counter() - began_s
+    channel.reduce_scatter(sample, ranges)
+    core_s, sent = time.process_time() - cpu_began_s, 4 * part * (group.size - 1)
+    return Exchanged(sent / took_s, core_s / (2 * sent))
+
+
+def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
+    """Return the times of units in a microbatch of the run, and the operations of their forwards."""
+    config = prepared.config
+    if _is_cuda(prepared) and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device here to time anything on")
+    rows, length = -(-prepared.num_sequences // config.microbatches), config.data.seq_len
+    device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
+    few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
+    inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
+    num_kept = _num_kept(prepared, pace)
+    with Boundaries(prepared.split.modules) as boundaries:
+        prepared.split.model.train()
+        times = time_units(
+            prepared.split,
+            boundaries.forwards,
+            inputs,
+            chunk_tokens=prepared.chunk_tokens,
+            device=device,
+            num_kept=num_kept,
+            limit=_limit(prepared),
+            pace=pace,
+        )
+    flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
+    tokens = rows * length / (few_rows * short)
+    shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
+    found = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
+    return replace(found, spared_s=_spared_s(prepared, found.forward_s, flops)), flops
+
+
+def _num_kept(prepared: Prepared, pace: Pace) -> tuple[int, ...]:
+    """Return how many forwards of each unit fit where the plan keeps some whole; none where no rank keeps any."""
+    kept, saved = prepared.plan.layout.kept, prepared.measured.saved_bytes
+    keeps = any(choice.extent is Extent.WHOLE for choices in kept for choice in choices)
+    if not pace.most("kept", float(keeps)):
+        return ()
+    room = sum(saved[unit] * choices.count(Choice.KEEP) for unit, choices in enumerate(kept))
+    return tuple(max(1, room // max(1, size)) for size in saved)  # one has the memory of a recompute
+
+
+def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
+    """Return ``times`` of microbatches with ``shares`` as many operations, by unit."""
+    forward_s, backward_s, kept_forward_s, kept_backward_s = (
+        tuple(s * share for s, share in zip(found, shares, strict=bool(found)))
+        for found in (times.forward_s, times.backward_s, times.kept_forward_s, times.kept_backward_s)
+    )
+    return UnitTimes(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        kept_forward_s=kept_forward_s,
+        kept_backward_s=kept_backward_s,
+    )
+
+
+def _less_recompute(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
+    """Return ``times``, taken with whole recomputes, of a run whose recomputes are ``shares`` of a forward."""
+    recompute_s = tuple(s * share for s, share in zip(times.forward_s, shares, strict=True))
+    spared_s = (whole - part for whole, part in zip(times.forward_s, recompute_s, strict=True))
+    backward_s = (max(0.0, s - spared) for s, spared in zip(times.backward_s, spared_s, strict=True))
+    return replace(times, backward_s=tuple(backward_s), recompute_s=recompute_s)
+
+
+def _spared_s(
+    prepared: Prepared, forward_s: tuple[float, ...], flops: tuple[float, ...]
+) -> dict[Extent, tuple[float, ...]]:
+    """Return what of a forward is spared where attention, or products, are kept: their share of its operations."""
+    return {
+        extent: tuple(
+            seconds * min(1.0, spared / work) if work else 0.0
+            for seconds, spared, work in zip(forward_s, spared_by_unit, flops, strict=True)
+        )
+        for extent, spared_by_unit in spared_flops(prepared.measured).items()
+    }
+
+
+def _is_cuda(prepared: Prepared) -> bool:
+    return prepared.machine.device.startswith("cuda")
+
+
+def _timed_size(rows: int, length: int, most: int) -> tuple[int, int]:
+    """Return sequences and tokens of each that are timed: fewer sequences before shorter ones."""
+    return max(1, min(rows, most // length)), min(length, most)
+
+
+def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
+    """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
+    spec = prepared.split.spec
+    with contextlib.suppress(ModelError, AttributeError):
+        flops = forward_flops(shape_of(prepared.split), rows, length)
+        if len(flops) == spec.num_streamed:
+            return flops
+    numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
+    return tuple(2.0 * rows * length * size for size in numel)

@@ -1,0 +1,173 @@
+"""What the machine has to give: which device computes, and how many bytes each tier may hold."""
+
+import hashlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outsize.config import MemoryConfig
+from outsize.errors import ConfigError
+from outsize.hardware.host_memory import HostMemory, read_host_memory
+from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
+from outsize.planner.memory.memory_table import Tier
+from outsize.runtime.device.device_group import device_names
+from outsize.storage.zram import check_not_a_device
+from outsize.units import format_bytes
+
+# Where the device's memory is RAM it shares it with the host tier.
+CPU_DEVICE_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMachine:
+    """The device and the budgets of one run.
+
+    Attributes:
+        device: ``cpu``, ``emulated:N``, ``cuda:i`` or ``cuda:i,j``.
+        home: ``host`` or ``disk``.
+        below: the tier next to the device, ``host`` or ``disk``.
+        device_bytes: budget of the device; of each, where there are several.
+        host_bytes: budget of host memory.
+        disk_bytes: budget of the disk.
+    """
+
+    device: str
+    home: Tier
+    below: Tier
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def num_workers(self) -> int:
+        """Devices that compute."""
+        return len(device_names(self.device))
+
+
+def choose_device(name: str) -> str:
+    """Resolve ``auto``, ``cuda``, ``cuda:all`` and ``emulated``.
+
+    Raises:
+        ConfigError: ``cuda:all`` where torch sees no device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda:all":
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError(
+                "memory.device is cuda:all, but torch sees no CUDA device; use --device cpu, or check the driver"
+            )
+        return "cuda:" + ",".join(map(str, range(count)))
+    return {"cuda": "cuda:0", "emulated": "emulated:1"}.get(name, name)
+
+
+def choose_dtype(name: str, device: str) -> str:
+    """Resolve ``auto``: bf16 on CUDA, fp32 elsewhere."""
+    return name if name != "auto" else "bf16" if device.startswith("cuda") else "fp32"
+
+
+def available_ram_bytes() -> int:
+    """Return how much RAM the process may still take: what is available, within the limits of its control groups."""
+    return read_host_memory(Path("/")).free_bytes() or 0
+
+
+def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) -> RunMachine:
+    """Return the machine of a run whose home holds ``state_bytes``.
+
+    Args:
+        memory: what the user asked for; null and ``auto`` are resolved here.
+        state_bytes: weights, masters, moments and gradients at rest.
+        store_dir: where the disk home would be, its directory or its file.
+
+    Raises:
+        ConfigError: a budget is more than the machine has.
+        StorageError: the home would be on disk, and ``store_dir`` is a zram device instead of a directory on one.
+    """
+    device = choose_device(memory.device)
+    ram = read_host_memory(Path("/"))
+    _check_budgets(memory, device, ram, store_dir)
+    available = ram.free_bytes() or 0
+    host = memory.host_memory or int(available * HOST_SHARE)
+    home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
+    below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
+    if home == "disk":
+        check_directory(store_dir)
+    return RunMachine(
+        device=device,
+        home=home,
+        below=below,
+        device_bytes=memory.device_memory or _default_device_bytes(device, available),
+        host_bytes=host,
+        disk_bytes=memory.disk_memory or int(_free_disk_bytes(store_dir) * DISK_SHARE),
+    )
+
+
+def check_directory(store_dir: Path) -> None:
+    """Check where the disk home would be, its directory or its file.
+
+    Raises:
+        StorageError: it is a zram device instead of a directory on one.
+    """
+    check_not_a_device(store_dir)
+    check_not_a_device(store_dir.parent)
+
+
+def _default_device_bytes(device: str, available: int) -> int:
+    names = device_names(device)
+    if device.startswith("cuda"):
+        free = (torch.cuda.mem_get_info(int(name.partition(":")[2]))[0] / names.count(name) for name in names)
+        return int(min(free) * DEVICE_SHARE)
+    return int(available * CPU_DEVICE_SHARE / len(names))
+
+
+def _check_budgets(memory: MemoryConfig, device: str, ram: HostMemory, store_dir: Path) -> None:
+    """Refuse budgets that the machine could never keep, whatever else runs on it."""
+    names = device_names(device)
+    there, of_what = ram.usable_bytes(), "RAM"
+    if there is not None and there == ram.cgroup_limit_bytes.number():
+        of_what = f"memory, the limit of the control group {ram.cgroup_limit_bytes.source}"
+    most: dict[str, tuple[int | None, str]] = {"host_memory": (there, of_what)}
+    if not device.startswith("cuda"):
+        each = f"{of_what}, which {len(names)} devices share" if len(names) > 1 else of_what
+        most["device_memory"] = (there and there // len(names), each)
+    elif memory.device_memory and torch.cuda.is_available():
+        totals = (
+            torch.cuda.mem_get_info(int(name.partition(":")[2]))[1] // names.count(name) for name in names
+        )
+        most["device_memory"] = (min(totals), f"memory on {device}")
+    if memory.disk_memory:
+        most["disk_memory"] = (
+            shutil.disk_usage(_existing(store_dir)).total,
+            f"disk at {_existing(store_dir)}",
+        )
+    for key, (least, what) in most.items():
+        budget = getattr(memory, key)
+        if budget and least is not None and budget > least:
+            raise ConfigError(
+                f"{key}: {format_bytes(budget)} are more than this machine has: {format_bytes(least)} of {what}; "
+                "give less, or nothing for what is free. `outsize plan` plans for other machines"
+            )
+
+
+def home_file(memory: MemoryConfig, run_dir: Path) -> Path:
+    """Return the file of a disk home that commits; several runs may share ``memory.store_dir``."""
+    if memory.store_dir is None:
+        return run_dir / "store" / "home.bin"
+    where = str(run_dir.resolve())
+    return (
+        Path(memory.store_dir)
+        / f"{run_dir.resolve().name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.bin"
+    )
+
+
+def _free_disk_bytes(path: Path) -> int:
+    """What is free for a home at ``path``, and what an earlier one there takes already."""
+    return shutil.disk_usage(_existing(path)).free + (path.stat().st_blocks * 512 if path.is_file() else 0)
+
+
+def _existing(path: Path) -> Path:
+    """Return ``path``, or what of the way to it there is."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())

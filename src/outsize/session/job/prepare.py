@@ -1,0 +1,328 @@
+"""Everything that must be known before the first step: the model's units, their sizes, the plan that fits them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
+from outsize.config import Config
+from outsize.errors import ConfigError, ModelError
+from outsize.group.group import Group
+from outsize.group.single import SingleGroup
+from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
+from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.model.split import Split, split
+from outsize.model.tiled_mlp import take_in_parts
+from outsize.model.walk import Boundaries
+from outsize.optim.decay_groups import decay_parameter_names
+from outsize.optim.shares import shares
+from outsize.planner.decision import decide
+from outsize.planner.memory.memory_table import home_bytes
+from outsize.planner.passes.validate import validate
+from outsize.planner.search.sizing import own_elements
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.device.allocator import resident_bytes, trim
+from outsize.runtime.trial.calibrate import calibrate
+from outsize.runtime.trial.measured import Measured
+from outsize.session.job.home_masters import with_masters_of
+from outsize.session.job.machine import (
+    RunMachine,
+    check_directory,
+    choose_device,
+    choose_dtype,
+    describe_machine,
+    home_file,
+)
+from outsize.session.job.model_inputs import made_up_inputs
+from outsize.session.job.optimizer_layout import layout_for
+from outsize.session.job.planning import Trial, Tried, question_of
+from outsize.session.job.run_codecs import check_transport
+from outsize.train.options import named_transport
+from outsize.units import format_bytes, format_count
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is known to fit.
+
+    Attributes:
+        config: as the user gave it, with as many microbatches as the plan has.
+        machine: device and budgets.
+        directory: of the model, local.
+        hf_config: the model's own configuration.
+        dtype: in which the model computes; adapters are fp32 in any case.
+        split: its units; parameters on meta.
+        source: where its weights are read from.
+        measured: what a microbatch needs on the device.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        plan: memory sizes and the program of a step.
+        before_bytes: resident memory of the process, its imports included, before it did anything.
+        tried: what microbatches need, of any number of them.
+        adapters: that train beside a frozen model; None where the model itself trains.
+        group: the ranks that share the steps; of one, where none do.
+    """
+
+    config: Config
+    machine: RunMachine
+    directory: Path
+    hf_config: Any
+    dtype: str
+    split: Split
+    source: WeightSource
+    measured: Measured
+    chunk_tokens: int | None
+    plan: Plan
+    before_bytes: int
+    tried: Tried
+    adapters: Adapters | None = None
+    group: Group = field(default_factory=SingleGroup)
+
+    @property
+    def heap(self) -> bool:
+        """Whether the plan has room for what the C allocator keeps of freed memory."""
+        return self.plan.heap
+
+    @property
+    def own(self) -> tuple[range, ...] | None:
+        """The elements of each unit that this rank steps; None for all of a single process."""
+        group = self.group
+        if group.size == 1:
+            return None
+        return tuple(ranges[group.rank] for ranges in shares(self.split.spec, group.size))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of a step that this rank trains, at most."""
+        return -(-self.config.sequences_per_step // self.group.size)
+
+
+def prepare(
+    config: Config,
+    run_dir: Path,
+    announce: Announce,
+    source: WeightSource | None = None,
+    adapters_from: Path | None = None,
+    group: Group | None = None,
+) -> Prepared:
+    """Read the model's config, split it, measure it, and plan a step.
+
+    Args:
+        config: of the run.
+        run_dir: its directory; nothing is written.
+        announce: called with lines for people.
+        source: where weights come from; None for the checkpoint that ``model.path`` names.
+        adapters_from: checkpoint that adapters come from; None for fresh ones.
+        group: the ranks that share the steps; None for a single process.
+
+    Raises:
+        OutsizeError: anything that a run could not be started with; nothing has been written yet.
+    """
+    group = group or SingleGroup()
+    check_shares(config, group.size)
+    device = choose_device(config.memory.device)
+    dtype = choose_dtype(config.model.dtype, device)
+    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+    check_length(config, hf_config)
+    model = build_skeleton(
+        hf_config,
+        dtype,
+        config.model.attention,
+        config.model.trust_remote_code,
+        frozen=config.train.method == "lora",
+    )
+    trim()  # building a model takes its weights for a moment, one after the other
+    before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
+    directory, source, adapters = _sourced(config, model, source, adapters_from)
+    parts = split_model(model, dtype, config, adapters)
+    take_in_parts(parts, config.train.mlp_parts)
+    spec = parts.spec
+    if group.size == 1:
+        config = with_masters_of(home_file(config.memory, run_dir), config, spec)
+    own = own_elements(spec, group.size, group.rank)
+    state = layout_for(config, spec, group.size)
+    state_bytes = sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)
+    machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
+    announce(
+        f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
+        f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
+    )
+    tried = _tried(config, hf_config, parts, announce, group.size)
+    plan = decide(question_of(config, parts, machine, tried, group)).plan
+    sequences, count = -(-config.sequences_per_step // group.size), plan.layout.num_microbatches
+    if config.train.microbatches is None and count > 1:
+        announce(f"steps of {sequences} sequences are cut into {count} microbatches")
+    announce(
+        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
+        f"{format_bytes(machine.device_bytes)} on {machine.device}"
+    )
+    prepared = Prepared(
+        config=config,
+        machine=machine,
+        directory=directory,
+        hf_config=hf_config,
+        dtype=dtype,
+        split=parts,
+        source=source,
+        measured=tried(count).measured,
+        chunk_tokens=tried(count).chunk_tokens,
+        plan=plan,
+        before_bytes=before_bytes,
+        tried=tried,
+        adapters=adapters,
+        group=group,
+    )
+    return planned_so(prepared, plan, run_dir)
+
+
+def planned_so(prepared: Prepared, plan: Plan, run_dir: Path) -> Prepared:
+    """Return the run with ``plan``: its microbatches, its home, and what the microbatches need.
+
+    Raises:
+        ConfigError: codecs that the user has named do not go with the home.
+    """
+    config, machine = prepared.config.in_microbatches(plan.layout.num_microbatches), prepared.machine
+    check_transport(named_transport(config), machine.device, plan.home)
+    for program in plan.programs:
+        validate(program, plan.layout)
+    if plan.home == "disk":
+        check_directory(home_file(config.memory, run_dir))
+    measured, chunk_tokens = prepared.tried(config.microbatches)
+    return replace(
+        prepared,
+        config=config,
+        machine=replace(machine, home=plan.home, below=plan.below),
+        measured=measured,
+        chunk_tokens=chunk_tokens,
+        plan=plan,
+    )
+
+
+def _sourced(
+    config: Config, model: nn.Module, source: WeightSource | None, adapters_from: Path | None
+) -> tuple[Path, WeightSource, Adapters | None]:
+    """Return the model's directory, where its weights come from, and the adapters that were put in."""
+    directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
+    if source is None:
+        source = CheckpointReader(directory, model)
+        source.load_buffers(model)
+    if config.train.method != "lora":
+        return directory, source, None
+    adapters = put_in(model, _lora(config, model), config.train.seed)
+    return directory, AdapterSource(source, adapters, adapters_from), adapters
+
+
+def _lora(config: Config, model: nn.Module) -> Any:
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
+    return peft_config(settings, config.model.path, causal)
+
+
+def _encoded(plan: Plan) -> str:
+    codec = plan.transport.weights
+    return "" if plan.transport.is_raw("weights") else f", weights that do not train as {codec},"
+
+
+def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
+    return f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
+
+
+def check_shares(config: Config, num_ranks: int) -> None:
+    """Check that every rank has something to do in every microbatch.
+
+    Raises:
+        ConfigError: there are fewer sequences.
+    """
+    least = num_ranks * config.microbatches
+    if num_ranks > 1 and config.sequences_per_step < least:
+        raise ConfigError(
+            f"train.tokens_per_step: {config.sequences_per_step} sequences per step are fewer than {num_ranks} ranks "
+            f"of {config.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
+            "train.microbatches"
+        )
+
+
+def check_length(config: Config, hf_config: Any) -> None:
+    """Check the length of sequences before the model sees one.
+
+    Raises:
+        ConfigError: they are longer than the model takes.
+    """
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.data.seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is longer than the {limit} positions of the model; lower it"
+        )
+
+
+def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters | None = None) -> Split:
+    """Split a model with the weight-decay groups and frozen parameters of ``config``.
+
+    With ``adapters`` these train, in fp32, and all else lies apart.
+
+    Raises:
+        ModelError: nothing is left to train.
+    """
+    decaying = decay_parameter_names(model)
+    if adapters is not None:
+        lora = config.lora
+        apart = adapters.apart(model, dtype, lora.base_codec, lora.table_codec)
+        return split(model, "fp32", decays=decaying.__contains__, apart=apart)
+    parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
+    if not parts.spec.num_trainable:
+        raise ModelError("model.freeze leaves no parameter to train")
+    return parts
+
+
+def _tried(config: Config, hf_config: Any, parts: Split, announce: Announce, num_ranks: int) -> Tried:
+    """Return what tries microbatches on the model, each number of them once."""
+
+    @cache
+    def tried(microbatches: int) -> Trial:
+        chosen = config.in_microbatches(microbatches)
+        with Boundaries(parts.modules) as boundaries:
+            found = _measure(chosen, hf_config, parts, boundaries, announce, num_ranks)
+        trim()
+        return found
+
+    return tried
+
+
+def _measure(
+    config: Config,
+    hf_config: Any,
+    parts: Split,
+    boundaries: Boundaries,
+    announce: Announce,
+    num_ranks: int,
+) -> Trial:
+    share = -(-config.sequences_per_step // num_ranks)
+    sequences = -(-share // config.microbatches)
+
+    wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
+    measured = calibrate(
+        parts,
+        boundaries.forwards,
+        partial(made_up_inputs, config, hf_config),
+        num_sequences=sequences,
+        seq_len=config.data.seq_len,
+        chunk_tokens=wanted,
+    )
+    if wanted is not None and not measured.plain_head:
+        if config.train.loss == "chunked":
+            raise ModelError(
+                "train.loss=chunked needs a model whose loss is the shifted cross-entropy of its head's output; this "
+                "one does something else after the head, so use train.loss=model"
+            )
+        announce(
+            "loss: the model's own, with all logits of a microbatch, since more than cross-entropy follows its head"
+        )
+        wanted = None
+    return Trial(measured, wanted)

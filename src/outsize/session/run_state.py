@@ -1,0 +1,200 @@
+"""Where a run stands and which run it is: what every commit and every checkpoint says, and what a resume asks for."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outsize.config import Config
+from outsize.errors import CheckpointError, ConfigError
+from outsize.runtime.ops.context import StepContext
+from outsize.session.loss_scale import LossScale
+from outsize.session.state_kinds import check_kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        step: steps done.
+        tokens: tokens trained so far.
+        skipped: steps that changed no weight.
+        loss: of the last step; NaN before the first.
+    """
+
+    step: int
+    tokens: int
+    skipped: int
+    loss: float = float("nan")
+
+
+def state_of(
+    position: Position, updates: Mapping[str, int], loss_scale: LossScale, config: Config, dtype: str
+) -> dict[str, Any]:
+    """Return all of a run's state that is not in its planes, JSON; the data order follows from seed and step.
+
+    Args:
+        position: where it stands.
+        updates: how often each parameter has been stepped.
+        loss_scale: as it is for the next step.
+        config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
+        dtype: compute dtype.
+    """
+    return {
+        "step": position.step,
+        "tokens": position.tokens,
+        "skipped": position.skipped,
+        "loss": position.loss if math.isfinite(position.loss) else None,
+        "updates": dict(updates),
+        "loss_scale": loss_scale.state(),
+        "model": name_of(config.model.path),
+        "seed": config.train.seed,
+        "dtype": dtype,
+        **({"lora": _lora(config)} if config.train.method == "lora" else {}),
+        **_optimizer(config),
+        "data": {
+            "seq_len": config.data.seq_len,
+            "pack": config.data.pack,
+            "tokens_per_step": config.tokens_per_step,
+            "next_sequence": position.step * config.sequences_per_step,
+        },
+    }
+
+
+def checked(state: Any, where: object) -> Mapping[str, Any]:
+    """Return ``state`` after checking that it says what a resume needs.
+
+    Raises:
+        CheckpointError: it does not; ``where`` is named.
+    """
+    try:
+        check_kinds(state)
+    except ValueError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    found: Mapping[str, Any] = state
+    return found
+
+
+def position_in(state: Mapping[str, Any]) -> Position:
+    """Where the run stood that wrote ``state``."""
+    loss = state["loss"]
+    return Position(
+        step=state["step"],
+        tokens=state["tokens"],
+        skipped=state["skipped"],
+        loss=float("nan") if loss is None else loss,
+    )
+
+
+def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtype: str) -> None:
+    """Check that ``config`` goes on with the run that wrote ``state``.
+
+    Raises:
+        ConfigError: the run had another model, seed, compute dtype, or other sequences or steps; ``where`` is named.
+    """
+    name, data = name_of(config.model.path), state["data"]
+    model = name if _has_moved(state["model"], name) else state["model"]
+    settings = (
+        ("model.path", model, name),
+        ("train.seed", state["seed"], config.train.seed),
+        ("model.dtype", state["dtype"], dtype),
+        ("optimizer.name", state.get("optimizer", "adamw"), config.optimizer.name),
+        ("optimizer.momentum", *(_momentum(found) for found in (state, _optimizer(config)))),
+        ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
+        ("data.seq_len", data["seq_len"], config.data.seq_len),
+        ("data.pack", data["pack"], config.data.pack),
+        ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
+    )
+    for key, former, given in settings:
+        if former != given:
+            raise ConfigError(
+                f"{where} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
+                "another train.run_dir to start a new run"
+            )
+
+
+def _optimizer(config: Config) -> dict[str, Any]:
+    """What a state says of an optimizer, where that is not AdamW with moments in fp32."""
+    optimizer = config.optimizer
+    found: dict[str, Any] = {}
+    if optimizer.name != "adamw":
+        found["optimizer"] = optimizer.name
+    if optimizer.name == "sgd":
+        found["momentum"] = optimizer.momentum > 0
+    if optimizer.state != "fp32":
+        found["moments"] = optimizer.state
+    return found
+
+
+def _momentum(state: Mapping[str, Any]) -> str:
+    return "above 0" if state.get("momentum", True) else "0"
+
+
+def check_same_method(state: Mapping[str, Any], where: object, config: Config) -> None:
+    """Check that ``config`` trains what the run trained that wrote ``state``.
+
+    Raises:
+        ConfigError: it trains adapters or the model where the run did not, or other adapters; ``where`` is named.
+    """
+    former, given = state.get("lora"), _lora(config)
+    keys = ["train.method"] if (former is None) != (given is None) else []
+    if former is not None and given is not None:
+        keys = [f"lora.{key}" for key in given if former.get(key) != given[key]]
+    if keys:
+        raise ConfigError(
+            f"{where} belongs to a run with another {keys[0]}; resume with the former, or choose another "
+            "train.run_dir to start a new run"
+        )
+
+
+def _lora(config: Config) -> dict[str, Any] | None:
+    return config.lora.model_dump(mode="json") if config.train.method == "lora" else None
+
+
+def name_of(model: str) -> str:
+    """A model's directory, absolute, or its id on the hub."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def _has_moved(former: str, model: str) -> bool:
+    """Whether the model's directory may have been moved since."""
+    return Path(former).is_absolute() and not Path(former).exists() and Path(model).exists()
+
+
+class Standing:
+    """What commits say of a run, kept by the lane that commits: the loop over steps may be ahead or behind by one.
+
+    Args:
+        position: before the first step that is committed.
+        loss_scale: for that step; a copy is kept.
+        updates: how often each parameter has been stepped; stands still while a step is committed.
+        config: of the run.
+        dtype: compute dtype.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        loss_scale: LossScale,
+        updates: Mapping[str, int],
+        config: Config,
+        dtype: str,
+    ) -> None:
+        self._position = position
+        self._loss_scale = LossScale(loss_scale.enabled)
+        self._loss_scale.restore(loss_scale.state())
+        self._updates = updates
+        self._config = config
+        self._dtype = dtype
+
+    def after(self, context: StepContext) -> Mapping[str, Any]:
+        """Return the state after the step of ``context``, which is the next one."""
+        former = self._position
+        self._position = Position(
+            former.step + 1, former.tokens + context.tokens, former.skipped + context.skipped, context.loss()
+        )
+        self._loss_scale.update(context.skipped)
+        return state_of(self._position, self._updates, self._loss_scale, self._config, self._dtype)

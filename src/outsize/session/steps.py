@@ -1,0 +1,73 @@
+"""What a step of a run is made of, and what it came to."""
+
+from dataclasses import dataclass
+
+from outsize.config import Config
+from outsize.data.batch import Batch
+from outsize.optim.lr_schedule import Schedule
+from outsize.planner.simulate.stalls import Window
+from outsize.runtime.ops.context import Microbatch
+from outsize.session.job.model_inputs import model_inputs, num_targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one step came to, known before its optimizer has finished.
+
+    Attributes:
+        number: of the step, from 0.
+        loss: token-weighted mean over the batch.
+        gradient_norm: before clipping; NaN where no norm is taken.
+        learning_rate: that it used.
+        tokens: trained tokens.
+        seconds: since the step before was known.
+        data_s: of them, waiting for the batch.
+        between_s: of them, before the batch was asked for.
+        ended_s: when it was known, on the clock of the timeline.
+        skipped: whether no weight changes.
+    """
+
+    number: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    data_s: float
+    between_s: float
+    ended_s: float
+    skipped: bool
+
+    @property
+    def window(self) -> Window:
+        """The step on the clock of its events."""
+        began_s = self.ended_s - self.seconds
+        asked_s = began_s + self.between_s
+        return Window(began_s=began_s, asked_s=asked_s, given_s=asked_s + self.data_s, ended_s=self.ended_s)
+
+
+def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
+    """Cut a batch, and give each part the divisors that make their losses add up to the mean over all targets.
+
+    A part without a single target weighs nothing. Of a rank's share the mean is that over the targets of all ranks.
+    """
+    parts = [(part, num_targets(part, shifted)) for part in batch.split(count)]
+    total = num_targets(batch.whole or batch, shifted)
+    return tuple(
+        Microbatch(
+            inputs=model_inputs(part),
+            divisor=total / targets if targets else float("inf"),
+            targets=max(total, 1),
+        )
+        for part, targets in parts
+    )
+
+
+def schedule_of(config: Config) -> Schedule:
+    """The learning-rate schedule of a run."""
+    return Schedule(
+        kind=config.optimizer.schedule,
+        lr=config.optimizer.lr,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.train.steps,
+    )

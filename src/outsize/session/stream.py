@@ -1,0 +1,285 @@
+"""A streamed training run: tiers opened and filled, an engine over them, and steps that overlap at their ends."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.config import Config
+from outsize.data.batch import Batch
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.model.walk import Boundaries
+from outsize.optim.optimizer_spec import WEIGHTS
+from outsize.planner.memory.exchange_memory import net_staging
+from outsize.planner.simulate.timeline import Timeline
+from outsize.runtime.engine.engine import Engine, StepHandle
+from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.exchange_ops import Shared
+from outsize.runtime.ops.gradient_ops import GradientObserver
+from outsize.session.fill import FILL_ELEMENTS, fill
+from outsize.session.job.model_inputs import num_targets
+from outsize.session.job.optimizer_layout import max_norm_of, rule_of
+from outsize.session.job.prepare import Prepared
+from outsize.session.loss_scale import LossScale
+from outsize.session.run_state import Position, Standing, position_in
+from outsize.session.steps import StepOutcome, microbatches_of, schedule_of
+from outsize.session.tiers import Tiers
+from outsize.storage.arena import Arena
+from outsize.storage.committed import CommittedHome
+from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Ledger
+from outsize.storage.record import CommitRecord
+
+
+class StreamedTrainer:
+    """Trains a prepared model, streamed. A context manager; everything it holds is gone when it closes.
+
+    Args:
+        prepared: model, plan and budgets.
+        store_dir: directory of the disk home.
+        observe_gradient: sees each gradient before it leaves the device, for tests and diagnosis.
+        home_file: of a home that commits, which stays; without a name it is gone with the process.
+        config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
+        record: of the committed home in ``home_file``, to go on with it; see `resume`.
+
+    Attributes:
+        errors: what codecs have done to frozen weights, by name, see `fill`.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        store_dir: Path,
+        observe_gradient: GradientObserver | None = None,
+        *,
+        home_file: Path | None = None,
+        config: Config | None = None,
+        record: CommitRecord | None = None,
+    ) -> None:
+        self.prepared = prepared
+        config = self._run_config = config or prepared.config
+        self.spec = prepared.split.spec
+        self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
+        self.position = Position(0, 0, 0)
+        self.errors: dict[str, float] = {}
+        self._standing: list[Standing] = []  # one, as soon as there are steps
+        self._last: StepHandle | None = None
+        with contextlib.ExitStack() as stack:
+            self.tiers = tiers = stack.enter_context(Tiers(prepared, store_dir, home_file, record))
+            stack.enter_context(buffers_on(prepared.split.model, tiers.device.torch_device))
+            boundaries = stack.enter_context(Boundaries(prepared.split.modules))
+            prepared.split.model.train()
+            self.engine = Engine(
+                prepared.split,
+                boundaries,
+                prepared.plan,
+                tiers.device,
+                tiers.home,
+                tiers.buffers,
+                tiers.scratch,
+                self._settings(config, observe_gradient),
+                tiers.rooms,
+                _shared(prepared),
+            )
+            stack.callback(self.engine.close)
+            self._stack = stack.pop_all()
+
+    @property
+    def home(self) -> HostHome | DiskHome:
+        """Where the training state lies."""
+        return self.tiers.home
+
+    @property
+    def ledger(self) -> Ledger:
+        """What of every budget is used."""
+        return self.tiers.ledger
+
+    def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Copy the weights of the model's checkpoint into the home; see `outsize.session.fill.fill`."""
+        state, own = self.prepared.plan.state, self.prepared.own
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress, state, own)
+
+    def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
+        """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
+
+        The optimizer of the last step may still run; `settle` waits for it.
+
+        Raises:
+            OutsizeError: a step failed or is not finite; the weights are those after the step before.
+        """
+        config = self.prepared.config
+        schedule = schedule_of(config)
+        shifted = self.prepared.measured.shifted
+        self.position = replace(self.position, step=first)
+        self._standing[:] = [
+            Standing(
+                self.position,
+                self.loss_scale,
+                self.engine.optimizer.updates,
+                self._run_config,
+                self.prepared.dtype,
+            )
+        ]
+        began = asked = time.perf_counter()
+        for number, batch in zip(itertools.count(first), batches):
+            data_s = time.perf_counter() - asked
+            context = StepContext(
+                number=number,
+                learning_rate=schedule.learning_rate(number),
+                microbatches=microbatches_of(batch, config.microbatches, shifted),
+                tokens=num_targets(batch.whole or batch, shifted),
+                loss_scale=self.loss_scale.value,
+                first_microbatch=self.prepared.group.rank * config.microbatches,
+            )
+            self._last = self.engine.begin(context)
+            self.engine.forward_backward_done(self._last)
+            self.loss_scale.update(context.skipped)
+            ended = time.perf_counter()
+            yield StepOutcome(
+                number=number,
+                loss=context.loss(),
+                gradient_norm=context.norm(),
+                learning_rate=context.learning_rate,
+                tokens=context.tokens,
+                seconds=ended - began,
+                data_s=data_s,
+                between_s=asked - began,
+                ended_s=ended,
+                skipped=context.skipped,
+            )
+            began, asked = ended, time.perf_counter()
+
+    def resume(self, record: CommitRecord) -> Position:
+        """Go on from ``record``, that of the home which this was made with, once all of it has been read and checked.
+
+        Raises:
+            StorageError: it is damaged; says where.
+        """
+        assert isinstance(self.home, CommittedHome)
+        self.home.check(self._borrow)
+        return self._stand(record)
+
+    def take_over(self, path: Path, record: CommitRecord) -> Position:
+        """Copy the state of a committed home at ``path`` into this one, which is of another kind.
+
+        Raises:
+            StorageError: it is damaged; says where.
+        """
+        planes, own = self.prepared.plan.state.planes, self.prepared.own
+        with (
+            Arena() as arena,
+            CommittedHome(
+                self.spec, planes, path, self.tiers.pool, arena=arena, record=record, own=own
+            ) as former,
+        ):
+            piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
+            former.copy_to(self.home, piece)
+        return self._stand(record)
+
+    def settle(self) -> None:
+        """Return when the optimizer of the last step is done, so that the home holds the weights after it."""
+        if self._last is not None:
+            self.engine.finish(self._last)
+            self._last = None
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """How often each parameter was stepped."""
+        return self.engine.optimizer.updates
+
+    def read_unit(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
+        """Read one plane of a unit, as tensors by name; valid until the next call.
+
+        Call it between steps only: it borrows memory of the engine.
+        """
+        dtype = TORCH_DTYPE[self.spec.dtype] if plane == WEIGHTS else torch.float32
+        buffer = self._borrow(unit.numel * dtype.itemsize).view(dtype)
+        self.home.read(unit.index, plane, 0, buffer)
+        return {t.name: buffer[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors}
+
+    def write_unit(self, unit: UnitSpec, plane: str, tensors: dict[str, Tensor]) -> None:
+        """Write one plane of a unit from tensors by name; between steps only."""
+        dtype = TORCH_DTYPE[self.spec.dtype] if plane == WEIGHTS else torch.float32
+        buffer = self._borrow(unit.numel * dtype.itemsize).view(dtype)
+        buffer.zero_()
+        for tensor in unit.tensors:
+            buffer[tensor.offset : tensor.offset + tensor.numel].copy_(tensors[tensor.name].reshape(-1))
+        self.home.write(unit.index, plane, 0, buffer)
+
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes read from and written to disk so far."""
+        return self.tiers.disk_bytes()
+
+    def fallbacks(self) -> dict[str, int]:
+        """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
+        return {**self.tiers.fallbacks(), "recomputed": self.engine.num_let_go}
+
+    def take_timeline(self) -> Timeline:
+        """What the lanes did since the last call."""
+        return self.engine.take_timeline()
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> "StreamedTrainer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _settings(self, config: Config, observe_gradient: GradientObserver | None) -> EngineSettings:
+        """What the engine is to do, of a run and of what was measured of its model."""
+        return EngineSettings(
+            optimizer=rule_of(config.optimizer),
+            max_grad_norm=max_norm_of(config),
+            skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
+            chunk_tokens=self.prepared.chunk_tokens,
+            seed=config.train.seed,
+            graph_in_forward=self.prepared.measured.graph_matters,
+            needed=self.prepared.measured.needed,
+            num_products=self.prepared.measured.num_products,
+            num_threads=torch.get_num_threads(),
+            draws_random=self.prepared.measured.draws_random,
+            observe_gradient=observe_gradient,
+            describe=partial(_describe, self._standing),
+        )
+
+    def _stand(self, record: CommitRecord) -> Position:
+        self.engine.optimizer.updates.update(record.state["updates"])
+        self.loss_scale.restore(record.state["loss_scale"])
+        self.position = position_in(record.state)
+        return self.position
+
+    def _borrow(self, num_bytes: int) -> Tensor:
+        """Memory of a slot, an accumulator or a host buffer that lies in RAM; else fresh memory.
+
+        Above a disk home there always is one that is large enough, aligned for direct I/O.
+        """
+        for buffer in self.engine.buffers:
+            if buffer.device.type == "cpu" and buffer.nbytes >= num_bytes:
+                return buffer[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _shared(prepared: Prepared) -> Shared | None:
+    """With whom this rank shares its steps; None for a single process."""
+    group, wire = prepared.group, prepared.plan.wire
+    if group.size == 1:
+        return None
+    home, state = prepared.machine.home, prepared.plan.state
+    return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, home, state))
+
+
+def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:
+    """What a commit says of the run. Not a method: engine and trainer would hold each other, and the slots."""
+    return standing[0].after(context)

@@ -1,0 +1,151 @@
+"""Which plane of which unit lies where in a home, and which ranges of it may be asked for."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
+from outsize.optim.optimizer_spec import Plane
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ITEM_DTYPE = {**COMPUTE_DTYPE, "int16": torch.int16, "uint8": torch.uint8}
+# Bytes per element of each plane, or what it is made of.
+Planes = Mapping[str, int] | Mapping[str, Plane]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneExtent:
+    """Where one plane lies: first byte, number of elements and their dtype.
+
+    Attributes:
+        offset: first byte of its only side, or of side 0.
+        numel: items that are held; elements where each has one.
+        dtype: of the items.
+        num_sides: 2 where the plane is kept twice, one copy behind the other.
+        group: elements of the unit that one item stands for.
+        least: items of which a range is a multiple.
+        first: element of the unit that is the first one held; 0 unless the home holds a share.
+    """
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+    num_sides: int = 1
+    group: int = 1
+    least: int = PLANE_ELEMENTS
+    first: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the plane, once; a multiple of 4096."""
+        return self.numel * self.dtype.itemsize
+
+    def item_of(self, start: int) -> int:
+        """Return which of the items that are held is that of element ``start`` of the unit."""
+        return (start - self.first) // self.group
+
+
+class HomeLayout:
+    """Which plane of which unit lies where, one behind the other in unit order; frozen parts behind their unit's.
+
+    Args:
+        model: the units.
+        planes: bytes per element of each plane, or what it is made of; units that are not trained have ``weights``
+            only.
+        base: first byte of the first plane.
+        twice: planes of trained units that are kept twice.
+        own: elements of each unit whose optimizer state is held, by unit index, see `outsize.optim.shares`; None for
+            all. Weights are held whole in any case.
+
+    Raises:
+        ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        planes: Planes,
+        *,
+        base: int = 0,
+        twice: Collection[str] = (),
+        own: Sequence[range] | None = None,
+    ) -> None:
+        if "weights" not in planes:
+            raise ValueError(f"planes {sorted(planes)} lack 'weights'")
+        made = made_of(model.dtype, planes)
+        self.extents: dict[tuple[int, str], PlaneExtent] = {}
+        self.num_bytes = base
+        for unit in model.units:
+            for name, plane in made.items():
+                whole = range(unit.numel)
+                held = whole if own is None or name == "weights" else own[unit.index]
+                if len(held) and (name == "weights" or unit.trainable):
+                    num_sides = 2 if unit.trainable and name in twice else 1
+                    extent = PlaneExtent(
+                        offset=self.num_bytes,
+                        numel=plane.items_of(unit, len(held)),
+                        dtype=ITEM_DTYPE[plane.item],
+                        num_sides=num_sides,
+                        group=plane.group,
+                        least=max(plane.sector_items, PLANE_ELEMENTS if plane.group == 1 else 1),
+                        first=held.start,
+                    )
+                    self.extents[unit.index, name] = extent
+                    self.num_bytes += num_sides * extent.num_bytes
+            for part in unit.frozen:
+                dtype = torch.uint8 if part.codec is not None else COMPUTE_DTYPE[part.dtype]
+                extent = PlaneExtent(offset=self.num_bytes, numel=part.home_elements, dtype=dtype)
+                self.extents[unit.index, part.plane] = extent
+                self.num_bytes += extent.num_bytes
+
+    def extent(self, unit: int, plane: str) -> PlaneExtent:
+        """Return where a plane lies.
+
+        Raises:
+            ValueError: there is no such plane.
+        """
+        extent = self.extents.get((unit, plane))
+        if extent is None:
+            known = ", ".join(name for index, name in self.extents if index == unit)
+            raise ValueError(f"unit {unit} has no plane {plane!r}; it has {known or 'none'}")
+        return extent
+
+    def locate(self, unit: int, plane: str, start: int, tensor: Tensor) -> PlaneExtent:
+        """Return the plane's extent after checking that ``tensor`` is a range of it from element ``start`` on."""
+        extent = self.extent(unit, plane)
+        first = extent.item_of(start)
+        stop = first + tensor.numel()
+        if tensor.dtype != extent.dtype:
+            raise ValueError(f"plane {plane!r} of unit {unit} is {extent.dtype}, the tensor {tensor.dtype}")
+        odd = start % extent.group or first % extent.least or stop % extent.least
+        if odd or not 0 <= first <= stop <= extent.numel:
+            what = "elements" if extent.group == 1 else f"items of {extent.group} elements"
+            begin = extent.first // extent.group
+            raise ValueError(
+                f"{what} {begin + first}..{begin + stop} of plane {plane!r} of unit {unit}:"
+                f" need multiples of {extent.least} within {begin}..{begin + extent.numel}"
+            )
+        return extent
+
+
+def made_of(compute: str, planes: Planes) -> dict[str, Plane]:
+    """Return what planes are made of, those too that were given in bytes per element.
+
+    Raises:
+        ValueError: their elements have a size that no dtype of a model that computes in ``compute`` has.
+    """
+    return {name: _plane_of(compute, name, plane) for name, plane in planes.items()}
+
+
+def _plane_of(compute: str, name: str, plane: int | Plane) -> Plane:
+    """Return a plane that was given in bytes per element as what it is made of."""
+    if isinstance(plane, Plane):
+        return plane
+    item = compute if name == "weights" else "fp32"
+    if ITEM_DTYPE[item].itemsize != plane:
+        raise ValueError(
+            f"plane {name!r} of a {compute} model has {ITEM_DTYPE[item].itemsize} bytes per element, not {plane}"
+        )
+    return Plane(item)

@@ -1,0 +1,181 @@
+"""What every home promises, see `outsize.storage.home`."""
+
+import threading
+from collections.abc import Callable
+from itertools import product
+
+import torch
+
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
+from outsize.optim.optimizer_spec import planes_for
+from outsize.storage.arena import Arena
+from outsize.storage.home import Home
+from outsize.storage.home_layout import COMPUTE_DTYPE
+from outsize.testing.samples import pattern, raises, same_bits, small_model
+
+MakeHome = Callable[[ModelSpec], Home]
+
+
+def check_home_reads_zeros_where_nothing_was_written(make: MakeHome) -> None:
+    """A plane that was never written reads as zeros."""
+    model = small_model()
+    home = make(model)
+    with Arena() as arena:
+        for (unit, plane), dtype in _planes_of(model).items():
+            into = pattern(model.units[unit].numel, dtype, 1, arena)
+            home.read(unit, plane, 0, into)
+            assert not into.view(torch.uint8).any(), (unit, plane)
+    home.close()
+
+
+def check_home_returns_what_was_written(make: MakeHome) -> None:
+    """Every plane of every unit keeps its own bits, in each compute dtype."""
+    for dtype in COMPUTE_DTYPE:
+        model = small_model(dtype)
+        home = make(model)
+        with Arena() as arena:
+            written = {}
+            for seed, ((unit, plane), torch_dtype) in enumerate(_planes_of(model).items()):
+                written[unit, plane] = pattern(model.units[unit].numel, torch_dtype, seed, arena)
+                home.write(unit, plane, 0, written[unit, plane])
+            for (unit, plane), source in written.items():
+                into = pattern(source.numel(), source.dtype, 99, arena)
+                home.read(unit, plane, 0, into)
+                assert same_bits(into, source), (dtype, unit, plane)
+        home.close()
+
+
+def check_home_moves_ranges(make: MakeHome) -> None:
+    """A range is exactly the elements it names: tiles written in any order make the plane."""
+    model = small_model()
+    home = make(model)
+    numel = model.units[0].numel
+    with Arena() as arena:
+        whole = pattern(numel, torch.float32, 5, arena)
+        for start in reversed(range(0, numel, PLANE_ELEMENTS)):
+            home.write(0, "exp_avg", start, whole[start : start + PLANE_ELEMENTS])
+        into = pattern(numel - PLANE_ELEMENTS, torch.float32, 6, arena)
+        home.read(0, "exp_avg", PLANE_ELEMENTS, into)
+        assert same_bits(into, whole[PLANE_ELEMENTS:])
+    home.close()
+
+
+def check_home_moves_planes_together(make: MakeHome) -> None:
+    """`read_planes` and `write_planes` do what `read` and `write` do plane by plane."""
+    model = small_model()
+    home = make(model)
+    with Arena() as arena:
+        size = 2 * PLANE_ELEMENTS
+        planes = planes_for(model.dtype)
+        sources = {
+            plane: pattern(size, _planes_of(model)[0, plane], seed, arena)
+            for seed, plane in enumerate(planes)
+        }
+        home.write_planes(0, PLANE_ELEMENTS, sources)
+        into = {plane: pattern(size, source.dtype, 77, arena) for plane, source in sources.items()}
+        home.read_planes(0, PLANE_ELEMENTS, into)
+        for plane, source in sources.items():
+            alone = pattern(size, source.dtype, 78, arena)
+            home.read(0, plane, PLANE_ELEMENTS, alone)
+            assert same_bits(into[plane], source), plane
+            assert same_bits(alone, source), plane
+    home.close()
+
+
+def check_home_refuses_what_does_not_fit(make: MakeHome) -> None:
+    """Unknown planes, other dtypes and ranges that are odd or outside are ValueError and change nothing."""
+    home = make(small_model())
+    with Arena() as arena:
+        good = pattern(PLANE_ELEMENTS, torch.float32, 1, arena)
+        narrow = pattern(PLANE_ELEMENTS, torch.bfloat16, 1, arena)
+        bad_calls = [
+            (0, "velocity", 0, good),
+            (2, "exp_avg", 0, good),
+            (3, "weights", 0, narrow),
+            (9, "weights", 0, narrow),
+            (0, "exp_avg", 0, narrow),
+            (0, "exp_avg", 64, good),
+            (0, "exp_avg", -PLANE_ELEMENTS, good),
+            (0, "exp_avg", 0, good[:64]),
+            (0, "exp_avg", 2**20, good),
+        ]
+        for arguments, method in product(bad_calls, (home.read, home.write)):
+            assert raises(ValueError, lambda m=method, a=arguments: m(*a)), arguments  # type: ignore[misc]
+        assert home.statistics().bytes_read == home.statistics().bytes_written == 0
+    home.close()
+
+
+def check_home_counts_bytes(make: MakeHome) -> None:
+    """Statistics count each byte that was asked for once."""
+    home = make(small_model())
+    with Arena() as arena:
+        tile = pattern(PLANE_ELEMENTS, torch.float32, 1, arena)
+        home.write(0, "master", 0, tile)
+        home.read(0, "master", 0, tile)
+        home.read_planes(0, 0, {"master": tile, "exp_avg": pattern(PLANE_ELEMENTS, torch.float32, 1, arena)})
+    statistics = home.statistics()
+    assert statistics.bytes_written == 4 * PLANE_ELEMENTS
+    assert statistics.bytes_read == 3 * 4 * PLANE_ELEMENTS
+    home.close()
+
+
+def check_home_serves_threads_at_once(make: MakeHome) -> None:
+    """Threads that use different ranges do not disturb each other."""
+    model = small_model()
+    home = make(model)
+    failures: list[object] = []
+    planes = [key for key, dtype in _planes_of(model).items() if dtype is torch.float32]
+    barrier = threading.Barrier(len(planes))
+
+    def work(seed: int, unit: int, plane: str) -> None:
+        try:
+            with Arena() as arena:
+                source = pattern(model.units[unit].numel, torch.float32, seed, arena)
+                into = pattern(source.numel(), torch.float32, 1000, arena)
+                barrier.wait()
+                for _ in range(5):
+                    home.write(unit, plane, 0, source)
+                    home.read(unit, plane, 0, into)
+                    if not same_bits(into, source):
+                        failures.append((unit, plane))
+        except BaseException as error:
+            barrier.abort()
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed, *key)) for seed, key in enumerate(planes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    home.close()
+    assert not failures, failures
+
+
+def check_home_closes_twice(make: MakeHome) -> None:
+    """A second close does nothing."""
+    home = make(small_model())
+    home.close()
+    home.close()
+
+
+HOME_CONTRACT: tuple[Callable[[MakeHome], None], ...] = (
+    check_home_reads_zeros_where_nothing_was_written,
+    check_home_returns_what_was_written,
+    check_home_moves_ranges,
+    check_home_moves_planes_together,
+    check_home_refuses_what_does_not_fit,
+    check_home_counts_bytes,
+    check_home_serves_threads_at_once,
+    check_home_closes_twice,
+)
+
+
+def _planes_of(model: ModelSpec) -> dict[tuple[int, str], torch.dtype]:
+    """Return the planes that a home of ``model`` must have, by unit and name."""
+    compute = COMPUTE_DTYPE[model.dtype]
+    return {
+        (unit.index, plane): compute if plane == "weights" else torch.float32
+        for unit in model.units
+        for plane in planes_for(model.dtype)
+        if unit.numel and (unit.trainable or plane == "weights")
+    }

@@ -1,0 +1,77 @@
+"""What a step computes and what the device promises, for MFU: the one over the other, in the time that it took."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outsize.errors import ModelError
+from outsize.model.sizes.spec_from_config import forward_flops, read_shape
+from outsize.runtime.device.device_group import device_names
+from outsize.runtime.forward.binding import TORCH_DTYPE
+from outsize.session.job.device_presets import preset_of
+from outsize.session.job.prepare import Prepared
+
+# A square product of this size takes a core some milliseconds and its operands fit into caches.
+_SIDE, _REPEATS = 512, 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """What the devices of a run compute at most.
+
+    Attributes:
+        flops_per_s: of all of them together; None where it is not known.
+        source: whose figure that is.
+    """
+
+    flops_per_s: float | None
+    source: str
+
+
+def step_flops(prepared: Prepared) -> float | None:
+    """Return the FLOPs of forward and backward of a step, without recompute; None for an architecture not counted.
+
+    A backward computes the gradients of inputs, as many FLOPs as the forward, and those of trained weights, as many
+    again: three forwards where all weights train, two where nearly all are frozen.
+    """
+    config, spec = prepared.config, prepared.split.spec
+    try:
+        shape = read_shape(prepared.hf_config.to_dict())
+        forward = sum(forward_flops(shape, prepared.num_sequences, config.data.seq_len))
+    except (ModelError, AttributeError):
+        return None
+    return (2 + spec.num_trainable / spec.num_parameters) * forward
+
+
+def peak_of(device: str, dtype: str) -> Peak:
+    """Return what ``device`` computes at most: by the data sheet of a GPU, measured on a CPU."""
+    if device.startswith("cuda"):
+        names = [torch.cuda.get_device_name(int(n.partition(":")[2])) for n in device_names(device)]
+        return promised(names, dtype)
+    return Peak(
+        flops_per_s=_measured(TORCH_DTYPE[dtype]),
+        source=f"measured: the best of {_REPEATS} products of {_SIDE} x {_SIDE} in {dtype} on all threads",
+    )
+
+
+def promised(names: Sequence[str], dtype: str) -> Peak:
+    """Return what the data sheets of GPUs, called as the driver calls them, promise together."""
+    gpus = [preset_of(name) for name in names]
+    figures = [gpu.peak_flops_per_s.get(dtype) for gpu in gpus if gpu is not None]
+    known = [figure for figure in figures if figure is not None]
+    if len(known) < len(names):
+        return Peak(flops_per_s=None, source=f"no figure for {dtype} on {', '.join(dict.fromkeys(names))}")
+    return Peak(flops_per_s=sum(figure.value for figure in known), source=known[0].source)
+
+
+def _measured(dtype: torch.dtype) -> float:
+    left, right = torch.ones(_SIDE, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
+    out = left @ right
+    samples = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        torch.mm(left, right, out=out)
+        samples.append(time.perf_counter() - began)
+    return 2.0 * _SIDE**3 / min(samples)  # other work only takes from it

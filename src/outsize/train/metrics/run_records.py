@@ -1,0 +1,187 @@
+"""What a run reports: a record per step, and one result at its end. Plain data; no torch.
+
+Rates are over wall-clock time. Trained tokens are those that carry loss: neither padding nor masked prompts.
+"""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What happened in one optimizer step.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean loss per trained token, in nats; NaN where the step was skipped for it.
+        lr: learning rate of the step.
+        grad_norm: global 2-norm of the gradient before clipping.
+        tokens: trained tokens.
+        seconds: wall-clock time of the step.
+        bytes_up: bytes from the tier below to the device.
+        bytes_down: bytes from the device to the tier below.
+        bytes_read: bytes read from disk.
+        bytes_written: bytes written to disk.
+        stall_share: share of the step, 0 to 1, in which the device had work to do but waited for bytes; of several,
+            the one that waited longest.
+        stall_owner: lane that most of that waiting was for, e.g. ``"read"``; None where nothing waited.
+        skipped: whether the update was left out because loss or gradient were not finite.
+        skipped_steps: steps whose update was left out so far, this one and those before a resume included.
+        busy_s: seconds that each lane spent on ops, by lane.
+        stall_s: seconds that the compute lane stood still, by the lane that it waited for; of several, the one that
+            stood still longest.
+        forward_s: seconds of the compute lane in forwards, less that of the last unit.
+        backward_s: seconds of the compute lane in backwards, with recompute and the forward of the last unit.
+        update_s: seconds of the optimizer.
+        rss_bytes: resident memory of the process when the step was known.
+        peak_rss_bytes: largest resident memory of the process so far.
+        data_s: seconds of the step in which it waited for its batch.
+        between_s: seconds of the step before its batch was asked for.
+        cpu_s: seconds of processor time of the process, over all threads.
+        idle_s: seconds in which each compute lane ran nothing.
+        waits_s: the same by compute lane, cause and owner.
+        num_compute_ops: ops that compute.
+        mfu: FLOPs of the model over what the device promises in that time; None where either is not known.
+        wire_bytes: bytes as they crossed, by lane.
+        logical_bytes: bytes as they are used, by lane.
+        tiers: bytes used, at most used and promised of each tier.
+        device_bytes: what torch holds on each CUDA device.
+        gpus: what the driver says of each GPU.
+        host: what other work and limits of the host took; None where it was not looked at.
+        fallbacks: what did not go as asked so far, and how often.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    bytes_up: int = 0
+    bytes_down: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    stall_share: float = 0.0
+    stall_owner: str | None = None
+    skipped: bool = False
+    skipped_steps: int = 0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    stall_s: dict[str, float] = field(default_factory=dict)
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    data_s: float = 0.0
+    between_s: float = 0.0
+    cpu_s: float = 0.0
+    idle_s: dict[str, float] = field(default_factory=dict)
+    waits_s: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    num_compute_ops: int = 0
+    mfu: float | None = None
+    wire_bytes: dict[str, int] = field(default_factory=dict)
+    logical_bytes: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, dict[str, int | None]] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[dict[str, Any], ...] = ()
+    host: dict[str, Any] | None = None
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def up_bytes_per_s(self) -> float:
+        """Mean rate to the device over the whole step."""
+        return self.bytes_up / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        """Mean rate from the device over the whole step."""
+        return self.bytes_down / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes and ``tokens_per_s``, ready for JSON."""
+        # Not asdict, which copies every mapping: this is asked for in every step.
+        told = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**told, "tokens_per_s": self.tokens_per_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        steps: optimizer steps done in all, those before a resume included.
+        loss: loss of the last step, in nats per trained token.
+        tokens_per_s: trained tokens per second over all steps of this run.
+        peak_rss_bytes: largest resident memory of the process.
+        budget_bytes: memory that the run was allowed on its device.
+        stall_share: share of the run, 0 to 1, in which the device waited for bytes; of several, the largest.
+        bytes_read: bytes read from disk in all steps.
+        bytes_written: bytes written to disk in all steps.
+        run_dir: directory of the run.
+        skipped_steps: steps whose update was left out because something was not finite.
+        stall_owner: lane that most of the waiting was for.
+        export_dir: directory of the trained model in Hugging Face layout, where one was written.
+        failed_saves: checkpoints on the way that could not be written; the run went on.
+        predicted_step_s: seconds of a step as predicted before the run; None where there was no prediction.
+        measured_step_s: seconds of the first steps but one, which the prediction was compared with; None for fewer.
+        expected_step_s: seconds of a step from the trace of those, or as predicted where there is no trace.
+    """
+
+    steps: int
+    loss: float
+    tokens_per_s: float
+    peak_rss_bytes: int
+    budget_bytes: int
+    stall_share: float
+    bytes_read: int
+    bytes_written: int
+    run_dir: str
+    skipped_steps: int = 0
+    stall_owner: str | None = None
+    export_dir: str | None = None
+    failed_saves: int = 0
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+    expected_step_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What the comparison of a streamed with a resident run came to.
+
+    Attributes:
+        equal: whether every loss and every weight has the same bits in both.
+        steps: optimizer steps that were compared.
+        loss_streamed: loss per step of the streamed run.
+        loss_resident: loss per step of the run that holds everything in memory.
+        max_weight_difference: largest absolute difference of two weights.
+        num_weights: weights that were compared.
+        differing: names of the parameters that differ, the largest difference first.
+        digest_streamed: SHA-256 of all weights of the streamed run, by name, as hexadecimal text.
+        digest_resident: the same of the resident run.
+        plan_id: of the plan that the streamed run followed, see `outsize.planner.search.step_plan.Plan`.
+    """
+
+    equal: bool
+    steps: int
+    loss_streamed: list[float]
+    loss_resident: list[float]
+    max_weight_difference: float
+    num_weights: int = 0
+    differing: list[str] = field(default_factory=list)
+    digest_streamed: str = ""
+    digest_resident: str = ""
+    plan_id: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)

@@ -1,0 +1,216 @@
+"""What a microbatch of the caller's takes on the device, and the plan that fits it, made as `train.prepare` does."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from outsize.codecs.transport import Transport
+from outsize.config import MemoryConfig
+from outsize.model.split import Split
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.search.step_plan import Plan, PlanOptions
+from outsize.runtime.trial.calibrate import calibrate
+from outsize.runtime.trial.measured import Measured
+from outsize.session.job.machine import RunMachine
+from outsize.session.job.planning import plan_with_heap
+from outsize.wrapped.autocast import Autocast
+
+# The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
+# softmax, and its gradient.
+OWN_LOSS_COPIES = 3
+# What models of transformers take a loss from.
+LABELS = ("labels", "shift_labels")
+# What models of transformers are told by which tokens are padding: [B, S], zero where they are.
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The largest microbatch that a plan is made for, and how it is computed.
+
+    Attributes:
+        rows: of the microbatch.
+        length: of a row; 1 where rows have no length.
+        autocast: what the caller has on, which decides what is saved.
+        training: whether a backward may follow in training mode, where dropout saves its masks.
+        padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
+        scored: whether the model is given labels, and takes the loss itself.
+    """
+
+    rows: int
+    length: int
+    autocast: Autocast = field(default_factory=Autocast)
+    training: bool = True
+    padded: bool = False
+    scored: bool = False
+
+    def covers(self, other: "BatchShape") -> bool:
+        """Whether what fits this one fits ``other``."""
+        larger = self.rows >= other.rows and self.length >= other.length and self.scored <= other.scored
+        more = self.training >= other.training and self.padded >= other.padded
+        return larger and more and self.autocast == other.autocast
+
+    @property
+    def saving(self) -> "Saving":
+        """What decides which tensors a unit saves."""
+        return self.autocast, self.padded
+
+
+Saving = tuple[Autocast, bool]
+
+
+def shape_of(
+    main: Tensor, rows: int, inputs: Mapping[str, Any], autocast: Autocast, training: bool
+) -> BatchShape:
+    """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
+    is_ids = main.dim() == 2 and not main.is_floating_point()
+    length = main.shape[1] if is_ids or main.dim() == 3 else 1
+    scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
+    return BatchShape(rows, length, autocast, training, _is_padded(inputs.get(MASK)), scored)
+
+
+def _is_padded(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+
+
+def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[[int, int], dict[str, Any]]:
+    """Return what makes smaller inputs of the same kind: ``(rows, length) → inputs``.
+
+    Dimensions of ``seq_len`` behind the first are cut to the length; a cache of keys and values is left out.
+    """
+
+    def make(rows: int, length: int) -> dict[str, Any]:
+        def take(tensor: Tensor) -> Tensor:
+            if tensor.dim() and len(tensor) == num_rows:
+                tensor = tensor[:rows]
+            for dim in range(1, tensor.dim()):
+                if length < seq_len and tensor.shape[dim] == seq_len:
+                    tensor = tensor.narrow(dim, 0, length)
+            return tensor.detach().cpu()
+
+        small: dict[str, Any] = pytree.tree_map_only(Tensor, take, dict(inputs))
+        if small.get("past_key_values") is not None:
+            small["past_key_values"] = None
+        if length > 1 and _is_padded(inputs.get(MASK)):  # perhaps not in these rows, nor at this length
+            small[MASK] = small[MASK].clone()
+            small[MASK][:, -1] = 0
+        return small
+
+    return make
+
+
+def measure(
+    split: Split,
+    forwards: tuple[Callable[..., Any], ...],
+    inputs: Mapping[str, Any],
+    num_rows: int,
+    shape: BatchShape,
+    former: Measured | None,
+    device: str,
+) -> Measured:
+    """Measure what microbatches of ``shape`` need, on smaller ones of the kind of ``inputs``.
+
+    Args:
+        split: the model, its boundaries in place.
+        forwards: the units' own forwards.
+        inputs: of the model, ``num_rows`` rows.
+        num_rows: of them.
+        shape: of a microbatch of these inputs.
+        former: what other microbatches need, which has to fit as well.
+        device: type of the device that will compute; the trial runs on a CPU.
+
+    Raises:
+        ModelError: the model cannot be walked through, or raised.
+    """
+    hooks = [module._forward_hooks for module in split.modules]
+    try:
+        for module in split.modules:  # a trial is not what the hooks on units are there to see
+            module._forward_hooks = OrderedDict()
+        measured = calibrate(
+            split,
+            forwards,
+            shorter(inputs, num_rows, shape.length),
+            num_sequences=shape.rows,
+            seq_len=shape.length,
+            chunk_tokens=None,
+            ambient=shape.autocast.on_cpu(device).enter,
+        )
+    finally:
+        for module, own in zip(split.modules, hooks, strict=True):
+            own.update(module._forward_hooks)  # what transformers hangs there on the first call
+            module._forward_hooks = own
+    return measured if former is None else _both(measured, former)
+
+
+def _both(one: Measured, other: Measured) -> Measured:
+    """The larger of each; what recomputes need is that of ``one``."""
+
+    def larger(a: Any, b: Any) -> Any:
+        if isinstance(a, Mapping):
+            return a
+        return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
+
+    return Measured(
+        **{f.name: larger(getattr(one, f.name), getattr(other, f.name)) for f in fields(Measured)}
+    )
+
+
+def make_plan(
+    split: Split,
+    machine: RunMachine,
+    memory: MemoryConfig,
+    measured: Measured,
+    microbatches: int,
+    transport: Transport,
+    shapes: Sequence[BatchShape],
+    state: StateLayout,
+) -> Plan:
+    """Plan a step that is cut, within the machine's budgets.
+
+    Args:
+        split: the model.
+        machine: device and budgets.
+        memory: what the user says of it.
+        measured: what a microbatch needs.
+        microbatches: of a batch.
+        transport: codecs on the link.
+        shapes: of the microbatches that it is for.
+        state: how a trained unit lies at home.
+
+    Raises:
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    options = PlanOptions(
+        home=machine.home,
+        below=machine.below,
+        clip=False,
+        state=state,
+        microbatches=microbatches,
+        slots=memory.slots,
+        prefetch=memory.prefetch,
+        tile_elements=memory.tile_elements,
+        offload=False if measured.inputs_shared else memory.offload,
+        cut=True,
+        commits=False,
+        activations=memory.activations,
+        transport=transport,
+    )
+    in_fp32 = split.spec.dtypes == {"fp32"} and not any(shape.autocast.dtypes for shape in shapes)
+    copies = held_copies(microbatches, scored=all(shape.scored for shape in shapes), in_fp32=in_fp32)
+    held = measured.held_bytes + -(-copies * measured.output_bytes // microbatches)
+    return plan_with_heap(split, machine, measured, options, held)[0]
+
+
+def held_copies(microbatches: int, *, scored: bool, in_fp32: bool) -> int:
+    """Return how often the outputs of a microbatch are there between a forward and its backward, in its own size.
+
+    Where the model takes the loss there are the outputs of all microbatches, joined, and what the loss keeps of them:
+    a softmax in fp32, twice the size of halves. Those of one microbatch are in the workspace of the head already.
+    """
+    if not scored:
+        return OWN_LOSS_COPIES * microbatches
+    return (1 + (1 if in_fp32 else 2)) * (microbatches - 1)
