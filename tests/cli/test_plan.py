@@ -80,7 +80,7 @@ def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_
 
 
 def test_changes_that_cannot_be_are_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
-    monkeypatch.setattr("outsize.planner.decision.decide", lambda question: pytest.fail("searched"))
+    monkeypatch.setattr("outsize.planner.predict.decision.decide", lambda question: pytest.fail("searched"))
     assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int8") == 2
     assert "priced for one GPU only; leave it out" in capsys.readouterr().err
 

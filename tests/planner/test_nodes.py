@@ -5,7 +5,7 @@ import pytest
 from outsize.codecs.wire import Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.decision import planned_at
+from outsize.planner.predict.decision import planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.predict.what_if import outcome
 from planner.questions import CONFIG, ask

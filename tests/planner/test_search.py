@@ -5,8 +5,8 @@ import pytest
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
-from outsize.planner.decision import decide, missing_host_bytes
 from outsize.planner.predict.assumptions import figures_used
+from outsize.planner.predict.decision import decide, missing_host_bytes
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
 from outsize.planner.search.step_plan import Budgets
@@ -71,7 +71,7 @@ def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
     question = ask("2x4090", sequences=16)
     slow = Figure(value=1e8, source="test")
     host = replace(question.machine.host, adamw_params_per_s=slow)
-    monkeypatch.setattr("outsize.planner.decision.estimate_s", None)
+    monkeypatch.setattr("outsize.planner.predict.decision.estimate_s", None)
     found = fastest(replace(question, machine=replace(question.machine, host=host)))
     assert found.microbatches == next(cuts_to_try(16, 1024, 2))
     assert found.bubble > 0.3

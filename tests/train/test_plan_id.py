@@ -9,13 +9,13 @@ import pytest
 
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
-from outsize.planner.decision import decide
+from outsize.planner.predict.decision import decide
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
+from outsize.session.job.job_options import options_for, question_for
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Prepared, prepare
-from outsize.train.options import options_for, question_for
 from outsize.train.run import foresee, train
 from outsize.train.verify import verify
 from support import make_model_dir, make_run

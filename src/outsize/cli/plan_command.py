@@ -47,7 +47,7 @@ def _answer(
     """
     from outsize.cli import plan_table
     from outsize.errors import InfeasiblePlanError
-    from outsize.planner.decision import decide
+    from outsize.planner.predict.decision import decide
     from outsize.planner.predict.prediction import predict
     from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
 

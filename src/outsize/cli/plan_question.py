@@ -17,10 +17,10 @@ from outsize.model.sizes.lora_from_config import ALL_LINEAR, adapted_workload, p
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
-from outsize.planner.decision import fits_at_all, fits_encoded
+from outsize.planner.predict.decision import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
-from outsize.train.options import options_for, question_for
+from outsize.session.job.job_options import options_for, question_for
 from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.

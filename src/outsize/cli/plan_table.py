@@ -10,8 +10,8 @@ from rich.table import Table
 
 from outsize.cli.plan_largest import Scaled
 from outsize.cli.plan_question import Asked
-from outsize.planner.decision import host_refusal
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
+from outsize.planner.predict.decision import host_refusal
 from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.what_if import Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outsize.model.sizes.model_spec import Workload
-from outsize.planner.decision import Decision, decide
 from outsize.planner.memory.memory_table import Tier
+from outsize.planner.predict.decision import Decision, decide
 from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
 from outsize.planner.program.stages import Stages

@@ -11,7 +11,7 @@ from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
-from outsize.planner.decision import clocked_s, missing_host_bytes
+from outsize.planner.predict.decision import clocked_s, missing_host_bytes
 from outsize.planner.predict.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction, fastest
 from outsize.planner.predict.question import Question
 from outsize.units import parse_bytes

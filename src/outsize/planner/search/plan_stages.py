@@ -1,5 +1,4 @@
-"""The plan of a step on several workers: stages cut for their memory (`planner.predict.stage_memory`), dealt out in
-turn.
+"""The plan of a step on several workers: stages cut for their memory (`stage_memory`), dealt out in turn.
 
 Where several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
 microbatches: sums are then taken use by use, as everywhere.
@@ -14,13 +13,13 @@ from outsize.optim.shares import largest_share
 from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.memory.traffic import count_traffic
 from outsize.planner.passes.step_schedule import build_step
-from outsize.planner.predict.stage_memory import StageMemory
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.smaller import smaller_microbatches
 from outsize.planner.search.stage_layout import single_units, staged_layout
+from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, ways_of
 from outsize.planner.search.stage_pipeline import bottom_of, pipeline_of, round_size_of
 from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of

@@ -3,11 +3,11 @@
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.predict.stage_memory import StageMemory
 from outsize.planner.program.stages import Span
 from outsize.planner.search.partition import Pipeline
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import spans_that_fit
+from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, away_in, spared
 from outsize.planner.search.step_plan import Plan
 

@@ -2,7 +2,7 @@
 
 `outsize train`, its dry run and `outsize verify` prepare a run and call `decide`. `prepare` has asked the planner with
 data sheets for rates, which say the same whenever a run starts. Where a codec, or what leaves a device, is to be chosen
-by what its link carries, units and lanes are timed, and the planner is asked again (`planner.decision`).
+by what its link carries, units and lanes are timed, and the planner is asked again (`planner.predict.decision`).
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from outsize.codecs.transport import Transport
 from outsize.errors import OutsizeError
-from outsize.planner.decision import Decision
-from outsize.planner.decision import decide as planner_decides
+from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision import decide as planner_decides
 from outsize.planner.predict.question import CodingRates
 from outsize.planner.program.activation_policy import Choice
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates
+from outsize.session.job.job_options import AUTO, open_crossings
 from outsize.session.job.planning import is_linked, question_of
 from outsize.session.job.prepare import Prepared, planned_so
-from outsize.train.options import AUTO, open_crossings
 from outsize.units import format_seconds
 
 Announce = Callable[[str], None]

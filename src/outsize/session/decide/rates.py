@@ -59,10 +59,6 @@ class Rates:
     core_s_per_byte: float = 0.0
     cores: float = math.inf
 
-    def times_of(self, sequences: int, timed: int) -> UnitTimes:
-        """Return the times of units for microbatches of so many sequences; those that were timed had ``timed``."""
-        return scaled(self.times, sequences / timed) if sequences != timed else self.times
-
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:

@@ -13,8 +13,8 @@ from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure, Peer
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.peer_copies import can_copy
+from outsize.session.job.job_options import AUTO
 from outsize.session.job.machine import RunMachine
-from outsize.train.options import AUTO
 
 Pairs = frozenset[tuple[int, int]]
 # Large enough to hide what a copy costs besides its bytes; the best of so many.

@@ -13,8 +13,8 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.sgd import SGD
 from outsize.planner.search.sizing import gradients_at_home
 from outsize.runtime.device.device_group import device_names
+from outsize.session.job.job_options import clip_of, named_transport, state_layout
 from outsize.session.job.machine import choose_device
-from outsize.train.options import clip_of, named_transport, state_layout
 
 
 def rule_of(optimizer: OptimizerConfig) -> PlaneAdamW | SGD | Lion | Adafactor:

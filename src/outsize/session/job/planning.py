@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -13,34 +13,33 @@ from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.group.group import Group
 from outsize.hardware.machine_spec import CUBLAS_BYTES, Figure, Peer
-from outsize.hardware.machine_spec import RunMachine as Figures
+from outsize.hardware.machine_spec import Machine as Figures
 from outsize.hardware.presets import NVME
 from outsize.model.split import Split
 from outsize.model.tiled_mlp import can_take_in_parts
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.decision import plan_within
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.validate import validate
+from outsize.planner.predict.decision import plan_within
 from outsize.planner.predict.question import CodingRatesOf, Microbatch, Question, in_seconds, unmeasured
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.search.microbatch_search import cuts_to_try
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.step_plan import Budgets, Plan, PlanOptions
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.crowding import scaled
 from outsize.runtime.device.allocator import HEAP_WORKSPACES
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.device_peers import peers_of
 from outsize.session.job.device_presets import assumed_machine
+from outsize.session.job.job_options import named_transport, options_for, question_for
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.optimizer_layout import has_kernel
 from outsize.session.job.relative_times import counted_times, selected_bytes
 from outsize.session.job.run_codecs import check_transport, wire_of
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
-from outsize.train.options import named_transport, options_for, question_for
-
-if TYPE_CHECKING:
-    from outsize.session.decide.rates import UnitRates as Timed
 
 # What a scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
 BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
@@ -49,6 +48,22 @@ BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 KERNEL_SHARE, HALF_KERNEL_SHARE = 0.125, 0.375
 # Of ranks whose network nobody has measured yet; it decides between numbers of microbatches only.
 _NETWORK = Figure(value=25e9 / 8, source="assumed: 25 Gb/s")
+
+
+class Timed(Protocol):
+    """What a machine was timed to reach."""
+
+    @property
+    def machine(self) -> Figures:
+        """Rates of its lanes."""
+
+    @property
+    def times(self) -> UnitTimes:
+        """Of the units, for a microbatch."""
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, of which that is one."""
 
 
 class Trial(NamedTuple):
@@ -73,7 +88,7 @@ def question_of(
     machine: RunMachine,
     tried: Tried,
     group: Group,
-    rates: "Timed | None" = None,
+    rates: Timed | None = None,
     coding_rates: CodingRatesOf = unmeasured,
 ) -> Question:
     """Return the question that a run asks the planner.
@@ -125,7 +140,8 @@ def question_of(
         if rates is None:
             times = counted_times(parts, found, figures.gpus[0].flops_per_s(spec.compute_dtype))
         else:
-            times = rates.times_of(-(-sequences // microbatches), -(-sequences // rates.microbatches))
+            share = -(-sequences // microbatches) / -(-sequences // rates.microbatches)
+            times = rates.times if share == 1 else scaled(rates.times, share)
         return Microbatch(demand=in_seconds(demand, times), times=times)
 
     return question_for(

@@ -22,15 +22,16 @@ from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.optim.decay_groups import decay_parameter_names
 from outsize.optim.shares import shares
-from outsize.planner.decision import decide
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.validate import validate
+from outsize.planner.predict.decision import decide
 from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes, trim
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.home_masters import with_masters_of
+from outsize.session.job.job_options import named_transport
 from outsize.session.job.machine import (
     RunMachine,
     check_directory,
@@ -43,7 +44,6 @@ from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.planning import Trial, Tried, question_of
 from outsize.session.job.run_codecs import check_transport
-from outsize.train.options import named_transport
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
