@@ -1,8 +1,10 @@
 import gzip
+from pathlib import Path
 
 import pytest
 import zstandard
 
+from outsize.data import corpus_files
 from outsize.data.corpus_files import find_sources, read_chunks
 from outsize.errors import DataError
 
@@ -85,3 +87,9 @@ def test_damaged_streams_name_the_file(tmp_path, suffix, compress, damage):
     path.write_bytes(damage(compress(BODY)))
     with pytest.raises(DataError, match=path.name):
         list(read_chunks(path))
+
+
+def test_the_page_names_every_compression_and_every_kind_of_record():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    suffixes = [suffix for suffix, kind in corpus_files._CONTAINERS.items() if kind != "text"]
+    assert [name for name in (*corpus_files._COMPRESSIONS, *suffixes) if f"`{name}`" not in page] == []

@@ -1,9 +1,11 @@
 import importlib
 import json
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from outsize.data import record_reader
 from outsize.data.record_reader import read_records
@@ -75,8 +77,6 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     rows = [{"text": f"row {i}"} for i in range(1000)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)

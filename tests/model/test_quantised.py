@@ -179,7 +179,6 @@ def test_a_frozen_model_of_it_computes_what_the_decoded_one_does(quantised: Path
 
 @pytest.mark.parametrize(("name", "codec"), [("bitsandbytes, nested", "nf4"), ("gptq, act order", "raw")])
 def test_adapters_train_beside_it_as_beside_the_decoded_one(name: str, codec: str, tmp_path: Path):
-    pytest.importorskip("peft")
     found = []
     for which in (make_quantised(tmp_path / "model", name), tmp_path / "model-plain"):
         run = make_run(

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,7 +23,6 @@ from outsize.train.run_data import open_dataset
 from outsize.train.verify import verify
 from support import make_run
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 

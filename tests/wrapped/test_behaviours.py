@@ -18,7 +18,7 @@ import zoo
 from outsize.errors import ConfigError, DataError, ModelError
 from reference import IGNORED
 from runtime.oddities import Odd, batch
-from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
+from wrapped.loops import assert_equal, gradients, parts_of, resident_backward, streamed_backward, wrapped
 
 BATCH = zoo.batch("llama", num_sequences=4)
 HOMES = ["host", "disk"]
@@ -113,9 +113,13 @@ def test_uneven_microbatches_give_the_mean_of_the_full_batch():
     plain = zoo.build("llama")
     want = plain(**uneven).loss
     want.backward()
+    same = zoo.build("llama")
     with wrapped(zoo.build("llama"), microbatches=4) as model:
-        assert torch.allclose(streamed_backward(model, uneven), want, rtol=1e-6)
-        assert_equal(gradients(model), gradients(plain), 1e-7)
+        got = streamed_backward(model, uneven)
+        assert torch.equal(got, resident_backward(same, uneven, 4))
+        assert_equal(gradients(model), gradients(same))
+    assert torch.allclose(got, want, rtol=1e-5)
+    assert_equal(gradients(same), gradients(plain), 1e-5)
 
 
 class Breaking(Odd):
@@ -298,9 +302,11 @@ def test_nested_inputs_and_values_that_are_no_tensors():
 def test_objects_with_attributes_are_joined_like_mappings():
     plain = make(Odd)
     with wrapped(make(Odd), microbatches=3) as model:
-        got, want = model(**batch(rows=6)), plain(**batch(rows=6))
-        assert torch.allclose(got.logits, want.logits)
-        assert torch.allclose(got.loss, want.loss)
+        got = model(**batch(rows=6))
+        assert torch.equal(
+            got.logits, torch.cat([plain(**part).logits for part in parts_of(batch(rows=6), 3)])
+        )
+        assert torch.allclose(got.loss, plain(**batch(rows=6)).loss)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -508,7 +514,7 @@ def test_no_grad_gives_the_same_output_and_no_history():
     with wrapped(zoo.build("llama"), microbatches=2) as model, torch.no_grad():
         model.eval()
         got = model(**BATCH)
-        assert torch.equal(got.logits, plain(**BATCH).logits)
+        assert torch.equal(got.logits, torch.cat([plain(**part).logits for part in parts_of(BATCH, 2)]))
         assert not got.logits.requires_grad
         with torch.inference_mode():
             assert torch.equal(model(**BATCH).logits, got.logits)
@@ -532,14 +538,15 @@ def test_hooks_on_units_see_their_outputs():
 
 def test_hidden_states_are_joined_and_carry_gradients():
     plain = zoo.build("llama")
+    parts = []
+    for part in parts_of(BATCH, 2):
+        parts.append(plain(**part, output_hidden_states=True).hidden_states)
+        parts[-1][2].square().sum().backward()
     with wrapped(zoo.build("llama"), microbatches=2) as model:
-        states = []
-        for one in (plain, model):
-            out = one(**BATCH, output_hidden_states=True)
-            out.hidden_states[2].square().sum().backward()
-            states.append(out.hidden_states)
-        assert len(states[0]) == len(states[1])
-        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        got = model(**BATCH, output_hidden_states=True).hidden_states
+        got[2].square().sum().backward()
+        assert len(got) == len(parts[0])
+        assert all(torch.equal(a, torch.cat(b)) for a, b in zip(got, zip(*parts, strict=True), strict=True))
         assert_equal(gradients(model), gradients(plain), 1e-5)
 
 

@@ -267,7 +267,7 @@ def test_parameters_replaced_after_wrap_are_noticed():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("device", "home"), STREAMED[:2])
 def test_adapters_of_peft_write_as_well(device: str, home: str):
-    peft = pytest.importorskip("peft")
+    import peft
 
     def adapted() -> nn.Module:
         torch.manual_seed(1)
