@@ -7,7 +7,7 @@ import pytest
 
 from outsize.errors import InfeasiblePlanError
 from outsize.session.job.prepare import prepare
-from support import make_run
+from support import make_model_dir, make_run
 
 MIB = 2**20
 # Adapters alone train; the rest of the model, most of what lies at home, may rest encoded.
@@ -15,8 +15,10 @@ LORA = {"train": {"method": "lora"}, "model": {"dtype": "bf16"}}
 
 
 def settled(tmp_path: Path, host_bytes: int | None = None, weights: str = "auto", **memory: Any) -> Any:
-    """The plan of a run with so much host memory."""
-    memory = {"device": "emulated", "disk_memory": "1GiB", **memory}
+    """The plan of a run with so much host memory, of a model whose planes are larger than what is rounded up."""
+    if not (tmp_path / "model").exists():
+        make_model_dir(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    memory = {"device": "emulated", "home": "auto", "disk_memory": "1GiB", **memory}
     memory |= {} if host_bytes is None else {"host_memory": host_bytes}
     config = make_run(tmp_path, memory=memory, transport={"weights": weights}, **LORA)
     return prepare(config, tmp_path / "run", lambda _: None).plan
@@ -29,9 +31,10 @@ def test_what_fits_as_it_is_stays_as_it_is(tmp_path: Path):
 
 def test_what_would_be_on_disk_is_kept_in_memory_encoded(tmp_path: Path):
     whole = settled(tmp_path).total_bytes("host")
-    needs = [settled(tmp_path, weights=codec).total_bytes("host") for codec in ("lossless4", "lossless3")]
+    codecs = ("lossless4", "lossless3")
+    needs = [settled(tmp_path, weights=codec).total_bytes("host") for codec in codecs]
     assert needs[1] < needs[0] < whole
-    for host_bytes, codec in zip(needs, ("lossless4", "lossless3"), strict=True):
+    for host_bytes, codec in zip(needs, codecs, strict=True):
         plan = settled(tmp_path, host_bytes)
         assert (plan.home, plan.transport.weights) == ("host", codec)
         assert plan.total_bytes("host") <= host_bytes
@@ -41,7 +44,7 @@ def test_what_would_be_on_disk_is_kept_in_memory_encoded(tmp_path: Path):
 
 @pytest.mark.parametrize("wanted", [{"weights": "raw"}, {"home": "disk"}, {"device": "cpu"}])
 def test_nobody_who_did_not_ask_gets_a_codec(wanted: dict[str, Any], tmp_path: Path):
-    host_bytes = settled(tmp_path, weights="lossless4").total_bytes("host")
+    host_bytes = settled(tmp_path, home="host", weights="lossless4").total_bytes("host")
     plan = settled(tmp_path, host_bytes, **wanted)
     assert (plan.home, plan.transport.weights) == ("disk", "raw")
 
