@@ -6,9 +6,11 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 	done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+EQUALITY = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup tests/test_exactness*.py \
+	$(addprefix tests/,codecs inference model optim runtime train wrapped)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment test explore lint format docs demo clean
+.PHONY: help environment test check explore elsewhere lint format docs demo clean
 help: ## say what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -26,8 +28,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/outsize/native/
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
+check: $(STAMP) ## run the tests of what the change touches, or the fast ones: under 3 minutes
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow" $$($(BIN)/python scripts/touched_tests.py)
+
 explore: $(STAMP) ## run the tests of properties on examples that have not been tried, over and over until one fails
 	while $(BIN)/python -m pytest -q --hypothesis-profile=explore -m hypothesis; do :; done
+
+elsewhere: $(STAMP) ## run the tests of equality on processors that compute otherwise, made up (tests/processors.py) and older
+	$(EQUALITY) --products=by-shape
+	$(EQUALITY) --products=exact
+	ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 $(EQUALITY)
+	OMP_NUM_THREADS=2 MKL_NUM_THREADS=2 $(EQUALITY)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

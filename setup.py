@@ -14,8 +14,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOM = "src/outsize/native"
-SOURCES = runpy.run_path(f"{ROOM}/sources.py")
-DEPENDS = ["setup.py", f"{ROOM}/sources.py"]
+SOURCES = runpy.run_path(f"{ROOM}/kernel_sources.py")
+DEPENDS = ["setup.py", f"{ROOM}/kernel_sources.py"]
 FILES = [path.as_posix() for path in SOURCES["sources"](Path(ROOM))]
 
 

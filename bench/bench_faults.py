@@ -2,7 +2,7 @@
 
 Four tiny runs of three steps: state on the host, state on disk, resumed from a checkpoint, and from a home on disk.
 Every operation of each (calls to the file system and ops of lanes) gets everything that can go wrong there, one at a
-time, each in a run of its own; see `outsize.testing.campaign` for what is checked. A worker that hangs is ended and
+time, each in a run of its own; see `crash.campaign` for what is checked. A worker that hangs is ended and
 counted.
 
     python bench/bench_faults.py                  # a sample spread over all operations, some 4 minutes
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
 SCENARIOS = ("host", "disk", "resume", "home")
@@ -44,7 +45,7 @@ def work(args: argparse.Namespace, name: str, share: int, num_shares: int, journ
     """Judge this worker's points that the journal does not know yet, and write a line for each."""
     import torch
 
-    from outsize.testing.campaign import does_harm, is_noticed, scenario
+    from crash.campaign import does_harm, is_noticed, scenario
 
     torch.set_num_threads(1)
     known = {line["point"] for line in read_journal(journal) if "outcome" in line}

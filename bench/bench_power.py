@@ -25,10 +25,12 @@ from typing import Any, get_args
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 from bench_kill import config_of, write_model
 from torch import Tensor
 
+from crash.faults import Layer, Operation, layered
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.checkpoint_state import position_of
 from outsize.choices import Optimizer
@@ -41,7 +43,6 @@ from outsize.session.job.optimizer_layout import layout_for
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.pool import IOPool
-from outsize.testing.faults import Layer, Operation, layered
 from outsize.train.run import train
 
 SECTOR = 4096

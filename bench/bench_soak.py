@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
 HOMES = ("host", "disk")
@@ -32,8 +33,8 @@ def soak(home: str, steps: int) -> dict[str, Any]:
     """Train in this process, and say what it held after each step."""
     import torch
 
-    from outsize.testing.tiny import tiny_run
     from outsize.train.run import train
+    from tiny import tiny_run
 
     torch.set_num_threads(1)
     rss: list[int] = []

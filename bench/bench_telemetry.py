@@ -20,13 +20,14 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
-from outsize.testing.tiny import tiny_model, tiny_run
 from outsize.train.loop import TIMELINE_STEP
 from outsize.train.metrics.heartbeat import Heartbeat
 from outsize.train.metrics.step_metrics import Accounts
 from outsize.train.run import train
+from tiny import tiny_model, tiny_run
 
 TARGET_SHARE, TARGET_BOOKED = 0.01, 0.02
 # What a run is: sizes of its model, tokens per step, microbatches, and sections of its configuration.

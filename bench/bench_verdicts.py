@@ -1,13 +1,18 @@
-"""Does the report name what limits a run? Twelve runs with one planted bottleneck each.
+"""Does the report name what limits a run? Sixteen runs with one planted bottleneck each.
 
 Every run is a real one, of a model of four blocks, through the command's own loop; the bottleneck is a delay, a
 throttle or a setting that costs several times what the rest of a step does. The verdict is the one at the top of
-`outsize report`. A verdict is right where it is the one that the plant stands for; nothing else is looked at.
+`outsize report`. A verdict is right where it is the one that the plant stands for; nothing else is looked at. Four
+are of the host: other work on the processors, a quota (of a control group that is made for it; where none can be made
+it is planted in the record, as swapping is), and data that come slowly. On a machine that other work fills, processors
+that it takes are what limits the runs without a wait, and the verdict says so.
 
     python bench/bench_verdicts.py
 """
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,19 +24,23 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
 from outsize.data.packed_dataset import PackedDataset
+from outsize.data.tokens import ArrayReader
 from outsize.planner.program.hazards import Hazards
 from outsize.report.collect import collect
 from outsize.runtime.device.device import EmulatedDevice
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.disk_file import DirectFile
-from outsize.testing.tiny import tiny_model, tiny_run
+from outsize.telemetry.heartbeat_schema import HostSample
+from outsize.telemetry.host import HostSampler
 from outsize.train.run import train
+from tiny import tiny_model, tiny_run
 
-TARGET = 11
+TARGET = 15
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 HOST, SLOW_LINK = {"home": "host"}, 0.004  # GB/s: a block of this model takes 40 ms
 
@@ -55,6 +64,61 @@ def slow_forward(seconds: float) -> AbstractContextManager[Any]:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     return slower(LlamaMLP, "forward", seconds)
+
+
+@contextmanager
+def busy_processors():
+    """Have twice as many processes compute as there are processors."""
+    command = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(command) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def planted_host(**counts: float):
+    """Have every look at the host see this, per second."""
+    sound = dict.fromkeys(HostSample.model_fields, 0)
+
+    def sample(_: HostSampler) -> HostSample:
+        return HostSample.model_validate({**sound, "span_s": 1.0, **counts})
+
+    with mock.patch.object(HostSampler, "sample", sample):
+        yield
+
+
+@contextmanager
+def quota():
+    """Move this process into a control group that may use a fifth of a processor."""
+    version_1, version_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    top = version_1 if version_1.is_dir() else version_2
+    group = top / f"outsize-bench-{os.getpid()}"
+    own = next(
+        line.split(":", 2)[2]
+        for line in Path("/proc/self/cgroup").read_text().splitlines()
+        if line.split(":")[1] in ("cpu", "cpu,cpuacct", "")
+    )
+    try:
+        group.mkdir()
+        if top is version_1:
+            (group / "cpu.cfs_quota_us").write_text("20000")
+        else:
+            (group / "cpu.max").write_text("20000 100000")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        print(f"no control group can be made ({error}): the quota is planted in the record", flush=True)
+        with planted_host(throttled_s=1.6):
+            yield
+        return
+    try:
+        yield
+    finally:
+        (top / own.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 def slow_worker() -> AbstractContextManager[Any]:
@@ -111,6 +175,15 @@ PLANTS: dict[str, Plant] = {
     ),
     "one slow worker of two": Plant(
         verdict="worker-bound", memory={**HOST, "device": "emulated:2"}, slowed=slow_worker
+    ),
+    "busy processors": Plant(verdict="cores-taken", slowed=busy_processors),
+    "a quota of processor time": Plant(verdict="cpu-quota", slowed=quota),
+    "a host that swaps": Plant(
+        verdict="swap-active",
+        slowed=lambda: planted_host(swapped_in_bytes=2**26, memory_pressure_s=0.7, major_faults=9_000),
+    ),
+    "a slow mount of the data": Plant(
+        verdict="loader-bound", slowed=lambda: slower(ArrayReader, "read_rows", 0.6)
     ),
     "slow Python in the model": Plant(verdict="compute-slow", slowed=lambda: slow_forward(0.1)),
 }

@@ -4,6 +4,7 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -158,6 +159,7 @@ ARROWS = {
         "model",
         "optim",
         "planner.memory",
+        "planner.search",
         "planner.simulate",
         "runtime",
         "session.job",
@@ -445,3 +447,38 @@ def test_the_planner_knows_no_clock_thread_or_file(path):
         "subprocess",
         "asyncio",
     }
+
+
+def at_import(path: Path) -> set[str]:
+    """Return the modules of the package that importing ``path`` imports: none in functions, none for types."""
+    pending: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    found = set()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            pending += [*node.body, *node.orelse]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outsize"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def test_no_module_is_imported_in_a_circle():
+    names = {".".join(("outsize", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in files()}
+    left = {name: at_import(path) & (names.keys() - {name}) for name, path in names.items()}
+    while left:
+        done = [name for name, needed in left.items() if not needed & left.keys()]
+        assert done, f"circle among {sorted(left)}"
+        for name in done:
+            del left[name]
+
+
+def test_a_name_occurs_once():
+    """Each file name and each public class name of the source names one thing."""
+    files_named = Counter(path.name for path in files() if path.name not in ("__init__.py", "__main__.py"))
+    classes = Counter(
+        node.name
+        for path in files()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in (files_named + classes).items() if count > 1] == []

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, config: Config, directory: Path) -> dict[str, 
         trainer.settle()
         tail_s = time.perf_counter() - marks[-1]
         timeline = trainer.take_timeline()
-        arena = trainer.tiers.host.statistics()
+        arena = trainer.session.host.statistics()
     steady = common.Spread.of(o.seconds for o in (outcomes[1:] or outcomes))
     return {
         **describe(args, prepared, steady.median),

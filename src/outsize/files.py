@@ -1,7 +1,7 @@
 """Calls to the file system, all in one place, over a seam under which a test can put faults.
 
 Whatever a run keeps goes through here: the home, scratch files, checkpoints, tokens, the heartbeat. A `System` makes
-the calls themselves; `outsize.testing.faults` puts another one in its place that counts them, records them and lets
+the calls themselves; a test puts another one in its place that counts them, records them and lets
 them fail. The functions below are made of those calls and say nothing of their own: what they raise is the `OSError`
 of the system, for the caller to explain.
 """

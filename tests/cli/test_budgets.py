@@ -9,7 +9,7 @@ import zoo
 from cli.command_line import status_of
 from outsize.config import dump_config
 from outsize.errors import ConfigError
-from outsize.testing.tiny import tiny_model, tiny_run
+from tiny import tiny_model, tiny_run
 
 KEYS = ("host_memory", "device_memory")
 BEYOND = "900TiB"

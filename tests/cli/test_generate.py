@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
 from cli.command_line import status_of
-from outsize.testing.tiny import tiny_model
 from support import save_model
+from tiny import tiny_model
 
 ROOM = ["--device", "cpu", "--device-memory", "64MiB"]
 

@@ -12,7 +12,7 @@ from outsize.hardware.link_fit import Piece, fit_link
 from outsize.hardware.machine_file import DataRates, parse
 from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import FeedRates, ShapeRate
-from outsize.testing.tiny import tiny_model
+from tiny import tiny_model
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from outsize.cli import watch_command as watching
 from outsize.cli.app import app
 from report.recorded import make_run
 
@@ -44,3 +45,17 @@ def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path, 
     assert done.exit_code == 2
     assert message in done.output
     assert not list(tmp_path.glob("**/*.html"))
+
+
+def test_a_run_may_be_watched_before_it_begins(tmp_path, monkeypatch):
+    def end():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching.signal, "pause", end)
+    (tmp_path / "file").write_text("")
+    refused = CliRunner().invoke(app, ["watch", str(tmp_path / "file")])
+    assert refused.exit_code == 2
+    assert "not a directory" in refused.output
+    told = CliRunner().invoke(app, ["watch", str(tmp_path / "none")])
+    assert "http://127.0.0.1:" in told.output
+    assert f"no run has begun in {tmp_path / 'none'} yet" in told.output.replace("\n", "")

@@ -8,8 +8,8 @@ from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
 from outsize.telemetry.heartbeat_schema import HostSample
 from outsize.telemetry.host import HostSampler
-from outsize.testing.tiny import tiny_run
 from outsize.train.run import train
+from tiny import tiny_run
 
 
 def test_a_run_with_a_slow_loader_is_told_as_such(tmp_path, monkeypatch):

@@ -74,9 +74,9 @@ def variables(**told):
     return {"environment__variables": {name: records.fact(value) for name, value in told.items()}}
 
 
-def starved(directory, **changes):
+def starved(directory, cpu__quota_cores=None, **changes):
     """A run on a CPU that says what its machine is."""
-    about = told(cpu_machine(directory, cpu__load_average=5.9))
+    about = told(cpu_machine(directory, cpu__load_average=5.9, cpu__quota_cores=cpu__quota_cores))
     return run(directory / "run", config={"memory": {"device": "cpu"}}, about=about, **changes)
 
 
@@ -197,7 +197,7 @@ SHOWN = {
     ),
     "disk-bound": (
         "warning",
-        "reads 1.86 GiB and writes 953.67 MiB: 1.50 GB/s",
+        "reads 1.86 GiB at 2.00 GB/s while busy, writes 953.67 MiB at 3.33 GB/s while busy",
         lambda d: run(
             d, stall_s={"read": 0.6}, busy_s={"read": 1.0}, bytes_read=2 * 10**9, bytes_written=10**9
         ),
@@ -485,8 +485,10 @@ def test_a_host_that_is_short_of_something_is_seen_in_the_run(rule, changes, evi
         # A model whose own code sleeps is not kept from anything.
         {"host": host(queued_s=0.1, others_cpu_s=7.0), "cpu_s": 0.1},
         {"host": None, "cpu_s": 7.6},
+        # A quota of one core that is used up, beside other work.
+        {"host": host(queued_s=5.0, others_cpu_s=5.8), "cpu_s": 1.9, "cpu__quota_cores": 1.0},
     ],
-    ids=["idle-processors", "own-threads", "sleeps", "older-and-busy"],
+    ids=["idle-processors", "own-threads", "sleeps", "older-and-busy", "quota"],
 )
 def test_a_run_that_has_its_processors_is_not_starved(changes, tmp_path):
     assert "cores-taken" not in found(starved(tmp_path, **changes))
@@ -519,11 +521,14 @@ def test_rates_of_a_run_stand_beside_those_of_the_probe(tmp_path):
         "96% of the 25.00 GB/s that the probe reached: at its limit"
         in found((machine, waits))["link-bound"].evidence
     )
-    reads = run(tmp_path / "run", stall_s={"read": 0.25}, bytes_read=10**9)
+    reads = run(tmp_path / "run", stall_s={"read": 0.25}, bytes_read=15 * 10**7, bytes_written=6 * 10**8)
+    told = found((machine, reads))["disk-bound"].evidence
     assert (
-        "17% of the 3.00 GB/s that the probe reached: not at"
-        in found((machine, reads))["disk-bound"].evidence
+        "reads 143.05 MiB at 500.00 MB/s while busy (25% of the 2.00 GB/s that the probe reached: not at"
+        in told
     )
+    # Writes are held to what writes reach, and not added to reads.
+    assert "at 2.00 GB/s while busy (67% of the 3.00 GB/s" in told
 
 
 def test_longer_sequences_are_named_where_they_may_be_the_cause(tmp_path):

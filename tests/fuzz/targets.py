@@ -38,7 +38,7 @@ from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record, layout_digest
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
-from outsize.testing.tiny import SIZES, tiny_run
+from tiny import SIZES, tiny_run
 
 ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))
 

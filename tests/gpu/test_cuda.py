@@ -110,7 +110,7 @@ def test_host_memory_is_pinned_and_buffers_lie_on_the_device(tmp_path: Path):
     prepared = prepare(run_on_device(tmp_path, "gpt2"), tmp_path, lambda _: None)
     model = prepared.split.model
     with StreamedTrainer(prepared, tmp_path) as trainer:
-        held = trainer.tiers.host.statistics()
+        held = trainer.session.host.statistics()
         assert held.num_bytes > 0
         assert held.num_pageable_fallbacks == 0
         assert held.pinned_bytes == (held.num_bytes if ON_CUDA else 0)

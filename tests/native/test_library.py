@@ -22,6 +22,14 @@ def test_where_there_is_a_compiler_the_kernels_were_built():
     assert native.available(), native.reason()
 
 
+def test_the_build_finds_what_it_builds():
+    """`make test` from a bare clone begins with it."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "setup.py", "--name"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["outsize"]), done.stderr
+
+
 def ask(statement, **environ):
     code = f"from outsize import native; print(({statement}))"
     done = subprocess.run(

@@ -4,7 +4,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.optim.lr_schedule import Schedule
+from outsize.optim.lr_schedule import LearningRateSchedule
 
 THEIRS = {
     "constant": lambda optimizer, warmup, total: transformers.get_constant_schedule_with_warmup(
@@ -20,7 +20,7 @@ THEIRS = {
 def test_every_step_has_the_rate_of_transformers(kind, warmup, total):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     theirs = THEIRS[kind](optimizer, warmup, total)
-    ours = Schedule(kind=kind, lr=3e-4, num_warmup_steps=warmup, num_training_steps=total)
+    ours = LearningRateSchedule(kind=kind, lr=3e-4, num_warmup_steps=warmup, num_training_steps=total)
     for step in range(total + 3):
         assert ours.learning_rate(step) == optimizer.param_groups[0]["lr"], step
         optimizer.step()
@@ -29,7 +29,9 @@ def test_every_step_has_the_rate_of_transformers(kind, warmup, total):
 
 @given(st.sampled_from(sorted(THEIRS)), st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
 def test_rates_lie_between_zero_and_the_peak(kind, warmup, rest, step):
-    schedule = Schedule(kind=kind, lr=0.5, num_warmup_steps=warmup, num_training_steps=warmup + rest)
+    schedule = LearningRateSchedule(
+        kind=kind, lr=0.5, num_warmup_steps=warmup, num_training_steps=warmup + rest
+    )
     assert 0.0 <= schedule.learning_rate(step) <= 0.5
 
 
@@ -45,4 +47,4 @@ def test_rates_lie_between_zero_and_the_peak(kind, warmup, rest, step):
 )
 def test_nonsense_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        Schedule(**({"lr": 0.1, "num_training_steps": 10} | change))
+        LearningRateSchedule(**({"lr": 0.1, "num_training_steps": 10} | change))

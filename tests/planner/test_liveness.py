@@ -10,13 +10,13 @@ from outsize.planner.program.activation_policy import Extent, bytes_of
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import FORWARD_KINDS, Kind
-from outsize.planner.program.program import parse, render_op
+from outsize.planner.program.program import parse
 from planner.layouts import first_kept, layouts, make_layout
 
 
 def meter(text, layout, boundary_bytes):
     found = ActivationMeter(layout, boundary_bytes)
-    return {render_op(op): tuple(found.add(op)) for op in parse(text)}
+    return {str(op): tuple(found.add(op)) for op in parse(text)}
 
 
 def test_inputs_are_kept_for_the_backward_and_gradients_take_their_place():
@@ -32,7 +32,7 @@ def test_what_a_backward_needs_is_live_from_its_forward_until_it_is_workspace():
     layout = make_layout(3, num_microbatches=2, kept=first_kept((0, 1, 0), 2))
     found = ActivationMeter(layout, (0, 10, 3), {Extent.WHOLE: (100, 50, 0)})
     text = "F 0.0@w0; F 0.1@w0; FK 1.0@w0; F 1.1@w0; FB 2.0@w0; FB 2.1@w0; B 1.0@w0; B 1.1@w0"
-    live = {render_op(op): found.add(op).device_bytes for op in parse(text)}
+    live = {str(op): found.add(op).device_bytes for op in parse(text)}
     assert live["FK 1.0@w0"] == 23  # in the making it is workspace
     assert live["F 1.1@w0"] == 50 + 26
     assert live["FB 2.0@w0"] == 50 + 29

@@ -82,10 +82,11 @@ def test_it_listens_on_the_loopback_only(served):
 
 
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
+    tmp_path = tmp_path / "runs" / "none"  # which is not there
     with LiveServer(LiveRun(tmp_path, every_s=0.0)) as server:
         told = json.loads(ask(server)[1])
         assert told["runs"] == []
-        assert "heartbeat.jsonl" in told["waiting"]
+        assert "no run has begun there yet" in told["waiting"]
         make_run(tmp_path, 2)
         assert json.loads(ask(server)[1])["runs"][0]["status"]["done"] == 2
         make_run(tmp_path, 1)  # another run in its place

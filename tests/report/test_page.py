@@ -135,10 +135,30 @@ def test_two_runs_stand_beside_each_other(browser, pages):
     assert browser.run("document.querySelector('h1').textContent") == "first and second"
     verdicts = browser.run("[...document.querySelectorAll('.verdict .lead')].map((e) => e.textContent)")
     assert verdicts == [
-        "Bottleneck: the link between host and device",
-        "Bottleneck: the optimizer on the host",
+        "Limited by the link between host and device",
+        "Limited by the optimizer on the host",
     ]
     assert browser.run("document.querySelectorAll('#curves svg')[0].querySelectorAll('path').length") == 2
+
+
+ROWS = """Object.fromEntries([...document.querySelectorAll('#top tbody tr')].map((row) =>
+  [row.cells[0].textContent, row.cells[3].style.color]))"""
+
+
+def test_steps_of_other_tokens_are_not_called_better_for_being_shorter(browser, tmp_path):
+    """The second takes an eighth of the tokens per step, in half the time: a quarter of the throughput."""
+    first = collect(make_run(tmp_path / "first", 10, seconds=1.2))
+    less = {"tokens": 2048, "tokens_per_s": 2048 / 0.6}
+    second = collect(make_run(tmp_path / "second", 10, seconds=0.6, **less))
+    (tmp_path / "page.html").write_text(make_page(page_data([first, second])))
+    open_page(browser, tmp_path / "page.html")
+    tones = browser.run(ROWS)
+    assert tones["Step of another size"] == tones["Tokens per step"] == "var(--soft)"
+    assert tones["Throughput"] == "var(--bad)"
+    alike = collect(make_run(tmp_path / "alike", 10, seconds=0.6))
+    (tmp_path / "page.html").write_text(make_page(page_data([first, alike])))
+    open_page(browser, tmp_path / "page.html")
+    assert browser.run(ROWS)["Step"] == "var(--good)"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from outsize.testing.campaign import Campaign, does_harm, scenario
-from outsize.testing.faults import Fault, Key
+from crash.campaign import Campaign, does_harm, scenario
+from crash.faults import Fault, Key
 
 POINTS = 5
 # Each once broke a promise: an error that was not ours, a descriptor left open.

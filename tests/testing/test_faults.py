@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from crash.faults import APPLICABLE, LANE, Fault, Key, Layer, faults_of, layered
 from outsize import files
 from outsize.errors import ExecutionError
-from outsize.testing.faults import APPLICABLE, LANE, Fault, Key, Layer, faults_of, layered
 from outsize.train.run import train
 from support import make_run
 

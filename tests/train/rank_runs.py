@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from outsize.config import dump_config
-from outsize.testing.tiny import tiny_run
 from patience import PATIENCE_S
+from tiny import tiny_run
 
 STEPS, SAVED = 5, 2
 _SCRIPT = Path(__file__).parent / "ranks_script.py"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from crash.campaign import digest
+from crash.faults import LANE, Fault, Key, Layer, layered
 from outsize.checkpoint.saving import Saving
 from outsize.config import Config
 from outsize.errors import ExecutionError, StorageError
@@ -17,8 +19,6 @@ from outsize.session.job.machine import home_file
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.pool import IOPool
-from outsize.testing.campaign import digest
-from outsize.testing.faults import LANE, Fault, Key, Layer, layered
 from outsize.train.aftermath import Aftermath
 from outsize.train.metrics.run_records import StepRecord
 from outsize.train.run import train

@@ -9,10 +9,10 @@ from outsize.group.launched import launched
 from outsize.session.job.prepare import prepare
 from outsize.testing import in_ranks
 from outsize.testing.processes import rank_variables
-from outsize.testing.tiny import tiny_run
 from outsize.train import preflight, ranks
 from outsize.train.ddp import check_fits
 from outsize.train.preflight import check_same_start
+from tiny import tiny_run
 
 
 def starts(tmp_path, size=2, sections=None, variables=None):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from outsize.testing.tiny import tiny_run
 from outsize.train.run import train
+from tiny import tiny_run
 
 STEPS = 60
 

@@ -143,7 +143,7 @@ def test_a_trainer_that_cannot_be_made_gives_everything_back(
     def full(*_: object, **__: object) -> None:
         raise BudgetExceededError("planted")
 
-    monkeypatch.setattr("outsize.session.tiers.open_device", full)
+    monkeypatch.setattr("outsize.session.session.open_device", full)
     with pytest.raises(BudgetExceededError, match="planted"):
         StreamedTrainer(prepared, tmp_path / "store")
     monkeypatch.undo()

@@ -3,9 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from outsize.session.job.prepare import Prepared
 from outsize.train import verify as module
+from outsize.train.run import plan
 from outsize.train.verify import run_resident, verify
 from support import make_run
+from train.test_codec_choice import on_a_link
 
 RUNS = {
     "host": {},
@@ -63,6 +66,30 @@ def test_a_difference_is_found_named_and_measured(tmp_path: Path, monkeypatch: p
     assert result.max_weight_difference == pytest.approx(0.25, abs=1e-6)
     assert result.loss_streamed[:-1] == result.loss_resident[:-1]
     assert result.loss_streamed[-1] != result.loss_resident[-1]
+
+
+@pytest.mark.parametrize("device", ["emulated:1", "emulated:2"])
+def test_what_is_verified_is_the_plan_that_is_trained(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With what `auto` comes to where a step waits for the link, and not with what it stands for before."""
+    on_a_link(monkeypatch, 1e6)
+    sections = {"transport": {"weights": "auto"}, "memory": {"device": device, "home": "host"}}
+    config = make_run(tmp_path, train={"steps": 2, "microbatches": 2}, **sections)
+    plans = []
+
+    class Watched(module.StreamedTrainer):
+        def __init__(self, prepared: Prepared, store_dir: Path) -> None:
+            plans.append(prepared.plan)
+            super().__init__(prepared, store_dir)
+
+    monkeypatch.setattr(module, "StreamedTrainer", Watched)
+    assert verify(config).equal
+    trained = plan(config)
+    assert trained.transport.weights != "raw"
+    assert [(found.layout, found.programs, found.transport) for found in plans] == [
+        (trained.layout, trained.programs, trained.transport)
+    ]
 
 
 def test_without_a_run_directory_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -368,7 +368,7 @@ def test_fp32_stays_fp32_on_every_tier(settings: dict[str, object]):
         handle.remove()
         optimizer.step()
         runner = vars(model)["_outsize_runner"]
-        home, units = runner.tiers.home, runner.split.spec.units
+        home, units = runner.session.home, runner.split.spec.units
         assert {runner.split.spec.dtype} == runner.split.spec.dtypes == {"fp32"}
         for unit in units:
             for plane in ("weights", "exp_avg", "exp_avg_sq", "gradient"):

@@ -7,8 +7,8 @@ import zoo
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import ResidentLimit
+from outsize.session import session
 from outsize.session.job import relative_times
-from outsize.wrapped import wrap_tiers
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of
@@ -83,7 +83,7 @@ def test_free_memory_goes_back_where_a_cpu_is_over_its_budget(monkeypatch: pytes
             looks.append(1)
             super().keep()
 
-    monkeypatch.setattr(wrap_tiers, "ResidentLimit", Watched)
+    monkeypatch.setattr(session, "ResidentLimit", Watched)
     with wrapped(zoo.build("llama"), device_memory="64MiB") as model:
         streamed_backward(model, BATCH)
         ((before, budget, host),) = limits

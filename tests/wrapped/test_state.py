@@ -26,7 +26,7 @@ def planes_at_home(model: nn.Module) -> list[dict[str, Tensor]]:
     """Copies of the planes of each unit, over a host home."""
     runner = runner_of(model)
     runner.settle()
-    home: Any = runner.tiers.home
+    home: Any = runner.session.home
     return [
         {name: home.view(unit.index, name).clone() for name in runner.state.planes}
         for unit in runner.split.spec.units
@@ -126,7 +126,7 @@ def test_fewer_bits_take_less_of_the_home():
     taken = {}
     for state in ("fp32", "bf16", "int8"):
         with wrapped(zoo.build("llama"), state=state) as model:
-            taken[state] = runner_of(model).tiers.home.statistics().num_bytes
+            taken[state] = runner_of(model).session.home.statistics().num_bytes
     assert 1.3 < taken["fp32"] / taken["bf16"] < 1.34  # 16 bytes and 12
     assert taken["bf16"] > taken["int8"]
 

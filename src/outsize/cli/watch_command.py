@@ -1,6 +1,6 @@
 """``outsize watch``: the page of a run that goes on, in a browser on this machine."""
 
-import threading
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +24,14 @@ def watch(
 
     output = Output(as_json=as_json)
     with output.guarded():
-        if not run.is_dir():
+        if run.exists() and not run.is_dir():
             raise ConfigError(f"{run} is not a directory; name the directory of a run")
         with LiveServer(LiveRun(run, every), port) as server:
             output.emit({"url": server.url})
             output.print_result(server.url)
+            if not (run / "heartbeat.jsonl").exists():
+                output.say(f"no run has begun in {run} yet: the page shows it once its first step has ended")
             output.say(
                 "Ctrl-C ends it; from another machine: ssh -L PORT:127.0.0.1:PORT, with the port above"
             )
-            threading.Event().wait()
+            signal.pause()  # until Ctrl-C

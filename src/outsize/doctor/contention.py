@@ -29,6 +29,8 @@ def cores_taken(facts: Facts) -> Seen | None:
     if queued is not None and others is not None:
         taken = others + stolen
         lost = min(queued / (queued + own), taken / (taken + own), queued) if queued and taken else 0.0
+        granted = cpu.quota_cores.number()
+        lost = lost if granted is None else min(lost, max(0.0, 1 - own / granted))  # more was never to be had
         evidence = (
             f"{had}, other processes {others:.2g}, the hypervisor {stolen:.2g}; its threads were ready and had none "
             f"for {queued:.2g} s per second{began}"

@@ -67,21 +67,24 @@ def _for_the_optimizer(facts: Facts) -> str:
 
 
 def _for_the_disk(facts: Facts) -> str:
-    run = facts.run
-    read, written = run.mean("bytes_read"), run.mean("bytes_written")
-    rate = (read + written) / run.mean("seconds")
-    return (
-        f"compute waits for the disk, which reads {format_bytes(int(read))} and writes "
-        f"{format_bytes(int(written))}: {format_rate(rate)}{_of_disk(rate, facts)}"
-    )
+    run, told = facts.run, []
+    next_to_device = run.plan.get("below") == "disk"  # then the lanes of the link are the disk's
+    for verb, counted, lane, link in (
+        ("reads", "bytes_read", "read", "up"),
+        ("writes", "bytes_written", "write", "down"),
+    ):
+        size, busy_s = run.mean(counted), _busy_s(facts, lane) + next_to_device * _busy_s(facts, link)
+        if size and busy_s:
+            rate = size / busy_s
+            at = f"{format_rate(rate)} while busy{_of_disk(rate, verb, facts)}"
+            told.append(f"{verb} {format_bytes(int(size))} at {at}")
+    return f"compute waits for the disk: {', '.join(told) or 'commits and flushes'}"
 
 
 def _for_the_link(facts: Facts) -> str:
     run, told = facts.run, []
     for direction in ("up", "down"):
-        busy_s = sum(
-            seconds for lane, seconds in run.lane_s("busy_s").items() if lane.startswith(f"{direction}:")
-        )
+        busy_s = _busy_s(facts, direction)
         if busy_s > 0:
             rate = run.mean(f"bytes_{direction}") / busy_s
             told.append(f"{direction} {format_rate(rate)} while busy{_of_link(rate, direction, facts)}")
@@ -145,18 +148,23 @@ def waits_for(cause: str) -> Callable[[Facts], Seen | None]:
     return look
 
 
-def _of_disk(rate: float, facts: Facts) -> str:
-    """Return what part of the probe's best rate a rate is; empty where no probe is known."""
+def _busy_s(facts: Facts, name: str) -> float:
+    """Return seconds per step that the lanes of a kind worked, over all workers."""
+    return sum(s for lane, s in facts.run.lane_s("busy_s").items() if lane.partition(":")[0] == name)
+
+
+def _of_disk(rate: float, verb: str, facts: Facts) -> str:
+    """Return what part of the probe's best rate in that direction a rate is; empty where no probe is known."""
     if facts.probed is None:
         return ""
     rates = [
         measured.median
         for disk in facts.probed.disks
         for depth in disk.depths
-        for measured in (depth.read_bytes_per_s, depth.write_bytes_per_s)
+        for measured in [depth.read_bytes_per_s if verb == "reads" else depth.write_bytes_per_s]
         if measured.median is not None
     ]
-    return f", {_part(rate, max(rates))}" if rates else ""
+    return f" ({_part(rate, max(rates))})" if rates else ""
 
 
 def _of_link(rate: float, direction: str, facts: Facts) -> str:

@@ -111,7 +111,7 @@ class Source:
         width = tensor.numel // tensor.shape[0]
         dtype = TORCH_DTYPE[self._spec.dtype]
         found = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
-        if isinstance(self._home, HostHome):
+        if isinstance(self._home, HostHome) and self._home.packed(unit, "weights") is None:
             flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
             self._device.copy(found, flat.view(tensor.shape).index_select(0, numbers))
             self._count(found.nbytes)
@@ -128,7 +128,6 @@ class Source:
         self, unit: int, tensor: TensorSpec, numbers: Sequence[int], width: int, dtype: torch.dtype
     ) -> Tensor:
         """Read the stretches of the plane that rows lie in, all in flight together, and pick the rows out."""
-        assert isinstance(self._home, DiskHome)
         starts = [tensor.offset + number * width for number in numbers]
         stretches = list(_stretches(starts, width))
         sizes = [stop - start for start, stop in stretches]
@@ -136,9 +135,12 @@ class Source:
         with Arena() as arena:
             memory = arena.take(sum(sizes) * dtype.itemsize, "rows").view(dtype)
             pieces = memory.tensor_split(tuple(accumulate(sizes[:-1])))
-            self._home.read_ranges(
-                unit, "weights", [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
-            )
+            wanted = [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
+            if isinstance(self._home, DiskHome):
+                self._home.read_ranges(unit, "weights", wanted)
+            else:  # packed: a piece of it is decoded for each
+                for start, piece in wanted:
+                    self._home.read(unit, "weights", start, piece)
             self._count(memory.nbytes)
             stretch = 0
             for row, start in enumerate(starts):

@@ -38,7 +38,7 @@ int outsize_use_level(int level)
     return level;
 }
 
-/* Of the sources that this library was built from, see sources.py. */
+/* Of the sources that this library was built from, see kernel_sources.py. */
 EXPORTED uint32_t outsize_checksum(void)
 {
     return OUTSIZE_CHECKSUM;

@@ -13,7 +13,7 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class LearningRateSchedule:
     """Learning rate as a function of the step.
 
     Attributes:

@@ -17,12 +17,13 @@ from typing import Any, Self
 
 from outsize.errors import ConfigError, StorageError
 from outsize.report.collect import collect
-from outsize.report.history import History
+from outsize.report.history import HEARTBEAT, History
 from outsize.report.html_page import make_page, page_data, to_json
 
 LOOPBACK = "127.0.0.1"
 MOST_REQUESTS = 8
 REQUEST_S = 10.0
+_NOT_BEGUN = "no run has begun there yet; it is shown here once its first step has ended"
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -63,7 +64,10 @@ class LiveRun:
             self._history.advance()
             found = page_data([collect(self._directory, self._history)], refresh_s=self.every_s)
         except ConfigError as error:
-            found = page_data([], refresh_s=self.every_s, waiting=str(error))
+            waiting = (
+                str(error) if (self._directory / HEARTBEAT).exists() else f"{self._directory}: {_NOT_BEGUN}"
+            )
+            found = page_data([], refresh_s=self.every_s, waiting=waiting)
         digest = hashlib.sha256(to_json(found).encode()).hexdigest()[:16]
         return {**found, "version_of_data": digest}
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.optim.lr_schedule import Schedule
+from outsize.optim.lr_schedule import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
 from outsize.runtime.ops.context import Microbatch
 from outsize.session.job.model_inputs import model_inputs, num_targets
@@ -63,9 +63,9 @@ def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Mic
     )
 
 
-def schedule_of(config: Config) -> Schedule:
+def schedule_of(config: Config) -> LearningRateSchedule:
     """The learning-rate schedule of a run."""
-    return Schedule(
+    return LearningRateSchedule(
         kind=config.optimizer.schedule,
         lr=config.optimizer.lr,
         num_warmup_steps=config.warmup_steps,

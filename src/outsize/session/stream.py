@@ -15,13 +15,13 @@ from torch import Tensor
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import UnitSpec
-from outsize.model.walk import Boundaries
 from outsize.optim.optimizer_spec import WEIGHTS
+from outsize.optim.shares import home_granule
 from outsize.planner.memory.exchange_memory import net_staging
 from outsize.planner.simulate.timeline import Timeline
-from outsize.runtime.engine.engine import Engine, StepHandle
+from outsize.runtime.engine.engine import StepHandle
 from outsize.runtime.engine.engine_settings import EngineSettings
-from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
+from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.gradient_ops import GradientObserver
@@ -31,8 +31,8 @@ from outsize.session.job.optimizer_layout import max_norm_of, rule_of
 from outsize.session.job.prepare import Prepared
 from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, Standing, position_in
+from outsize.session.session import Session, Store
 from outsize.session.steps import StepOutcome, microbatches_of, schedule_of
-from outsize.session.tiers import Tiers
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
@@ -74,34 +74,26 @@ class StreamedTrainer:
         self._standing: list[Standing] = []  # one, as soon as there are steps
         self._last: StepHandle | None = None
         with contextlib.ExitStack() as stack:
-            self.tiers = tiers = stack.enter_context(Tiers(prepared, store_dir, home_file, record))
-            stack.enter_context(buffers_on(prepared.split.model, tiers.device.torch_device))
-            boundaries = stack.enter_context(Boundaries(prepared.split.modules))
+            self.session = stack.enter_context(_open_session(prepared, store_dir, home_file, record))
             prepared.split.model.train()
-            self.engine = Engine(
+            self.engine = self.session.open_engine(
                 prepared.split,
-                boundaries,
                 prepared.plan,
-                tiers.device,
-                tiers.home,
-                tiers.buffers,
-                tiers.scratch,
+                prepared.measured.boundary_bytes,
                 self._settings(config, observe_gradient),
-                tiers.rooms,
                 _shared(prepared),
             )
-            stack.callback(self.engine.close)
             self._stack = stack.pop_all()
 
     @property
     def home(self) -> HostHome | DiskHome:
         """Where the training state lies."""
-        return self.tiers.home
+        return self.session.home
 
     @property
     def ledger(self) -> Ledger:
         """What of every budget is used."""
-        return self.tiers.ledger
+        return self.session.ledger
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.session.fill.fill`."""
@@ -178,7 +170,7 @@ class StreamedTrainer:
         with (
             Arena() as arena,
             CommittedHome(
-                self.spec, planes, path, self.tiers.pool, arena=arena, record=record, own=own
+                self.spec, planes, path, self.session.pool, arena=arena, record=record, own=own
             ) as former,
         ):
             piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
@@ -217,11 +209,11 @@ class StreamedTrainer:
 
     def disk_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to disk so far."""
-        return self.tiers.disk_bytes()
+        return self.session.disk_bytes()
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
-        return {**self.tiers.fallbacks(), "recomputed": self.engine.num_let_go}
+        return self.session.fallbacks()
 
     def take_timeline(self) -> Timeline:
         """What the lanes did since the last call."""
@@ -269,6 +261,24 @@ class StreamedTrainer:
             if buffer.device.type == "cpu" and buffer.nbytes >= num_bytes:
                 return buffer[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _open_session(
+    prepared: Prepared, directory: Path, home_file: Path | None, record: CommitRecord | None
+) -> Session:
+    """Return the session of a run, without an engine."""
+    spec, plan = prepared.split.spec, prepared.plan
+    commits = prepared.machine.home == "disk" and plan.layout.commits
+    store = Store(
+        state=plan.state,
+        directory=directory,
+        transport=plan.transport,
+        own=prepared.own,
+        granule_elements=home_granule(spec, plan.tile_elements, prepared.group.size) if commits else None,
+        file=home_file,
+        record=record,
+    )
+    return Session(prepared.split, prepared.machine, prepared.config.memory, store, prepared.before_bytes)
 
 
 def _shared(prepared: Prepared) -> Shared | None:

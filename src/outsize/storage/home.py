@@ -139,7 +139,7 @@ class HostHome:
         """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
         wanted = HomeLayout(model, planes)
         for key, extent in wanted.extents.items():
-            if key not in self._planes:
+            if key not in self._planes and key not in self._packed:
                 self._planes[key] = arena.take(extent.num_bytes, f"home: {key[1]}").view(extent.dtype)
                 self._layout.extents[key] = extent
 

@@ -1,4 +1,4 @@
-"""Contracts as functions, for our tests and for those of others, and faults to run them under.
+"""Contracts as functions, for our tests and for those of others.
 
 What every home, scratch and device promises is a tuple of checks. Each takes a factory that makes a fresh object and
 raises AssertionError where a promise is broken. In a test::
@@ -9,8 +9,6 @@ raises AssertionError where a promise is broken. In a test::
 
 For codecs and groups of ranks the checks are methods of a class to subclass, `CodecContract` and `GroupContract`.
 `in_ranks` runs the ranks of a group as threads of one process.
-
-`outsize.testing.faults` puts failing disks and lanes under a whole run.
 """
 
 from outsize.testing.codec_contract import CodecContract

@@ -50,8 +50,9 @@ def wrap(
     Args:
         model: any module whose blocks stand in a `torch.nn.ModuleList`, its parameters fp32, bf16 or fp16, and all that
             train of one of them. It computes as it did.
-        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, or ``auto`` (a CUDA device where there is one).
-        device_memory: budget on the device, e.g. ``"20GiB"``; None is what is free, less a margin.
+        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, or ``auto`` (a CUDA device where there is one); or
+            several workers, ``cuda:all``, ``cuda:0,1``, ``emulated:4``, which run the units in stages.
+        device_memory: budget on the device, on each of several, e.g. ``"20GiB"``; None is what is free, less a margin.
         home: where weights, gradients and optimizer state rest; ``auto`` is host memory if they fit.
         microbatches: most parts that each batch is cut into. Weights cross to the device once per pass whatever the
             number; activations and logits of one part at a time are computed.
@@ -61,8 +62,9 @@ def wrap(
         base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
-        transport: codecs on the link, by crossing, e.g. ``{"activations": "int8", "gradients": "int4-stochastic"}``, as
-            in the section ``transport`` of a run's configuration, but not of weights; None sends everything as it is.
+        transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int8"}``, as
+            in the section ``transport`` of a run's configuration; None sends everything as it is. With one of weights,
+            units that do not train rest encoded.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, 8 bytes per parameter that trains, ``bf16``, 4, or
             ``int8``, 2.03; rounded by chance. Other optimizers keep their own.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from outsize.choices import Home
-from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
@@ -37,11 +36,6 @@ def memory_of(
     name = f"outsize.{called.__name__}"
     if "commits" in others:
         raise ConfigError(f"{name}: commits: it is of outsize train only; leave it out")
-    if str(others.get("activations", "auto")).startswith("offload"):
-        raise ConfigError(
-            f"{name}: activations={others['activations']!r}: below the device there is room for inputs of units "
-            "only (offload=True); write auto, recompute, keep-attention, keep-products or keep"
-        )
     unknown = next((key for key in others if key not in MemoryConfig.model_fields), None)
     if unknown is not None:
         known = [argument for argument in signature(called).parameters if argument != "memory"]
@@ -75,15 +69,19 @@ def transport_of(named: Mapping[str, str] | None) -> Transport:
     Raises:
         ConfigError: one that there is not, or that does not go with parameters which others may change.
     """
-    if dict(named or {}).get("weights", RAW.name) != RAW.name:
+    given = dict(named or {})
+    automatic = sorted(crossing for crossing, codec in given.items() if codec == "auto")
+    if automatic:
         raise ConfigError(
-            "transport: weights of a wrapped model go as they are: its parameters are the home itself, which any "
-            "optimizer may change at any time; leave weights out, and for frozen ones use base_codec"
+            f"transport: {automatic[0]}: auto is chosen by the times of a run's steps, and those of a loop of your own "
+            f"are not known before it; name a codec, e.g. {automatic[0]}=lossless4, or leave it out"
         )
     try:
-        transport = Transport(**dict(named or {}))
+        transport = Transport(**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"transport: {error}; it names codecs of activations and gradients") from error
+        raise ConfigError(
+            f"transport: {error}; it names codecs of weights, activations and gradients"
+        ) from error
     if transport.feedback:
         raise ConfigError(
             f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop "

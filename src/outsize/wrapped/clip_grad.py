@@ -52,7 +52,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 def _norms(runner: Runner, held: dict[int, frozenset[int]]) -> list[tuple[str, Tensor]]:
     """Name and norm of each gradient at home."""
     found: list[tuple[str, Tensor]] = []
-    home: Any = runner.tiers.home
+    home: Any = runner.session.home
     for index, positions in held.items():
         if not positions:
             continue

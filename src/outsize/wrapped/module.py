@@ -110,7 +110,7 @@ class Wrapped(nn.Module):
         runner = runner_of(self)
         if not set_to_none:
             runner.settle()
-        at_rest = not isinstance(runner.tiers.home, HostHome)
+        at_rest = not isinstance(runner.session.home, HostHome)
         for parameter in runner.parameters.named.values():
             if parameter.grad is not None:
                 if set_to_none or at_rest:

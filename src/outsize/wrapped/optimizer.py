@@ -90,7 +90,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.optim.Optimizer.zero_grad`."""
-        at_rest = not isinstance(self._runner.tiers.home, HostHome)
+        at_rest = not isinstance(self._runner.session.home, HostHome)
         if not set_to_none and not at_rest:
             self._runner.settle()
         super().zero_grad(set_to_none=set_to_none or at_rest)

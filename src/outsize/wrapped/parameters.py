@@ -3,11 +3,12 @@
 Over a host home a parameter is a view of its unit's weights, and its ``.grad`` a view of the gradient plane, so any
 optimizer of `torch.optim` steps where the bytes are. Over a disk home parameters have a shape and no bytes; their
 ``.grad`` is a mark that a gradient is at home (`wrapped.at_rest`). Frozen weights that a codec has written have a shape
-and no bytes over either home: reading decodes them.
+and no bytes over either home: reading decodes them. So have those that ``transport.weights`` keeps encoded.
 
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -19,7 +20,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, TensorSpe
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.decoding import decode, encode, encoded_parts
+from outsize.runtime.ops.decoding import decode, encode
 from outsize.session.frozen_encoding import errors_of
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
@@ -44,21 +45,22 @@ class HomeParameters:
         in_memory: whether all of them show their bytes.
         errors: what codecs have done to frozen weights, by name: root mean square by that of the weights.
         factors: what gradients on disk are multiplied by in the next step, by name.
-        num_writes: how often `write` has replaced weights.
+        num_writes: how often `write` has replaced weights, by unit.
     """
 
     def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill, state: StateLayout) -> None:
         self._home = home
         self._state = state
         self._spec = split.spec
-        self.in_memory = isinstance(home, HostHome) and not encoded_parts(split.spec)
+        planes = ((unit, plane) for unit in split.spec.units for plane, _ in self._members(unit, WEIGHTS))
+        self.in_memory = all(self._is_view(unit, plane) for unit, plane in planes)
         self._half = MASTER in state.planes
         self._versions: dict[str, int] = {}
         self._given_masters: set[int] = set()
         self.named: dict[str, nn.Parameter] = {}
         self.errors: dict[str, float] = {}
         self.factors: dict[str, Tensor] = {}
-        self.num_writes = 0
+        self.num_writes: Counter[int] = Counter()
         for unit in split.spec.units:
             self._adopt(unit, split, fill)
 
@@ -82,6 +84,16 @@ class HomeParameters:
         for position in positions:
             if self.named[unit.tensors[position].name].grad is None:
                 self._show(unit, unit.tensors[position])
+
+    def version(self, unit: UnitSpec) -> int:
+        """Return a number that grows whenever anybody but the engine changes the weights of ``unit``."""
+        in_place = sum(self.named[tensor.name]._version for tensor in unit.all_tensors)
+        return self.num_writes[unit.index] + in_place
+
+    @property
+    def version_of_all(self) -> int:
+        """Return a number that grows whenever anybody but the engine changes a weight."""
+        return sum(self.num_writes.values()) + sum(parameter._version for parameter in self.named.values())
 
     def refresh_masters(self, unit: UnitSpec) -> None:
         """Where half-precision weights are not their masters rounded, make them the masters: they are what counts."""
@@ -125,7 +137,7 @@ class HomeParameters:
         """
         if plane == MASTER:
             self._given_masters.add(unit.index)
-        self.num_writes += 1
+        self.num_writes[unit.index] += plane == WEIGHTS
         planes = list(self._members(unit, plane))
         if plane == WEIGHTS and self._half and unit.trainable:
             planes.append((MASTER, unit.tensors))
@@ -158,8 +170,10 @@ class HomeParameters:
         return arena.take(numel * dtype.itemsize, plane).view(dtype)
 
     def _is_view(self, unit: UnitSpec, plane: str) -> bool:
-        """Whether tensors of a plane are views of it."""
-        return isinstance(self._home, HostHome) and _encoded(unit, plane) is None
+        """Whether tensors of a plane are views of it: it lies in memory as it is."""
+        if not isinstance(self._home, HostHome) or _encoded(unit, plane) is not None:
+            return False
+        return self._home.packed(unit.index, plane) is None
 
     def _read(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
         """Read a whole plane, decoded."""

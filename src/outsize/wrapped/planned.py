@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -21,10 +21,11 @@ from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.frozen_params import dtype_and_parts
 from outsize.model.split import split
-from outsize.model.walk import Boundaries
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import Moments, StateLayout
+from outsize.optim.optimizer_spec import WEIGHTS, Moments, StateLayout
+from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.step_parts import Passes, cut_step
+from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
@@ -33,13 +34,15 @@ from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.plan_scratch import extent_bytes
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.context import slots_used
+from outsize.runtime.ops.handover_ops import FetchCounts, count_fetches
 from outsize.runtime.trial.measured import Measured
 from outsize.session.frozen_encoding import summary
+from outsize.session.job.machine import describe_machine
 from outsize.session.job.run_codecs import check_transport
+from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.parameters import Fill, HomeParameters
-from outsize.wrapped.wrap_tiers import WrapTiers
 
 RAW_TRANSPORT = Transport()
 _log = logging.getLogger(__name__)
@@ -47,12 +50,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Programs:
-    """The passes for a number of microbatches, and where each op finds its units."""
+    """The passes for a number of microbatches, where each op finds its units, and how often inputs are fetched."""
 
     passes: Passes
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
+    inference_fetches: FetchCounts
+
+
+@dataclass(frozen=True, slots=True)
+class _SetAside:
+    """What an engine is made for.
+
+    Attributes:
+        layout: of the step, without what a forward keeps on the device, which lies in no memory that is set aside.
+        leaving: what a forward keeps and leaves the device, by unit and microbatch.
+        offload_rooms: the room for that.
+        extent_bytes: of the largest input that is saved below the device.
+    """
+
+    layout: StepLayout
+    leaving: Kept
+    offload_rooms: Mapping[Extent, tuple[int, int]]
+    extent_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, measured: Measured) -> Self:
+        """Return what an engine for ``plan`` is made for."""
+        leaving = plan.layout.kept if plan.layout.any_leaves else ()
+        extent = extent_bytes(plan, measured.boundary_bytes)
+        return cls(replace(plan.layout, kept=()), leaving, plan.offload_rooms, extent)
 
 
 class Planned:
@@ -91,17 +119,16 @@ class Planned:
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
-        self._engine: Engine | None = None
         self._plan: Plan | None = None
-        self._extent_bytes = 0
+        self._set_aside: _SetAside | None = None
         self._measured: Measured | None = None
         self._known: list[wrap_planning.BatchShape] = []
         self._needed: dict[wrap_planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
         self._shortened_for: wrap_planning.Saving | None = None  # what the engine has been told of that
+        self._encoded_of: dict[int, int] = {}  # version of the weights that the engine has encoded, by unit
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
-        self._engine_stack = contextlib.ExitStack()
         self._flags = tuple(p.requires_grad for p in model.parameters())
         dtype, self._apart = dtype_and_parts(model, *codecs)
         self._with_head = with_head
@@ -109,21 +136,21 @@ class Planned:
         self.split = split(model, dtype, apart=self._apart, with_head=with_head)
         self.state = StateLayout(dtype=self.split.spec.dtype, moments=moments)
         with contextlib.ExitStack() as stack:
-            tiers = WrapTiers(self.split.spec, memory, store_dir, self.state)
-            self.tiers = stack.enter_context(contextlib.closing(tiers))
-            check_transport(transport, self.tiers.machine.device, self.tiers.machine.home)
-            self.boundaries = stack.enter_context(Boundaries(self.split.modules))
-            self.parameters = HomeParameters(self.split, self.tiers.home, fill, self.state)
+            self.session = stack.enter_context(self._open_session(store_dir))
+            self.parameters = HomeParameters(self.split, self.session.home, fill, self.state)
             if self.parameters.errors:
                 _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
-            stack.enter_context(self.tiers.buffers_of(model))
             stack.callback(self._close_engine)
             self._stack = stack.pop_all()
-        self._device = torch.device(self.tiers.machine.device if self.tiers.on_cuda else "cpu")
+        self._device = self.session.torch_device
         self._ids = tuple(id(p) for p in model.parameters())
         at_exit = getattr(threading, "_register_atexit", None)
         if at_exit is not None:  # a script that ends without `unwrap` would wait for the lanes for ever
             at_exit(_close_if_alive, weakref.ref(self))
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self.session.engine
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
@@ -161,6 +188,22 @@ class Planned:
         self._closed = True
         self._stack.close()
 
+    def _open_session(self, store_dir: Path) -> Session:
+        """Return the session of the model, without an engine."""
+        memory, spec = self._memory, self.split.spec
+        state_bytes = sum(home_bytes(unit, self.state) for unit in spec.units)
+        machine = describe_machine(memory, state_bytes, store_dir)
+        check_transport(self._transport, machine.device, machine.home)
+        prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
+        store = Store(
+            state=self.state,
+            directory=store_dir,
+            prefix=prefix,
+            transport=self._transport,
+            setting="store_dir",
+        )
+        return Session(self.split, machine, memory, store)
+
     def _check(self) -> nn.Module:
         model = self._model()
         if model is None or self._closed:
@@ -187,7 +230,7 @@ class Planned:
             self._split_anew(model, flags)
         if not any(known.covers(shape) for known in self._known):
             self.settle()
-            forwards = self.boundaries.forwards
+            forwards = self.session.boundaries.forwards
             former = self._measured
             kind = self._device.type
             self._measured = wrap_planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
@@ -203,6 +246,8 @@ class Planned:
                 raise
         elif self._engine is None:
             self._plan_anew()
+        if not self._transport.is_raw("weights"):
+            self._note_changes()
         for number in self._abandoned:
             assert self._engine is not None
             self._engine.forget_saved(number)
@@ -214,6 +259,20 @@ class Planned:
             self._shortened_for = shape.saving
         return self._engine, self._plan
 
+    def _note_changes(self) -> None:
+        """Have weights encoded anew that somebody else has changed.
+
+        Kernels of torch's fused optimizers leave no mark on what they change: where `outsize.AdamW` does not step,
+        anything that trains may be another since the last pass.
+        """
+        assert self._engine is not None
+        for unit in self.split.spec.units:
+            version = self.parameters.version(unit)
+            unseen = self.optimizer is None and unit.trainable
+            if self._encoded_of.setdefault(unit.index, version) != version or unseen:
+                self._encoded_of[unit.index] = version
+                self._engine.weights_changed(unit.index)
+
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays
         parts = split(
@@ -223,8 +282,14 @@ class Planned:
             apart=self._apart,
             with_head=self._with_head,
         )
-        if isinstance(self.tiers.home, HostHome):
-            self.tiers.extend(parts.spec)
+        home = self.session.home
+        if isinstance(home, HostHome):
+            if any(unit.trainable and home.packed(unit.index, WEIGHTS) for unit in parts.spec.units):
+                raise ConfigError(
+                    "requires_grad_(True) after wrap: transport weights keeps units that do not train encoded; set it "
+                    "before wrap, or leave transport weights out"
+                )
+            self.session.extend(parts.spec)
         elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
             raise ConfigError(
                 'requires_grad_(True) after wrap needs room for optimizer state, which a home="disk" lays out when it '
@@ -236,7 +301,7 @@ class Planned:
         assert self._measured is not None
         plan = wrap_planning.make_plan(
             self.split,
-            self.tiers.machine,
+            self.session.machine,
             self._memory,
             self._measured,
             self.microbatches,
@@ -244,30 +309,25 @@ class Planned:
             self._known,
             self.state,
         )
-        extent = extent_bytes(plan, self._measured.boundary_bytes)
-        former = self._plan
-        same = former is not None and (_set_aside(plan), extent) == (_set_aside(former), self._extent_bytes)
+        set_aside = _SetAside.of(plan, self._measured)
+        same, self._set_aside = set_aside == self._set_aside, set_aside
         if self._engine is not None and same:
             self._plan = plan
             self._programs.clear()
             return
         self._close_engine()
-        self._plan, self._extent_bytes = plan, extent
-        with contextlib.ExitStack() as stack:
-            settings = EngineSettings(
-                optimizer=self.optimizer or PlaneAdamW(),
-                max_grad_norm=float("inf"),
-                graph_in_forward=self._measured.graph_matters,
-                num_threads=torch.get_num_threads(),
-            )
-            self._engine = self.tiers.open_engine(
-                stack, self.split, self.boundaries, plan, self._measured, settings
-            )
-            self._engine.optimizer.updates.update(
-                {name: n for name, n in self._updates.items() if name in self._engine.optimizer.updates}
-            )
-            self._shortened_for = None
-            self._engine_stack = stack.pop_all()
+        self._plan = plan
+        settings = EngineSettings(
+            optimizer=self.optimizer or PlaneAdamW(),
+            max_grad_norm=float("inf"),
+            graph_in_forward=self._measured.graph_matters,
+            num_threads=torch.get_num_threads(),
+        )
+        engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)
+        known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
+        engine.optimizer.updates.update(known)
+        self._shortened_for = None
+        self._encoded_of.clear()
 
     def _close_engine(self) -> None:
         self._programs.clear()
@@ -277,8 +337,7 @@ class Planned:
             self.settle()
         finally:
             self._remember_updates()
-            self._engine = None
-            self._engine_stack.close()
+            self.session.close_engine()
 
     def _remember_updates(self) -> None:
         if self._engine is not None:
@@ -295,13 +354,9 @@ class Planned:
                 warm[0] | warm[1],
                 slots_used(passes.cold_backward),
                 slots_used(passes.inference),
+                count_fetches(passes.inference),
             )
         return self._programs[count]
-
-
-def _set_aside(plan: Plan) -> StepLayout:
-    """What an engine is made for: what a forward keeps lies in none of the memory that it has set aside."""
-    return replace(plan.layout, kept=())
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

@@ -84,11 +84,13 @@ class Runner(Inferring):
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape)
         assert self._measured is not None
-        saves = keeps and bool(plan.layout.offload)
+        saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
+        lean = _is_pending(self._keeping)  # what is kept has room for one forward
+        leaves = saves or (keeps and not lean and plan.layout.any_leaves)
         if saves and _is_pending(self._saving):
             raise ConfigError(
                 "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
-                "before, or give outsize.wrap more device_memory, or offload=False"
+                "before, or wrap the model for one device, with more device_memory or offload=False"
             )
         parts = batching.cut(inputs, rows, sizes)
         weights = batching.divisors(parts, sizes, self._measured.shifted)
@@ -101,23 +103,25 @@ class Runner(Inferring):
             ambient=autocast.enter,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
+            fetches=None if keeps else programs.inference_fetches,
             deliver=joined.add,
         )
-        lean = _is_pending(self._keeping)  # what is kept has room for one forward
         passes = programs.passes
         self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
         self._end(joined)
         if not keeps or not joined.differentiable:
-            if saves:
+            if leaves:
                 self._abandoned.append(context.number)
             return joined.build({})
-        keeping = not lean and plan.layout.keeps_any
-        return self._passage(engine, context, joined, saves=saves, keeping=keeping).output()
+        passage = self._passage(engine, context, joined, abandoned=self._abandoned if leaves else [])
+        if saves:
+            self._saving = weakref.ref(passage)
+        if not lean and plan.layout.keeps_any:
+            self._keeping = weakref.ref(passage)
+        return passage.output()
 
-    def _passage(
-        self, engine: Engine, context: StepContext, joined: Joined, *, saves: bool, keeping: bool
-    ) -> Passage:
-        """Return what the caller's backward will come to."""
+    def _passage(self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]) -> Passage:
+        """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
 
         def backward(roots: Roots) -> None:
@@ -128,13 +132,7 @@ class Runner(Inferring):
             self._backward(engine, context, roots, warm=engine.num_submitted == mark)
 
         number = context.number
-        abandoned = self._abandoned if saves else []
-        passage = Passage(joined, backward, lambda: abandoned.append(number))
-        if saves:
-            self._saving = weakref.ref(passage)
-        if keeping:
-            self._keeping = weakref.ref(passage)
-        return passage
+        return Passage(joined, backward, lambda: abandoned.append(number))
 
     def _backward(self, engine: Engine, context: StepContext, roots: Roots, warm: bool) -> None:
         model = self._check()
@@ -211,6 +209,7 @@ class Runner(Inferring):
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
+            engine.follow()
             engine.submit(program, context)
             engine.settle()
         except BaseException:  # Ctrl-C as well
@@ -218,6 +217,10 @@ class Runner(Inferring):
             context.runs.clear()
             if context.keeps:  # what waits below the device for a backward that will not end
                 engine.forget_saved(context.number)
+            if (
+                self.session.machine.num_workers > 1
+            ):  # what their threads have begun ends with the engine alone
+                self._close_engine()
             raise
         finally:
             engine.let_go()
@@ -257,20 +260,20 @@ class Runner(Inferring):
 
     def _weights_now(self) -> tuple[int, int]:
         """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
-        return self._num_steps, sum(parameter._version for parameter in self.parameters.named.values())
+        return self._num_steps, self.parameters.version_of_all
 
     def apply_coefficient(self, held: Mapping[int, frozenset[int]]) -> None:
         """Multiply the gradients that are held by the coefficient of a clipping that no step has used yet."""
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is None or not any(held.values()):
             return
-        if not isinstance(self.tiers.home, HostHome):
+        if not isinstance(self.session.home, HostHome):
             raise ConfigError(
                 "backward after clip_grad_norm_ and before step: gradients on disk are clipped in the step"
             )
         for index, positions in held.items():
             if positions:
-                self.tiers.home.view(index, "gradient").mul_(coefficient)
+                self.session.home.view(index, "gradient").mul_(coefficient)
 
 
 def _is_pending(passage: "weakref.ref[Passage] | None") -> bool:

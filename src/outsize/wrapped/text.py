@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError, DataError, ModelError
-from outsize.inference.session import InferenceStatistics
+from outsize.inference.inference_session import InferenceStatistics
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
 

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
+from outsize.errors import ConfigError
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.search.step_plan import Plan, PlanOptions
@@ -184,6 +185,11 @@ def make_plan(
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
+    if machine.num_workers > 1 and memory.activations.startswith("keep"):
+        raise ConfigError(
+            f"activations={memory.activations}: of several workers one runs the backward of what another one ran "
+            "forward; use auto, recompute, offload-attention or offload-products, or one device"
+        )
     options = PlanOptions(
         home=machine.home,
         below=machine.below,

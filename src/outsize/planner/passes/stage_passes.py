@@ -49,8 +49,22 @@ class _Turn:
 
 
 def build_staged(layout: StepLayout) -> Program:
-    """Return the program of a step that is cut into stages, before steps and tiles are inserted."""
+    """Return the program of a step that is dealt out in stages, before steps and tiles are inserted."""
+    if layout.cut:
+        forward, backward = staged_passes(layout)
+        return Program(forward.ops + backward.ops)
+    return _built(_turns(layout), layout)
+
+
+def staged_passes(layout: StepLayout) -> tuple[Program, Program]:
+    """Return the forward and the backward of a step that is cut; the one leaves nothing in slots for the other."""
     turns = _turns(layout)
+    forwards = [turn for turn in turns if turn.visit.forward]
+    backwards = [turn for turn in turns if turn.visit.backward]
+    return _built(forwards, layout), _built(backwards, layout)
+
+
+def _built(turns: list[_Turn], layout: StepLayout) -> Program:
     ops: list[Op] = []
     last_of_worker = {turn.visit.worker: turn for turn in turns}
     begun: set[int] = set()
@@ -82,7 +96,7 @@ def _turns(layout: StepLayout) -> list[_Turn]:
     visits_begun: defaultdict[int, int] = defaultdict(int)
     backwards_begun: defaultdict[int, int] = defaultdict(int)
     turns = []
-    for visit in visits_of(layout.stages, layout.num_microbatches, layout.num_workers):
+    for visit in visits_of(layout.stages, layout.num_microbatches, layout.num_workers, apart=layout.cut):
         weights = [u for u in range(*visit.units) if layout.weight_bytes[u]]
         trained = [u for u in range(*visit.units) if layout.trainable[u] and visit.backward]
         stages, worker = layout.stages, visit.worker
@@ -212,11 +226,8 @@ def _returning(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
 
 def _gradient(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     """Return what brings the gradient that a backward visit starts from."""
-    return (
-        []
-        if visit.forward or _arrives(visit, layout)
-        else [_on(Kind.RECV, visit.units[1], microbatch, visit)]
-    )
+    given = visit.forward or visit.units[1] > layout.last or _arrives(visit, layout)
+    return [] if given else [_on(Kind.RECV, visit.units[1], microbatch, visit)]
 
 
 def _compute(visit: Visit, microbatch: int, layout: StepLayout, following: list[Op]) -> list[Op]:
@@ -227,9 +238,9 @@ def _compute(visit: Visit, microbatch: int, layout: StepLayout, following: list[
     first, end = visit.units
     if visit.forward:
         ops.append(_on(Kind.FORWARD_BACKWARD, layout.last, microbatch, visit))
-    else:
+    elif end <= layout.last:  # a B of the others recomputes by itself: there is nothing to wait for
         ops += (_on(Kind.RECOMPUTE, unit, microbatch, visit) for unit in range(first, end))
-    backwards = range(first, min(end, layout.last))
+    backwards = range(first, end if layout.cut else min(end, layout.last))
     for index, unit in enumerate(reversed(backwards)):
         share = len(following) * index // len(backwards), len(following) * (index + 1) // len(backwards)
         ops += following[slice(*share)]
@@ -243,13 +254,13 @@ def _forwards(visit: Visit, microbatch: int, layout: StepLayout) -> list[Op]:
     """Return the forwards of a visit; what the next visit waits for leaves before what only a backward needs."""
     first, end = visit.units
     ops = []
-    for unit in range(first, min(end, layout.last)):
+    for unit in range(first, end if layout.cut else min(end, layout.last)):
         choice = layout.choice(unit, microbatch)
         ops.append(_on(choice.forward, unit, microbatch, visit))
         arrived = first < unit or _arrives(visit, layout)
         if arrived and not visit.backward and unit >= layout.first_backward:
             ops.append(_on(Kind.SAVE, unit, microbatch, visit))
-        if not visit.backward and unit + 1 == end:
+        if not visit.backward and unit + 1 == end <= layout.last:
             ops.append(_handed_on(Kind.SAVE, end, microbatch, visit, layout))
         if choice.leaves:
             ops.append(_on(Kind.OFFLOAD, unit, microbatch, visit))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, v_cycle
+from outsize.planner.passes.stage_passes import staged_passes
 from outsize.planner.passes.tiles import insert_disk
 from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.program.program import Program
@@ -49,6 +50,8 @@ def cut_step(layout: StepLayout) -> Passes:
     """
     if not layout.cut:
         raise ValueError("only the step of a layout with cut=True can be cut")
+    if layout.stages is not None:
+        return _cut_stages(layout)
     compute = v_cycle(layout).ops
     forwards = tuple(op for op in _lean(compute) if op.kind is Kind.FORWARD)
     backwards = tuple(op for op in compute if op.kind is Kind.BACKWARD)
@@ -61,6 +64,25 @@ def cut_step(layout: StepLayout) -> Passes:
         cold_backward=_complete(Program(backwards), layout),
         inference=insert_disk(insert_loads(Program(forwards), layout), layout),
     )
+
+
+def _cut_stages(layout: StepLayout) -> Passes:
+    """Return the passes of several workers, on which nothing waits in slots for a backward."""
+    forward, backward = (insert_disk(program, layout) for program in staged_passes(layout))
+    ran = {(op.unit, op.microbatch, op.worker) for op in forward if op.kind in FORWARD_KINDS}
+    # What goes below is handed over to another worker, or else waits for the backward of the one that has run it.
+    handed = (op for op in _lean(forward.ops) if op.kind is not Kind.SAVE or _place(op) not in ran)
+    return Passes(
+        forward=forward,
+        lean_forward=Program(_lean(forward.ops)),
+        backward=backward,
+        cold_backward=backward,
+        inference=Program(tuple(handed)),
+    )
+
+
+def _place(op: Op) -> tuple[int | None, int | None, int | None]:
+    return op.unit, op.microbatch, op.worker
 
 
 def step_units(layout: StepLayout, units: Collection[int]) -> Program:

@@ -36,7 +36,7 @@ def build_step(layout: StepLayout) -> Program:
 def successive_steps(layout: StepLayout) -> tuple[Program, ...]:
     """Return the programs of steps that follow one another, until one begins with the worker that the first did."""
     programs = [build_step(layout)]
-    if layout.stages is None:
+    if layout.stages is None or layout.cut:
         return tuple(programs)
     stages = layout.stages
     while True:

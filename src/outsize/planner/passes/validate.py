@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from outsize.errors import ProgramError
 from outsize.planner.memory.activation_liveness import ActivationMeter
 from outsize.planner.program.activation_policy import KeptBytes
-from outsize.planner.program.program import Program, excerpt, render_op
+from outsize.planner.program.program import Program, excerpt
 from outsize.planner.program.program_rules import Rules
 from outsize.planner.program.rules_home import BrokenRuleError
 from outsize.planner.program.step_layout import StepLayout
@@ -54,7 +54,7 @@ def validate(program: Program, layout: StepLayout, limits: MemoryLimits | None =
         position = len(program)
         rules.check_end()
     except BrokenRuleError as broken:
-        where = render_op(program.ops[position]) if position < len(program) else "end of the program"
+        where = str(program.ops[position]) if position < len(program) else "end of the program"
         shown = excerpt(program, position)
         raise ProgramError(f"op {position}, {where}: {broken}\n{shown}") from None
 

@@ -82,6 +82,10 @@ class Kind(StrEnum):
     COMMIT = "COMMIT"
 
 
+# How the buffer is joined: filled (``>``), drained (``<``) or worked on where it lies (``@``).
+_JOIN = {Kind.READ: ">", Kind.GRAD: ">", Kind.LOAD: "<", Kind.WRITE: "<", Kind.REDUCE: "<", Kind.STEP: "@"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One instruction.
@@ -107,10 +111,23 @@ class Op:
     target: int | None = None
 
     def __str__(self) -> str:
-        """Return the text form, e.g. ``LOAD 3@w0.1``."""
-        from outsize.planner.program.program import render_op
-
-        return render_op(self)
+        """Return the text form, e.g. ``LOAD 3@w0.1<h0``."""
+        text = str(self.kind)
+        if self.unit is not None:
+            text += f" {self.unit}"
+        if self.tile is not None:
+            text += f"#{self.tile}"
+        if self.microbatch is not None:
+            text += f".{self.microbatch}"
+        if self.worker is not None:
+            text += f"@w{self.worker}"
+        if self.target is not None:
+            text += f">w{self.target}"
+        if self.slot is not None:
+            text += f".{self.slot}"
+        if self.buffer is not None:
+            text += f"{_JOIN.get(self.kind, '>')}{'h' if self.tile is None else 't'}{self.buffer}"
+        return text
 
 
 # Forwards of a unit that a backward of its own follows.

@@ -57,8 +57,6 @@ SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
 }
 _KINDS = {kind.value: kind for kind in Kind}
 _FIELDS = tuple(field.name for field in fields(Op) if field.name != "kind")
-# How the buffer is joined: filled (``>``), drained (``<``) or worked on where it lies (``@``).
-_JOIN = {Kind.READ: ">", Kind.GRAD: ">", Kind.LOAD: "<", Kind.WRITE: "<", Kind.REDUCE: "<", Kind.STEP: "@"}
 _OP = re.compile(
     r"(?P<kind>[A-Z]+)"
     r"(?: (?P<unit>[0-9]+)(?:#(?P<tile>[0-9]+))?(?:\.(?P<microbatch>[0-9]+))?"
@@ -89,31 +87,11 @@ def is_well_formed(op: Op) -> bool:
     return any(present == shape for shape in SHAPES[op.kind])
 
 
-def render_op(op: Op) -> str:
-    """Return the text of one op, e.g. ``LOAD 3@w0.1<h0``."""
-    text = str(op.kind)
-    if op.unit is not None:
-        text += f" {op.unit}"
-    if op.tile is not None:
-        text += f"#{op.tile}"
-    if op.microbatch is not None:
-        text += f".{op.microbatch}"
-    if op.worker is not None:
-        text += f"@w{op.worker}"
-    if op.target is not None:
-        text += f">w{op.target}"
-    if op.slot is not None:
-        text += f".{op.slot}"
-    if op.buffer is not None:
-        text += f"{_JOIN.get(op.kind, '>')}{'h' if op.tile is None else 't'}{op.buffer}"
-    return text
-
-
 def parse_op(text: str) -> Op:
     """Return the op that ``text`` names.
 
     Raises:
-        ProgramError: not an op, or not written as `render_op` writes it.
+        ProgramError: not an op, or not written as ``str`` writes it.
     """
     text = text.strip()
     match = _OP.fullmatch(text)
@@ -121,7 +99,7 @@ def parse_op(text: str) -> Op:
         raise ProgramError(f"not an op: {text!r}; the table of ops is in outsize/planner/program/ops.py")
     numbers = {name: int(match[name]) for name in _FIELDS if match[name] is not None}
     op = Op(kind=_KINDS[match["kind"]], **numbers)
-    if not is_well_formed(op) or render_op(op) != text:
+    if not is_well_formed(op) or str(op) != text:
         raise ProgramError(
             f"not a form of {op.kind}: {text!r}; the table of ops is in outsize/planner/program/ops.py"
         )
@@ -130,7 +108,7 @@ def parse_op(text: str) -> Op:
 
 def render(program: Program) -> str:
     """Return the text of ``program``, one op per line."""
-    return "\n".join(map(render_op, program.ops))
+    return "\n".join(map(str, program.ops))
 
 
 def parse(text: str) -> Program:
@@ -156,6 +134,6 @@ def excerpt(program: Program, position: int, radius: int = 4) -> str:
         at_end = index == len(program)
         if at_end and position != index:
             continue
-        text = "(end of the program)" if at_end else render_op(program.ops[index])
+        text = "(end of the program)" if at_end else str(program.ops[index])
         lines.append(f"{'-->' if index == position else '   '} {index:5d}  {text}")
     return "\n".join(lines)

@@ -127,7 +127,8 @@ class Rules:
         place = (op.worker, op.slot)
         require(place not in self._slots, f"slot {op.slot} still holds unit {self._slots.get(place)}")
         require(unit not in _held(self._slots, op.worker), f"unit {unit} is in a slot already")
-        most = max(2, layout.num_workers) if unit == layout.rest else 2 * layout.num_rounds
+        every = layout.num_workers * (1 + layout.cut)  # of a step that is cut each part loads the rest
+        most = max(2, every) if unit == layout.rest else 2 * layout.num_rounds
         require(self._loads[unit] < most, f"unit {unit} has been loaded {_times(most)} already")
         self._home.load(op, unit)
         self._loads[unit] += 1

@@ -29,7 +29,9 @@ class HandoverRules:
     def __init__(self, layout: StepLayout) -> None:
         assert layout.stages is not None
         self._layout = layout
-        self._fused = layout.stages.backward[0][0]
+        self._turn = layout.stages.backward[0][0]
+        # Units from here on run backward where they ran forward, and at once.
+        self._fused = layout.num_streamed if layout.cut else self._turn
         self._inputs: _Places = defaultdict(set)
         self._gradients: _Places = defaultdict(set)
         self._kept: _Places = defaultdict(set)
@@ -82,10 +84,11 @@ class HandoverRules:
 
     def _backward(self, op: Op, at: tuple[int, int], after: tuple[int, int], worker: int) -> None:
         if op.kind is Kind.BACKWARD:
-            recomputed = at[0] >= self._fused or (*at, worker) in self._recomputed
+            recomputed = at[0] >= self._turn or (*at, worker) in self._recomputed
             require(recomputed, f"unit {at[0]} has not been recomputed on worker {worker}")
-            self._need(self._gradients, after, worker, GRADIENT)
-            del self._gradients[after]
+            if at[0] < self._layout.last:  # that of the last unit is the caller's to give
+                self._need(self._gradients, after, worker, GRADIENT)
+                del self._gradients[after]
         self._inputs.pop(at, None)
         if at[0] > self._layout.first_backward:
             self._gradients[at].add(worker)

@@ -80,20 +80,32 @@ class Visit:
     round: int
 
 
-def visits_of(stages: Stages, num_microbatches: int, num_workers: int) -> Iterator[Visit]:
-    """Yield the visits of a step in order."""
+def visits_of(
+    stages: Stages, num_microbatches: int, num_workers: int, *, apart: bool = False
+) -> Iterator[Visit]:
+    """Yield the visits of a step in order.
+
+    Args:
+        stages: of the step.
+        num_microbatches: of the step.
+        num_workers: that stages are dealt out to.
+        apart: whether the fused stage runs forward in one visit and backward in another, which somebody else begins.
+    """
     turn = stages.cursor
-    cut = len(stages.forward)
+    fused = stages.backward[0]
+    ways = [(span, True, False) for span in stages.forward]
+    ways += [(fused, True, False), (fused, False, True)] if apart else [(fused, True, True)]
+    ways += [(span, False, True) for span in stages.backward[1:]]
     starts = range(0, num_microbatches, stages.round_size)
     for number, start in enumerate(starts):
         microbatches = range(start, min(start + stages.round_size, num_microbatches))
-        for index, span in enumerate((*stages.forward, *stages.backward)):
+        for span, forward, backward in ways:
             yield Visit(
                 worker=turn % num_workers,
                 units=span,
                 microbatches=microbatches,
-                forward=index <= cut,
-                backward=index >= cut,
+                forward=forward,
+                backward=backward,
                 round=number,
             )
             turn += 1

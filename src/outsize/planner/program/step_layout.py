@@ -147,8 +147,10 @@ class StepLayout:
             )
 
     def _check_stages(self) -> None:
-        if self.cut and (self.clip or self.stages is not None):
-            raise ValueError("a step that is cut goes with no clipping and no stages of its own")
+        if self.cut and (self.clip or self.num_rounds > 1):
+            raise ValueError(
+                "a step that is cut goes with no clipping, and takes all microbatches in one round"
+            )
         if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):
             raise ValueError("several workers need stages")
         if not self.peers <= {pair for pair in self.neighbours if self.stages is not None}:
@@ -254,6 +256,8 @@ class StepLayout:
         These are the units with a backward, but not the last, whose backward follows at once unless the step is cut.
         Of stages only the one that turns around runs both.
         """
+        if self.cut and self.stages is not None:  # whose backward is another visit, of another worker
+            return ()
         lowest = self.first_backward if self.stages is None else self.stages.backward[0][0]
         return tuple(range(lowest, self.last + self.cut))
 

@@ -166,7 +166,7 @@ class _Planner:
             def fits(way: Way, single: Stages = single) -> bool:
                 return self._holds(self._layout(way, single))
 
-            ways = ways_of(options.activations, below, demand, rates, fits)
+            ways = ways_of(options.activations, below, demand, rates, fits, turns=not options.cut)
             memory = self._table(self._layout(ways[-1], single))
             short_by = self._budgets.short_by(memory)
             if not short_by:

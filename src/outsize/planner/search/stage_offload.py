@@ -60,6 +60,8 @@ def ways_of(
     demand: Demand,
     rates: UnitRates | None,
     fits: Callable[[Way], bool],
+    *,
+    turns: bool = True,
 ) -> list[Way]:
     """Return the ways that ``activations`` leaves open, the one that needs the least memory last.
 
@@ -69,10 +71,16 @@ def ways_of(
         demand: of a microbatch.
         rates: of a worker; None has nothing leave unasked.
         fits: whether the tiers have room for a way.
+        turns: whether a stage turns around at once; without one no unit has its backward on the same worker.
 
     Raises:
         ConfigError: a graph would leave its worker.
     """
+    if not turns:
+        found = ways_of(activations, units, demand, rates, fits)
+        return list(
+            {str(way): way for way in (replace(way, turn=Choice.RECOMPUTE) for way in found)}.values()
+        )
     choice = Choice.KEEP if activations == "auto" else Choice(activations)
     if choice is Choice.OFFLOAD:
         raise ConfigError(

@@ -23,9 +23,10 @@ def bottom_of(model: ModelSpec, demand: Demand) -> int:
 def round_size_of(options: PlanOptions, demand: Demand) -> int:
     """Return the microbatches of a round where it has to take all of them, else 1.
 
-    Each round reads all weights, and with a home on disk sums of gradients too.
+    Each round reads all weights, and with a home on disk sums of gradients too. A step that is cut runs all forwards
+    before the first backward.
     """
-    whole = len(demand.rest_users) > 1 or options.home == "disk"
+    whole = len(demand.rest_users) > 1 or options.home == "disk" or options.cut
     return options.microbatches if whole else 1
 
 

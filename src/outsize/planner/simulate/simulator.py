@@ -17,7 +17,7 @@ from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
-from outsize.planner.program.program import Program, render_op
+from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.simulate.discrete import Cost, LaneRun, Work, run_work
 from outsize.planner.simulate.timeline import Event, Timeline
@@ -122,7 +122,7 @@ class Simulation:
     def _name(self, index: int) -> str:
         op, work = self.ops[index], self.work[index]
         if op is not None:
-            return render_op(op)
+            return str(op)
         if not work.lane:
             return ""
         of = self.ops[work.after[0]]  # an exchange: of the op that it follows

@@ -28,6 +28,8 @@ const FIGURES = [
   ["Peak memory", (f) => bytes(f.peak_rss_bytes), () => "resident, imports included", "peak_rss_bytes", -1],
 ];
 
+const TOKENS_PER_STEP = ["Tokens per step", (f) => count(f.tokens_per_step), null, "tokens_per_step", 0];
+
 function figures(runs) {
   if (runs.length > 1) return comparison(runs);
   const f = runs[0].figures;
@@ -42,11 +44,15 @@ function figures(runs) {
 /** Figures of two runs side by side, and what the second has made of the first. */
 function comparison(runs) {
   const [a, b] = runs.map((run) => run.figures);
-  const rows = FIGURES.filter(([, , , key]) => a[key] !== null || b[key] !== null).map(([name, value, , key, better]) => {
+  // Steps of other sizes are no better for being shorter, nor a loss after other tokens for being lower.
+  const alike = (key) => Math.abs((b[key] || 0) - (a[key] || 0)) <= 0.02 * (a[key] || 0);
+  const judged = { step_s: alike("tokens_per_step"), last_loss: alike("tokens") };
+  const rows = [...FIGURES, TOKENS_PER_STEP].filter(([, , , key]) => a[key] !== null || b[key] !== null).map(([name, value, , key, better]) => {
     const ratio = a[key] && b[key] ? b[key] / a[key] : null;
-    const gained = ratio === null ? 0 : better * Math.sign(ratio - 1);
-    const tone = Math.abs((ratio ?? 1) - 1) < 0.02 ? "var(--soft)" : gained > 0 ? "var(--good)" : "var(--bad)";
-    return make("tr", {}, make("td", {}, name), make("td", { class: "num" }, a[key] === null ? "–" : value(a)),
+    const gained = ratio === null || judged[key] === false || Math.abs(ratio - 1) < 0.02 ? 0 : better * Math.sign(ratio - 1);
+    const tone = gained ? (gained > 0 ? "var(--good)" : "var(--bad)") : "var(--soft)";
+    const why = judged[key] === false ? make("span", { class: "owner" }, key === "step_s" ? " of another size" : " after other tokens") : null;
+    return make("tr", {}, make("td", {}, name, why), make("td", { class: "num" }, a[key] === null ? "–" : value(a)),
       make("td", { class: "num" }, b[key] === null ? "–" : value(b)),
       make("td", { class: "num", style: { color: tone } }, ratio === null ? "–" : `${digits(ratio)} ×`));
   });

@@ -112,7 +112,7 @@ class Engine:
             host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
         )
         spec = split.spec
-        encoded = encode_weights(plan.transport, split.spec, home, host)
+        self._encoded = encoded = encode_weights(plan.transport, split.spec, home, host)
         self.exchange = None
         if shared is not None:
             self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
@@ -209,17 +209,28 @@ class Engine:
 
         See `EngineSettings` for both.
         """
-        self._crew.workers[0].compute.shorten(needed, num_products)
+        for worker in self._crew.workers:
+            worker.compute.shorten(needed, num_products)
+
+    def follow(self) -> None:
+        """Have units train or evaluate as the model says now; between programs only."""
+        for worker in self._crew.workers:
+            worker.compute.follow()
+
+    def weights_changed(self, unit: int) -> None:
+        """Take notice that somebody else has changed the weights of ``unit`` at home; between programs only."""
+        if self._encoded is not None:
+            self._encoded.forget(unit)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""
-        self._crew.workers[0].compute.let_go()
+        self._crew.let_go()
 
     def recover(self) -> None:
         """After an op has failed: end the lanes, let go of all that was under way, and be ready for another program."""
         self._last = None
         self._executor.close()
-        self._crew.workers[0].compute.let_go()
+        self._crew.let_go()
 
     def forward_backward_done(self, handle: StepHandle) -> None:
         """Return when loss and gradient norm of the step are known and the next step may begin.

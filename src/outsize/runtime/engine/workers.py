@@ -49,10 +49,11 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """All workers, and how to end their work when all lanes have ended."""
+    """All workers, how to end their work when all lanes have ended, and how to give the model back between programs."""
 
     workers: tuple[Worker, ...]
     endings: tuple[Callable[[], None], ...]
+    let_go: Callable[[], None]
 
     def close(self) -> None:
         """Unwind what is under way and take the parameters out of the model, all of it if some fails; idempotent."""
@@ -139,7 +140,7 @@ def make_single(
     codec = activation_codec(plan.transport)
     activations = ActivationOps(device, scratch, codec, rooms, plan.layout.kept)
     worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
-    return Crew((worker,), (binder.close,))
+    return Crew((worker,), (binder.close,), compute.let_go)
 
 
 def make_crew(
@@ -191,6 +192,7 @@ def make_crew(
     turns = _turns(device) if settings.draws_random else {}
     fetches = [count_fetches(program) for program in plan.programs]
     away: Away = {}
+    under_way: set[tuple[object, ...]] = set()
     workers, binders = [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
@@ -213,11 +215,13 @@ def make_crew(
             settings.num_products,
         )
         codec = activation_codec(plan.transport)
-        handover = HandoverOps(each, scratch, fetches, codec, rooms, layout.kept, away, device.devices)
+        handover = HandoverOps(
+            each, scratch, fetches, codec, rooms, layout.kept, away, device.devices, under_way
+        )
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )
-    return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)))
+    return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)), glue.let_go)
 
 
 def _turns(workers: Workers) -> dict[torch.device, threading.Lock]:

@@ -57,8 +57,7 @@ class Glue:
             for found in split.owners.values()
             for module, name in found
         }
-        for (module, name), stand_in in self._stand_ins.items():
-            module._parameters[name] = stand_in[0]
+        self._put_stand_ins()
         self._buffers = _buffers_outside(split, workers)
         self._local = threading.local()
         self._runs: set[StagedRun] = set()
@@ -95,6 +94,12 @@ class Glue:
         """Forget a run that has ended."""
         self._runs.discard(run)
 
+    def let_go(self) -> None:
+        """Give the modules their own parameters back until the next piece runs; between programs only."""
+        for (_, name), (module, parameter) in self._former.items():
+            module._parameters[name] = parameter
+        self._resting = True
+
     def close(self) -> None:
         """Unwind every forward that is under way and end the thread; idempotent."""
         self.worker = 0
@@ -102,10 +107,16 @@ class Glue:
             run.close()
         self._runs.clear()
         self._thread.shutdown()
-        for (_, name), (module, parameter) in self._former.items():
-            module._parameters[name] = parameter
+        self.let_go()
+
+    def _put_stand_ins(self) -> None:
+        for (module, name), stand_in in self._stand_ins.items():
+            module._parameters[name] = stand_in[0]
+        self._resting = False
 
     def _piece(self, run: "StagedRun", worker: int, piece: Callable[[], T]) -> T:
+        if self._resting:
+            self._put_stand_ins()
         for (module, name), stand_ins in list(self._stand_ins.items())[:1]:  # what a model calls its device
             module._parameters[name] = stand_ins[worker]
         for position, parameter in self._parameters(run, worker).items():

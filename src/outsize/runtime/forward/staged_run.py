@@ -10,6 +10,7 @@ changes, the code between the units has run before they move; the head's argumen
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import box_of, hand_out
-from outsize.runtime.forward.microbatch import Forward, MicrobatchRun, Reseed, Roots, UnitVisit
+from outsize.runtime.forward.microbatch import Ambient, Forward, MicrobatchRun, Reseed, Roots, UnitVisit
 from outsize.runtime.forward.outer_forward import Glue
 from outsize.runtime.forward.saved_tensors import Held
 from outsize.runtime.forward.short_recompute import Shortcuts
@@ -44,7 +45,9 @@ class StagedRun(MicrobatchRun):
         tracked: for each unit, whether its outputs can carry a gradient.
         reseed: as of `MicrobatchRun`.
         glue: runs the model's own code.
-        shortcuts: as of `MicrobatchRun`.
+        graph: as of `MicrobatchRun`, as for the next two.
+        ambient: see there.
+        shortcuts: see there.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -59,9 +62,11 @@ class StagedRun(MicrobatchRun):
         tracked: tuple[bool, ...],
         reseed: Reseed,
         glue: Glue,
+        graph: bool = True,
+        ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed, shortcuts=shortcuts)
+        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts)
         self._glue = glue
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
@@ -86,6 +91,7 @@ class StagedRun(MicrobatchRun):
         """See `MicrobatchRun.backward`; a unit that has been recomputed is not run again."""
         if unit not in self._recomputed or all(g is None for g in self._visits[unit].box.values):
             self._recomputed.pop(unit, None)
+            self._localise(self._visits[unit])
             super().backward(unit, forward)
         else:
             self._descend(unit, self._recomputed.pop(unit))

@@ -172,6 +172,9 @@ class ComputeOps:
         if needed:
             self._shortcuts = Shortcuts(needed, self._device.look, lambda unit: is_watched(modules[unit]))
 
+    def follow(self) -> None:
+        """Train or evaluate as the model does; its own units do so by themselves."""
+
     def close(self) -> None:
         """Unwind every forward that is under way; called by the compute lane's thread when it ends."""
         for run in self._runs:

@@ -62,6 +62,7 @@ class StepContext:
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         slots: see `slots_used`, where the program is not the plan's own.
+        fetches: how often the input of each unit for each microbatch is fetched, likewise.
         deliver: called with what the model returned for each microbatch, in order, where the step is cut.
         output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
     """
@@ -91,6 +92,7 @@ class StepContext:
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     keeps: bool = True
     slots: Mapping[Op, Mapping[int, int]] | None = None
+    fetches: Mapping[tuple[int | None, int | None], int] | None = None
     deliver: Callable[[Any], None] = lambda _: None
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
 

@@ -43,6 +43,7 @@ class HandoverOps(OffloadOps):
         choices: likewise.
         away: likewise.
         devices: of all workers, for what goes there by itself.
+        under_way: keys of what is in ``scratch``, shared by all workers.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class HandoverOps(OffloadOps):
         choices: Kept = (),
         away: Away | None = None,
         devices: Sequence[Device] = (),
+        under_way: set[tuple[object, ...]] | None = None,
     ) -> None:
         super().__init__(device, rooms, choices, away)
         self._devices = devices
         self._scratch = scratch
         self._fetches = fetches
         self._codec = codec
+        self._under_way: set[tuple[object, ...]] = set() if under_way is None else under_way
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: the input goes below; the device memory is free afterwards."""
@@ -76,7 +79,8 @@ class HandoverOps(OffloadOps):
         unit, run = _find(op, context)
         key = (op.unit, op.microbatch)
         context.fetched[key] += 1
-        last = context.fetched[key] == self._fetches[context.program][key]
+        fetches = self._fetches[context.program] if context.fetches is None else context.fetches
+        last = context.fetched[key] == fetches[key]
         run.replace_input(unit, self._take(op, "input", context, keep=not last))
         if last:
             run.below.discard(unit)
@@ -104,6 +108,13 @@ class HandoverOps(OffloadOps):
         unit, run = _find(op, context)
         run.put_gradient(unit, self._cross(op, run.take_gradient(unit)))
 
+    def forget(self, number: int) -> None:
+        """See `OffloadOps.forget`; what was handed over in that step goes as well."""
+        super().forget(number)
+        for key in [key for key in self._under_way if key[0] == number]:
+            self._under_way.discard(key)
+            self._scratch.forget(key)
+
     def _cross(self, op: Op, storages: list[Storage]) -> list[Storage]:
         """Return copies on the device of the other worker."""
         assert op.target is not None
@@ -130,12 +141,14 @@ class HandoverOps(OffloadOps):
     ) -> None:
         """Send storages below; those whose ``dtypes`` are given may go encoded."""
         parcels = context.below[op.unit, op.microbatch, what] = []
+        place = context.number, op.unit, op.microbatch, what
         codec = self._codec if dtypes is not None else None
         for index, (storage, dtype) in enumerate(zip(storages, dtypes or repeat(torch.uint8), strict=False)):
             content = bytes_of(storage)
             sent, parcel = pack(codec, content, dtype)
             with self._device.link(sent.nbytes):
-                self._scratch.put((op.unit, op.microbatch, what, index), sent)
+                self._scratch.put((*place, index), sent)
+            self._under_way.add((*place, index))
             parcels.append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
             self._device.hold(content, f"down:w{op.worker}")
@@ -143,11 +156,14 @@ class HandoverOps(OffloadOps):
     def _take(self, op: Op, what: str, context: StepContext, *, keep: bool) -> list[Storage]:
         found = []
         move = self._scratch.read if keep else self._scratch.take
+        place = context.number, op.unit, op.microbatch, what
         for index, parcel in enumerate(context.below[op.unit, op.microbatch, what]):
             content = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
             arrived = room_for(parcel, content)
             with self._device.link(parcel.sent_bytes):
-                move((op.unit, op.microbatch, what, index), arrived)
+                move((*place, index), arrived)
+            if not keep:
+                self._under_way.discard((*place, index))
             unpack(self._codec, parcel, arrived, content)
             self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
             self._device.hold(content, f"compute:w{op.worker}")

@@ -90,6 +90,13 @@ class EncodedWeights:
         with self._lock:
             self._encode(unit, WEIGHTS, self._of[unit, WEIGHTS])
 
+    def forget(self, unit: int) -> None:
+        """Encode a unit anew before its weights next go up, since somebody else has changed them in place."""
+        with self._lock:
+            for (index, _), found in self._of.items():
+                if index == unit:
+                    found.version = None
+
     def _encode(self, unit: int, plane: str, found: _Encoding) -> None:
         source = self._home.view(unit, plane)
         at, found.pieces = 0, []

@@ -97,7 +97,7 @@ class WeightOps:
             self.up = self.up.and_then(into.nbytes, plane.nbytes)
             if staged is not None:
                 self._device.copy(into, staged[position])
-            elif isinstance(self._home, HostHome):
+            elif isinstance(self._home, HostHome) and self._home.packed(unit.index, name) is None:
                 self._device.copy(into, self._home.view(unit.index, name))
             else:
                 self._home.read(unit.index, name, 0, into)

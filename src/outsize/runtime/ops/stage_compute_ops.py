@@ -78,13 +78,14 @@ class StagedComputeOps(ComputeOps):
             needed,
             num_products,
         )
-        self._model = split.model
+        self._model, self._originals = split.model, split.modules
         self._worker = worker
         self._glue = glue
         self._turns = turns
         # Where a stage ends, what the next unit receives is made before it leaves; the head's is made beside the loss.
         last = len(replica.forwards) - 1
-        self._ends = frozenset(end - 1 for _, end in stages.forward if end < last)
+        # Where another worker runs the head's backward, its input has to be what is below.
+        self._ends = frozenset(end - 1 for _, end in stages.forward if end < last + self._cut)
 
     def forward(self, op: Op, context: StepContext) -> None:
         """See `ComputeOps.forward`; the input that has a copy below leaves the device."""
@@ -151,9 +152,29 @@ class StagedComputeOps(ComputeOps):
     def _make_run(
         self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
     ) -> MicrobatchRun:
-        run = StagedRun(self._model, inputs, self._tracked, reseed, self._glue, self._shortcuts)
+        run = StagedRun(
+            self._model,
+            inputs,
+            self._tracked if context.keeps else (False,) * len(self._tracked),
+            reseed,
+            self._glue,
+            context.keeps,
+            context.ambient,
+            self._shortcuts,
+        )
         self._glue.keep(run)
         return run
+
+    def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:
+        super()._finish_if_cut(op, context, run)
+        if self._cut and op.unit == len(self._forwards) - 1:
+            self._glue.forget(cast("StagedRun", run))
+
+    def follow(self) -> None:
+        """Train or evaluate as the model's own units do; between programs only."""
+        for own, copy in zip(self._originals, self._split.modules, strict=True):
+            for module, replica in zip(own.modules(), copy.modules(), strict=True):
+                replica.training = module.training
 
     def _end(self, microbatch: int, context: StepContext) -> None:
         run = cast("StagedRun", context.runs[microbatch])

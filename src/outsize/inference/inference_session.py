@@ -78,7 +78,7 @@ class _NoGradients:
         return lambda _: None
 
 
-class Session:
+class InferenceSession:
     """Streams one model; used by one thread at a time.
 
     Args:

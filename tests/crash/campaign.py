@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from crash.faults import LANE, Fault, Key, Layer, Operation, faults_of, layered
 from outsize.config import Config
 from outsize.errors import ExecutionError, OutsizeError
-from outsize.testing.faults import LANE, Fault, Key, Layer, Operation, faults_of, layered
-from outsize.testing.tiny import tiny_run
 from outsize.train.run import train
+from tiny import tiny_run
 
 # What a run writes under another name first, or under a name that is gone at once.
 HALF_WRITTEN = ("*.partial*", "*.former*", ".writing*", "activations.bin")

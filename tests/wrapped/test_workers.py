@@ -1,0 +1,126 @@
+"""A wrapped model over several workers: what the loop computes is what one device computes, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import outsize
+import zoo
+from outsize.errors import ConfigError, ModelError
+from outsize.wrapped.module import runner_of
+from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, train, wrapped
+
+BATCH = zoo.batch("llama", num_sequences=4)
+FOUR: dict[str, Any] = {"device": "emulated:4", "home": "host"}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offloaded activations": {"activations": "offload-products"},
+    "encoded weights": {"transport": {"weights": "lossless4"}},
+    "both": {"activations": "offload-attention", "transport": {"weights": "lossless3"}},
+    "disk": {"home": "disk"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_steps_of_four_workers_are_those_of_the_plain_loop(way: dict[str, Any]):
+    batches = [zoo.batch("llama", seed=seed, num_sequences=4) for seed in range(3)]
+    plain = zoo.build("llama")
+    want = train(
+        plain,
+        batches,
+        lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        lambda model, batch: resident_backward(model, batch, 4),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    )
+    with wrapped(zoo.build("llama"), microbatches=4, **{**FOUR, **way}) as model:
+        got = train(
+            model,
+            batches,
+            outsize.AdamW,
+            streamed_backward,
+            lambda model: outsize.clip_grad_norm_(model, 0.1),
+        )
+        assert got == want
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+        moved = runner_of(model)._engine.link_bytes()  # type: ignore[union-attr]
+        assert all(moved[f"up:w{worker}"] > 0 for worker in range(4))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bert", "llama_tied"])
+@pytest.mark.parametrize("device", ["emulated:2", "emulated:3"])
+def test_gradients_are_those_of_the_plain_model(name: str, device: str):
+    plain, batch = zoo.build(name), zoo.batch(name, num_sequences=4)
+    tied = len(list(plain.named_parameters())) < len(list(plain.named_parameters(remove_duplicate=False)))
+    with wrapped(zoo.build(name), microbatches=2, device=device) as model:
+        for _ in range(2):  # onto the gradients that are there
+            want = resident_backward(plain, batch, 2, causal=not zoo.is_masked(name))
+            assert torch.equal(streamed_backward(model, batch), want)
+        assert_equal(gradients(model), gradients(plain), 1e-6 if tied else 0.0)
+
+
+def test_between_passes_the_model_shows_its_own_parameters():
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), microbatches=2, **FOUR) as model:
+        before = dict(model.named_parameters())
+        streamed_backward(model, BATCH)
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+
+
+def test_forwards_without_a_backward_and_modes():
+    plain = zoo.build("gpt2", dropout=0.5).eval()
+    batch = zoo.batch("gpt2", num_sequences=4)
+    with wrapped(zoo.build("gpt2", dropout=0.5), microbatches=2, **FOUR) as model:
+        model.train()
+        streamed_backward(model, batch)
+        model.eval()
+        with torch.no_grad():
+            for _ in range(2):
+                want = [plain(**{k: v[i : i + 2] for k, v in batch.items()}).logits for i in (0, 2)]
+                assert torch.equal(model(**batch).logits, torch.cat(want))
+        ids = batch["input_ids"][:1]
+        want_ids = plain.generate(ids, max_new_tokens=3, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), want_ids)
+
+
+def test_smaller_batches_and_forwards_that_are_dropped():
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), microbatches=4, **FOUR) as model:
+        for _ in range(2):
+            model(**BATCH)
+        with pytest.raises(ConfigError, match="room for one forward at a time"):
+            _first, _second = model(**BATCH), model(**BATCH)
+        small = {name: value[:2] for name, value in BATCH.items()}
+        for batch, count in ((small, 2), (BATCH, 4)):
+            assert torch.equal(streamed_backward(model, batch), resident_backward(plain, batch, count))
+        assert_equal(gradients(model), gradients(plain))
+
+
+def test_after_an_error_in_a_layer_the_next_call_works(monkeypatch: pytest.MonkeyPatch):
+    resident, streamed = zoo.build("llama"), zoo.build("llama")
+    kind, planted = type(streamed.model.layers[2]), []
+    inner = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if planted:
+            raise IndexError(planted.pop())
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with wrapped(streamed, microbatches=2, **FOUR) as model:
+        streamed_backward(model, BATCH)
+        model.zero_grad()
+        planted.append("planted")
+        with pytest.raises(ModelError, match="IndexError: planted"):
+            streamed_backward(model, BATCH)
+        assert not planted
+        model.zero_grad()
+        assert torch.equal(streamed_backward(model, BATCH), resident_backward(resident, BATCH, 2))
+        assert_equal(gradients(model), gradients(resident))
+
+
+def test_what_several_workers_cannot_keep_is_refused():
+    model = zoo.build("llama")
+    with wrapped(model, activations="keep", **FOUR), pytest.raises(ConfigError, match="or one device"):
+        model(**BATCH)
