@@ -9,6 +9,7 @@ from outsize.planner.search.microbatch_search import (
     FULL_TOKENS,
     LARGEST_TOKENS,
     PER_GPU,
+    SIZES,
     cuts_to_try,
     may_shorten,
     search_cuts,
@@ -29,8 +30,9 @@ def test_numbers_grow_and_none_is_more_than_there_are_sequences(sequences, seq_l
 def test_one_worker_goes_from_as_many_sequences_at_once_as_pay_to_one_by_one(sequences, seq_len):
     counts = list(cuts_to_try(sequences, seq_len, 1))
     assert counts[-1] == sequences
-    assert counts[0] == sequences or sequences * seq_len <= counts[0] * LARGEST_TOKENS
-    assert counts[0] == 1 or sequences * seq_len > counts[0] // 2 * LARGEST_TOKENS
+    least = min(sequences * seq_len / LARGEST_TOKENS, sequences / SIZES[-1])
+    assert counts[0] == sequences or counts[0] >= least
+    assert counts[0] == 1 or counts[0] // 2 < least
 
 
 @given(SEQUENCES, SEQ_LEN, st.integers(2, 8))

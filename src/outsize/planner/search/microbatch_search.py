@@ -11,10 +11,9 @@ from typing import TypeVar
 
 from outsize.errors import InfeasiblePlanError
 
-# Sequences per microbatch that several workers try.
+# Sequences per microbatch that several workers try; one worker tries no more than the last, unless they are short.
 SIZES = (1, 2, 4, 8, 16)
-# Tokens of the largest microbatch that one worker tries: layers have long reached their rate, and memory is better
-# spent.
+# Tokens of the largest microbatch of short ones: layers have long reached their rate, and memory is better spent.
 LARGEST_TOKENS = 32768
 # Several GPUs get four each at least: with fewer the filling and draining of stages shows. And microbatches are no
 # larger than what fills a GPU: on 4 x 2,048 tokens layers run at their rate (the published layer times of
@@ -35,9 +34,9 @@ def cuts_to_try(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]
         num_workers: that share the step.
     """
     if num_workers == 1:
-        count, enough_tokens = 1, sequences * seq_len / LARGEST_TOKENS
+        count, fewest = 1, min(sequences * seq_len / LARGEST_TOKENS, sequences / SIZES[-1])
         while count < sequences:
-            if count >= enough_tokens:
+            if count >= fewest:
                 yield count
             count *= 2
         yield sequences
