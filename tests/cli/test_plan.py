@@ -113,7 +113,8 @@ def test_a_dry_run_of_the_config_plans_what_was_predicted(tmp_path, capsys):
     sizes = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
     file = tmp_path / "train.yaml"
-    options = ("--gpus", "4090", "--seq-len", 128, "--tokens-per-step", 1024, "--home", "host", "--no-advice")
+    sizes = ("--seq-len", 128, "--tokens-per-step", 1024, "--ram", "4GB")
+    options = ("--gpus", "4090", *sizes, "--home", "host", "--no-advice")
     predicted = answer(capsys, tmp_path / "model", *options, "--output", file)
     with pytest.raises(SystemExit) as done:
         main(["train", str(file), "--dry-run", "--json"])
