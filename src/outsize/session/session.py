@@ -44,7 +44,6 @@ from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import CommitRecord
-from outsize.storage.scratch import DiskScratch, Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +111,10 @@ class Session:
     ) -> None:
         self.machine = machine
         self._memory, self._store, self._before_bytes = memory, store, before_bytes
-        self._scratches: list[Scratch] = []
         self._buffers: Arena | None = None
         self._engine: Engine | None = None
-        self._engine_stack = contextlib.ExitStack()
+        self._engine_stack, self._inside = contextlib.ExitStack(), contextlib.ExitStack()
+        self._split = split
         budgets = dict.fromkeys(self._device_tiers, machine.device_bytes)
         with contextlib.ExitStack() as stack:
             self.ledger = Ledger({**budgets, "host": machine.host_bytes, "disk": machine.disk_bytes})
@@ -127,10 +126,19 @@ class Session:
             self._home_buffers = stack.enter_context(contextlib.closing(self._arena(self._tier_below)))
             self.home = self._open_home(split.spec)
             stack.callback(self._close_home)
-            stack.enter_context(buffers_on(split.model, self.torch_device))
-            self.boundaries = stack.enter_context(Boundaries(split.modules))
-            stack.callback(self.close_engine)
+            stack.callback(self.leave)
+            self.enter()
             self._stack = stack.pop_all()
+
+    def enter(self) -> None:
+        """Put the boundaries into the model, and its buffers where it computes."""
+        self._inside.enter_context(buffers_on(self._split.model, self.torch_device))
+        self.boundaries = self._inside.enter_context(Boundaries(self._split.modules))
+
+    def leave(self) -> None:
+        """Close the engine and take out of the model what `enter` has put there; the home stays."""
+        self.close_engine()
+        self._inside.close()
 
     @property
     def torch_device(self) -> torch.device:
@@ -189,7 +197,6 @@ class Session:
             )
             stack.callback(engine.close)
             self._engine, self._buffers = engine, buffers
-            self._scratches = [*([] if scratch is None else [scratch]), *rooms.values()]
             self._engine_stack = stack.pop_all()
         return engine
 
@@ -207,18 +214,6 @@ class Session:
         """Make room for the state of units that train by now; only over a host home."""
         assert isinstance(self.home, HostHome)
         self.home.extend(spec, self._store.state.planes, self.host)
-
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to disk so far."""
-        read = written = 0
-        if isinstance(self.home, DiskHome):
-            statistics = self.home.statistics()
-            read, written = statistics.bytes_read, statistics.bytes_written
-        for scratch in self._scratches:
-            if isinstance(scratch, DiskScratch):
-                moved = scratch.statistics()
-                read, written = read + moved.bytes_out, written + moved.bytes_in
-        return read, written
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
@@ -267,7 +262,6 @@ class Session:
 
     def _forget_engine(self) -> None:
         self._engine, self._buffers = None, None
-        self._scratches.clear()
 
     def _open_home(self, spec: ModelSpec) -> HostHome | DiskHome:
         store, planes = self._store, self._store.state.planes

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,18 @@ class DiskStatistics:
     num_buffered_fallbacks: int = 0
 
 
+class Tally(threading.local):
+    """Bytes moved for the calling thread; every thread sees its own counts.
+
+    Attributes:
+        read_bytes: of finished reads.
+        written_bytes: of finished writes.
+    """
+
+    read_bytes = 0
+    written_bytes = 0
+
+
 class DirectFile:
     """A file of fixed size that reads as zeros until written; may be used from any thread.
 
@@ -73,6 +86,9 @@ class DirectFile:
         temporary: remove the name at once, so that the space is freed when the process ends, however it ends.
         ledger: where the bytes are reserved, in tier ``disk``; None reserves nothing.
         existing: open a file that is there, of exactly this size, and keep what it holds.
+
+    Attributes:
+        tally: bytes moved for the thread that asks.
 
     Raises:
         StorageError: disk full, not writable, in use by another run; no file is left behind.
@@ -105,6 +121,10 @@ class DirectFile:
         except BaseException:
             self._release()
             raise
+        self._end = weakref.finalize(
+            self, _close, self._descriptor
+        )  # also of an owner who let go without closing
+        self._end.atexit = False
         refusal = enable_direct(self._descriptor, SECTOR_BYTES) if direct else None
         self._buffered = not direct or refusal is not None
         if refusal is not None:
@@ -115,6 +135,7 @@ class DirectFile:
         self._num_active = 0
         self._closed = False
         self._statistics = DiskStatistics(num_buffered_fallbacks=int(refusal is not None))
+        self.tally = Tally()
 
     def read_into(self, buffer: Tensor, offset: int) -> None:
         """Fill ``buffer`` from ``offset``, see `read_spans`."""
@@ -195,7 +216,7 @@ class DirectFile:
             self._closed = True
             self._idle.wait_for(lambda: self._num_active == 0)
         if first:
-            files.system().close(self._descriptor)
+            self._end()
             self._release()
 
     def __enter__(self) -> Self:
@@ -260,6 +281,8 @@ class DirectFile:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def _count(self, bytes_read: int, bytes_written: int, read_s: float, write_s: float) -> None:
+        self.tally.read_bytes += bytes_read
+        self.tally.written_bytes += bytes_written
         with self._idle:
             former = self._statistics
             self._statistics = DiskStatistics(
@@ -274,13 +297,17 @@ class DirectFile:
         try:
             files.system().unlink(self.path)
         except OSError as error:
-            files.system().close(self._descriptor)
+            self._end()
             self._release()
             raise explain(error, f"remove the name of {self.path}") from error
 
     def _release(self) -> None:
         if self._reservation:
             self._reservation.release()
+
+
+def _close(descriptor: int) -> None:
+    files.system().close(descriptor)
 
 
 def _bytes_of(buffer: Tensor, offset: int, num_bytes: int) -> memoryview:

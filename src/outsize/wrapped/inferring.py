@@ -39,7 +39,11 @@ class Inferring(Planned):
             return True
         if torch.is_grad_enabled() or self.microbatches > 1:
             return False
-        return torch.is_inference_mode_enabled() or not any(p.requires_grad for p in model.parameters())
+        if torch.is_inference_mode_enabled():
+            return True
+        # Of a model that trains, and whose adapters are off for a forward, the engine has another backward to come.
+        training = self._engine is not None and any(self._flags)
+        return not training and not any(p.requires_grad for p in model.parameters())
 
     @contextlib.contextmanager
     def inferring(self) -> Iterator[None]:
