@@ -8,6 +8,7 @@ other.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.inference.forward_extent import ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
+from outsize.runtime.device.device import Device
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.wrapped.planned import Planned
 
@@ -93,7 +95,14 @@ class Inferring(Planned):
             self._close_scan()
         if self._scan is None:
             self._close_engine()
-            machine, open_room = self.session.machine, self.session.open_device
+            machine = self.session.machine
+            opening = weakref.ref(self.session)  # the loader's thread must not hold the model
+
+            def open_room() -> Device:
+                session = opening()
+                assert session is not None
+                return session.open_device()
+
             with ordinary():
                 device = open_room()
                 source = Source(
