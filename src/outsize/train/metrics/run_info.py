@@ -29,6 +29,7 @@ def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]
     return {
         **describe(prepared.split.model, prepared.split.spec, prepared.machine, prepared.dtype, flops, peak),
         "steps": config.train.steps,
+        "plan_id": prepared.plan.plan_id,
         "tokens_per_step": config.tokens_per_step,
         "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
     }
