@@ -36,10 +36,9 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         ],
     ),
     "train.resume": ("auto", [([], ONE)]),
-    "train.profile_steps": ("1", [(["train.steps=2"], ONE), ([DDP], SEVERAL)]),
-    "train.on_stall": ("report", [([DDP], SEVERAL)]),
-    "train.stall_factor": ("20.0", [(["train.on_stall=ignore"], ONE), ([DDP], SEVERAL)]),
-    "train.stall_floor_s": ("20.0", [(["train.on_stall=ignore"], ONE), ([DDP], SEVERAL)]),
+    "train.profile_steps": ("1", [(["train.steps=2"], ONE)]),
+    "train.stall_factor": ("20.0", [(["train.on_stall=ignore"], ONE)]),
+    "train.stall_floor_s": ("20.0", [(["train.on_stall=ignore"], ONE)]),
     **{
         f"lora.{key}": (value, [([], ONE)])
         for key, value in {
@@ -97,7 +96,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         "4096",
         [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
     ),
-    "memory.numa": ("off", [([], Surroundings(num_numa_nodes=1)), ([DDP], SEVERAL)]),
+    "memory.numa": ("off", [([], Surroundings(num_numa_nodes=1))]),
     "memory.link_gb_per_s": (
         "4.0",
         [(["memory.device=cpu"], ONE), (["memory.device=emulated", DDP], SEVERAL)],
@@ -116,9 +115,8 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "parallel.ddp_find_unused": ("true", [([], ONE), ([], SEVERAL)]),
     "parallel.ddp_compress": ("fp16", [([], ONE), ([], SEVERAL)]),
     "parallel.ddp_powersgd_rank": ("2", [([], ONE), ([], SEVERAL), ([DDP], SEVERAL)]),
-    "telemetry.writers": ("[wandb]", [([DDP], SEVERAL)]),
     "telemetry.project": ("mine", [([], ONE), (["telemetry.writers=[tensorboard]"], ONE)]),
-    "telemetry.every": ("5", [([], ONE), ([DDP, "telemetry.writers=[wandb]"], SEVERAL)]),
+    "telemetry.every": ("5", [([], ONE)]),
 }
 # By key: where the same value does something.
 USED: dict[str, tuple[list[str], Surroundings]] = {
@@ -175,6 +173,22 @@ def test_a_setting_without_effect_is_noted_and_one_with_an_effect_is_not(key: st
         assert noted(key, value, others, around), (others, around)
     others, around = USED.get(key, ([], ONE))
     assert not noted(key, value, others, around)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.profile_steps", "1"),
+        ("train.on_stall", "report"),
+        ("train.stall_factor", "20.0"),
+        ("train.stall_floor_s", "20.0"),
+        ("memory.numa", "off"),
+        ("telemetry.writers", "[wandb]"),
+        ("telemetry.every", "5"),
+    ],
+)
+def test_what_watches_a_run_works_under_plain_data_parallel_too(key: str, value: str):
+    assert not noted(key, value, [DDP, "telemetry.writers=[trackio]"], SEVERAL)
 
 
 @pytest.mark.parametrize("around", [ONE, SEVERAL, Surroundings(home="host", device="cpu", dtype="fp32")])

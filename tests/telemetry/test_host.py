@@ -60,6 +60,13 @@ def test_a_look_tells_what_was_counted_since_the_one_before(tmp_path, clock):
     assert (again.span_s, again.queued_s, again.throttled_s, again.others_cpu_s) == (1.0, 0.0, 0.0, 0.0)
 
 
+def test_a_new_thread_with_the_number_of_one_that_has_ended_takes_nothing_back(tmp_path, clock):
+    sampler = HostSampler(build(tmp_path, kernel(queued_ns=10**9)))
+    build(tmp_path, kernel(queued_ns=5))
+    clock[0] += 1.0
+    assert sampler.sample().queued_s == 0.0
+
+
 def test_short_steps_share_a_look(tmp_path, clock):
     sampler = HostSampler(build(tmp_path, kernel()))
     clock[0] += 0.15

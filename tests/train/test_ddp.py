@@ -1,6 +1,7 @@
 """What plain data parallel averages with, and what it makes of a gradient."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from outsize.data.batch import Batch
 from outsize.optim.optimizer_spec import EXP_AVG
 from outsize.session.job.prepare import prepare
 from outsize.testing.group_contract import ThreadWorld
-from outsize.train import ddp
+from outsize.train import ddp, replica_engine
 from outsize.train.replica import opened
+from outsize.train.replica_engine import ReplicaEngine
 from outsize.train.run import plan, train
 from tiny import tiny_run
 
@@ -98,3 +100,41 @@ def test_a_replica_has_masters_apart_whatever_a_streamed_run_has_left(tmp_path):
     assert plan(tiny_run(tmp_path, model=model, train=resuming)).state.masters == "split"
     replicated = tiny_run(tmp_path, model=model, train=resuming, parallel={"mode": "ddp"})
     assert plan(ddp.one_share(replicated, 2)).state.plain
+
+
+class OfTwo:
+    """The second of two ranks that agree on everything."""
+
+    rank, size = 1, 2
+
+    def __init__(self):
+        self.met = 0
+
+    def gather_objects(self, value):
+        return [value, value]
+
+    def barrier(self):
+        self.met += 1
+
+
+def test_a_rank_that_waits_for_the_writer_of_a_checkpoint_sees_it_get_on():
+    replica = SimpleNamespace(parameters={}, spec=SimpleNamespace(units=[0, 1, 2]))
+    group = OfTwo()
+    engine = ReplicaEngine(replica, group, torch.device("cpu"), lambda: None)
+    engine.store(SimpleNamespace(step=1))
+    assert (group.met, engine.num_ended) == (3, 3)
+
+
+def test_an_op_that_ends_while_the_timeline_is_taken_is_in_one_timeline_alone():
+    class Mark:
+        asked = 0
+
+        def query(self):
+            self.asked += 1
+            return self.asked > 1
+
+    engine = ReplicaEngine(SimpleNamespace(), OfTwo(), torch.device("cpu"), lambda: None)
+    engine._seconds = lambda mark: 0.0
+    engine._timed.append(replica_engine._Timed("compute:w0", "STEP", 0.0, Mark(), ""))
+    taken = [engine.take_timeline(), engine.take_timeline()]
+    assert [[event.op for event in timeline.events] for timeline in taken] == [[], ["STEP"]]

@@ -95,7 +95,6 @@ _ONLY_DDP: Final[_Row] = (*_ALONE, ("parallel.mode is not ddp", lambda case: not
 _FULL: Final[_Row] = (("train.method is full", lambda case: case.config.train.method == "full"),)
 _NO_STALL: Final[_Row] = (
     ("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),
-    *_REPLICATED,
 )
 _STAGES: Final[_Row] = (
     ("several workers have slots for their stages, and hand inputs over", _Case.has_several_workers),
@@ -104,7 +103,6 @@ _STAGES: Final[_Row] = (
 _HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
 _NO_WRITERS: Final[_Row] = (
     ("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),
-    *_REPLICATED,
 )
 # An optimizer that lacks a setting refuses it (`rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
@@ -159,9 +157,8 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     ),
     "train.profile_steps": (
         ("the first two steps are not recorded", lambda case: case.config.train.steps <= 2),
-        *_REPLICATED,
     ),
-    "train.on_stall": _REPLICATED,
+    "train.on_stall": _ALWAYS,
     **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), _NO_STALL),
     **dict.fromkeys(("lora.r", "lora.lora_alpha", "lora.lora_dropout", "lora.target_modules"), _FULL),
     **dict.fromkeys(("lora.exclude_modules", "lora.bias", "lora.use_rslora", "lora.modules_to_save"), _FULL),
@@ -179,7 +176,6 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     ),
     "memory.numa": (
         ("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),
-        *_REPLICATED,
     ),
     "memory.link_gb_per_s": (
         ("only emulated devices have a throttled link", lambda case: not case.is_emulated()),
@@ -215,7 +211,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
             lambda case: case.config.parallel.ddp_compress != "powersgd",
         ),
     ),
-    "telemetry.writers": _REPLICATED,
+    "telemetry.writers": _ALWAYS,
     "telemetry.project": (
         *_NO_WRITERS,
         (

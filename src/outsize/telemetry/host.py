@@ -82,7 +82,8 @@ class HostSampler:
         before, self._queued = self._queued, self._queued_by_thread()
         if not self._queued:
             return None
-        return sum(now - before.get(thread, 0) for thread, now in self._queued.items()) / 1e9
+        # The number of a thread that has ended may be that of a new one.
+        return sum(max(0, now - before.get(thread, 0)) for thread, now in self._queued.items()) / 1e9
 
     def _queued_by_thread(self) -> dict[str, int]:
         """Return ns that each thread was ready to run and had no processor; none where the kernel does not tell."""

@@ -86,6 +86,8 @@ class Run:
         """Say what a run that is asked to end waits for, and what becomes of it if it is not waited for."""
         if self.watchdog.doing:
             ends = f"the run ends with {self.watchdog.doing}"
+        elif self.position.step >= self.config.train.steps:
+            ends = f"the run ends after step {self.position.step}, its last one, and saves"
         else:
             left_s = max(0.0, self.watchdog.typical_step_s - (time.monotonic() - self._known_s))
             about = (
@@ -94,7 +96,10 @@ class Run:
                 else "when that is computed"
             )
             ends = f"the run ends after step {self.position.step + 1}, {about}, and saves"
-        return f"{ends}. A second one stops it at once: {self.next_start()}"
+        try:
+            return f"{ends}. A second one stops it at once: {self.next_start()}"
+        except OutsizeError:  # what is saved cannot be read just now
+            return f"{ends}. A second one stops it at once"
 
     def _train(self, batches: Iterator[Batch], interrupt: Interrupt) -> None:
         for outcome in self.trainer.steps(batches, self.position.step, self._write_line):

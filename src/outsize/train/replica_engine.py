@@ -7,6 +7,7 @@ becomes ready, since what it does after that is to wait.
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -108,11 +109,12 @@ class ReplicaEngine:
     def take_timeline(self) -> Timeline:
         """Return what has ended since the last call, and forget it."""
         timed, self._timed = self._timed, []
-        self._timed += [one for one in timed if not _passed(one.ended)]
         events: list[Event] = []
         free_s: dict[str, float] = {}
         for one in timed:
-            if _passed(one.ended):
+            if not _passed(one.ended):  # asked once: it may pass meanwhile
+                self._timed.append(one)
+            else:
                 start_s, end_s = self._seconds(one.begun), self._seconds(one.ended)
                 # Buckets that are ready while another is under way wait for it.
                 start_s = min(max(start_s, free_s.get(one.lane, start_s)), end_s)
@@ -154,9 +156,12 @@ class ReplicaEngine:
             ExecutionError: the replicas have come apart.
         """
         self._check_same(saving.step)
-        if self._group.rank == 0:
-            for resting in self._replica.at_rest():
+        units = len(self._replica.spec.units)
+        for resting in self._replica.at_rest() if self._group.rank == 0 else itertools.repeat(None, units):
+            if resting is not None:
                 saving(resting)
+            self._group.barrier()  # a rank that waits sees unit by unit that it is no stall
+            self.note_progress()
         return StoreHandle(saving, [], [])
 
     def store_rest(self, handle: StoreHandle) -> None:
