@@ -183,3 +183,20 @@ def test_codecs_are_timed_here(tmp_path: Path):
     assert set(others) == {"gradients", "activations"}
     assert min(min(rate.encode_bytes_per_s, rate.decode_bytes_per_s) for rate in others.values()) > 1e5
     assert crossing_rates(prepared, prepared.plan.transport) == {}
+
+
+def test_what_is_encoded_since_nothing_else_fits_is_not_said_to_be_raw(tmp_path: Path, monkeypatch):
+    """As `prepare` leaves frozen weights that host memory holds only so."""
+
+    def fail(*_):
+        raise ModelError("no clock")
+
+    monkeypatch.setattr(module, "measure_rates", fail)
+    said: list[str] = []
+    prepared = prepare(make_run(tmp_path, memory=EMULATED, transport=AUTO), tmp_path, lambda _: None)
+    encoded = replace(prepared, plan=replace(prepared.plan, transport=Transport(weights="lossless3")))
+    module.decide(encoded, tmp_path, said.append)
+    assert said == ["transport.weights: auto is lossless3: nothing could be predicted: no clock"]
+    monkeypatch.setattr(module, "_why_raw", lambda *_: " where several ranks share each step")
+    assert module.decide(encoded, tmp_path, said.append) == (encoded, None)
+    assert len(said) == 1

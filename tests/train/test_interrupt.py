@@ -1,9 +1,14 @@
 import signal
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from outsize.errors import StorageError
 from outsize.train.interrupt import SIGNALS, Interrupt
+from outsize.train.loop import Run
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -62,3 +67,22 @@ def test_in_another_thread_it_does_nothing():
     thread.start()
     thread.join()
     assert seen == [(before, False)]
+
+
+def test_a_run_that_waits_for_its_last_update_names_no_step_that_never_comes():
+    def unreadable() -> str:
+        raise StorageError("the disk is gone")
+
+    run: Any = SimpleNamespace(
+        watchdog=SimpleNamespace(doing="", typical_step_s=2.0),
+        position=SimpleNamespace(step=10),
+        config=SimpleNamespace(train=SimpleNamespace(steps=10)),
+        _known_s=time.monotonic(),
+        next_start=lambda: "--resume auto goes on after step 9",
+    )
+    assert Run._awaited(run) == (
+        "the run ends after step 10, its last one, and saves. A second one stops it at once: --resume auto goes on "
+        "after step 9"
+    )
+    run.next_start = unreadable
+    assert Run._awaited(run).endswith("A second one stops it at once")

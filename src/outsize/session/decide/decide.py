@@ -50,7 +50,8 @@ def decide(prepared: Prepared, run_dir: Path, announce: Announce) -> tuple[Prepa
         decision.simulated  # noqa: B018  # before anything is said
     except (OutsizeError, RuntimeError) as error:
         for key in open_keys:
-            nothing = "offloads nothing" if key == OFFLOAD else "is raw"
+            stays = getattr(prepared.plan.transport, key.partition(".")[2], "")
+            nothing = "offloads nothing" if key == OFFLOAD else f"is {stays}"
             announce(f"{key}: auto {nothing}: nothing could be predicted: {error}")
         return prepared, None
     for line in _told(decision, open_keys):
@@ -81,7 +82,8 @@ def decision_of(prepared: Prepared, rates: Rates) -> Decision:
 def _searched(prepared: Prepared, crossing: str, announce: Announce) -> bool:
     """Return whether the codec of a crossing is to be searched, or say why not."""
     reason = _why_raw(prepared, crossing)
-    if reason:
+    # Where nothing fits but encoded, `prepare` has said so.
+    if reason and prepared.plan.transport.is_raw(crossing):
         announce(f"transport.{crossing}: auto is raw{reason}")
     return not reason
 
@@ -124,6 +126,8 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
         else:
             name = getattr(decision.plan.transport, crossing)
             chosen, reason = f"auto is {name}", "since it waits for the link"
+            if former_s is None:
+                reason = "since nothing fits otherwise"
             if decision.plan.transport.is_raw(crossing):
                 lines.append(f"{key}: auto is raw: a step does not wait for the link")
                 continue
