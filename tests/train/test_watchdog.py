@@ -72,6 +72,15 @@ class Kennel:
             self.dog.look(elapsed_s)
 
 
+def test_a_run_whose_giving_up_hangs_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watchdog, "REPORT_S", 0.05)
+    kennel, for_ever = Kennel(tmp_path, "abort"), threading.Event()
+    monkeypatch.setattr(kennel.engine, "give_up", lambda _: for_ever.wait())
+    kennel.look(20)
+    assert kennel.statuses == [watchdog.STALLED_STATUS]
+    for_ever.set()
+
+
 def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads_do(tmp_path: Path):
     kennel = Kennel(tmp_path, step=7)
     kennel.look(20)

@@ -93,17 +93,13 @@ _ALONE: Final[_Row] = (("a single process trains", _Case.is_alone),)
 _REPLICATED: Final[_Row] = (("parallel.mode is ddp", _Case.is_replicated),)
 _ONLY_DDP: Final[_Row] = (*_ALONE, ("parallel.mode is not ddp", lambda case: not case.is_replicated()))
 _FULL: Final[_Row] = (("train.method is full", lambda case: case.config.train.method == "full"),)
-_NO_STALL: Final[_Row] = (
-    ("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),
-)
+_NO_STALL: Final[_Row] = (("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),)
 _STAGES: Final[_Row] = (
     ("several workers have slots for their stages, and hand inputs over", _Case.has_several_workers),
     *_REPLICATED,
 )
 _HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
-_NO_WRITERS: Final[_Row] = (
-    ("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),
-)
+_NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "beta2_decay"), _ALWAYS),
@@ -174,9 +170,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
         ("the home is in host memory", lambda case: case.home == "host" and case.has_global_norm()),
         *_REPLICATED,
     ),
-    "memory.numa": (
-        ("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),
-    ),
+    "memory.numa": (("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),),
     "memory.link_gb_per_s": (
         ("only emulated devices have a throttled link", lambda case: not case.is_emulated()),
         *_REPLICATED,

@@ -218,7 +218,12 @@ class Watchdog:
             error = StalledError(
                 f"{message}. Go on with --resume auto; train.stall_floor_s and train.on_stall say what a stall is"
             )
-            engine.give_up(error)
+            # On a thread of its own, too: a call into a driver or a network that hangs may hang itself.
+            giver = threading.Thread(
+                target=engine.give_up, args=(error,), name="outsize-give-up", daemon=True
+            )
+            giver.start()
+            giver.join(REPORT_S)
             if not self._stop.wait(self._grace_s):
                 sys.stderr.write(f"outsize: StalledError: {error}\n")
                 sys.stderr.flush()
