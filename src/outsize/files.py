@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
+# What a file is called that is not whole yet ends so.
+PARTIAL = ".partial"
 _COPY_BYTES = 2**20
 _MODES = {
     "r": os.O_RDONLY,
@@ -188,6 +190,22 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
         file.flush()
         if sync:
             _system.fsync(file.fileno())
+
+
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file of text that is there whole or not at all, with ``durable`` after a loss of power too.
+
+    What was there before still is, where it cannot be written.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        write_text(partial, text, sync=durable)
+        _system.rename(partial, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            _system.unlink(partial)
 
 
 def copy(source: Path, target: Path) -> None:

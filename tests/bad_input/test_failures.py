@@ -21,6 +21,7 @@ from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops import optimizer_ops
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.session.job.prepare import Prepared
+from outsize.session.stream import StreamedTrainer
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
 from outsize.train import run
@@ -284,9 +285,9 @@ def test_data_that_shrinks_while_it_is_read(world: World, monkeypatch: pytest.Mo
     tokens = world.root / "own.npy"
     whole = world.tokens.read_bytes()
     tokens.write_bytes(whole)
-    fill, beat = run.StreamedTrainer.fill, Heartbeat.beat
+    fill, beat = StreamedTrainer.fill, Heartbeat.beat
 
-    def restore_and_fill(self: run.StreamedTrainer) -> None:
+    def restore_and_fill(self: StreamedTrainer) -> None:
         tokens.write_bytes(whole)
         fill(self)
 
@@ -295,7 +296,7 @@ def test_data_that_shrinks_while_it_is_read(world: World, monkeypatch: pytest.Mo
         os.truncate(tokens, 128)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.StreamedTrainer, "fill", restore_and_fill)
+        patched.setattr(StreamedTrainer, "fill", restore_and_fill)
         patched.setattr(Heartbeat, "beat", beat_and_cut)
         for directory in ("library", "command"):
             tokens.write_bytes(whole)
@@ -306,8 +307,8 @@ def test_data_that_shrinks_while_it_is_read(world: World, monkeypatch: pytest.Mo
             else:
                 outcome = world.command(config)
                 assert (outcome.status, outcome.result["error"]) == (2, "DataError")
-            # Two batches ready and one in the making, at most, were read before the cut.
-            check_unsaved(world, directory, range(1, 4))
+            # The second step was under way; two batches ready and one in the making, at most, were read before the cut.
+            check_unsaved(world, directory, range(1, 6))
 
 
 def test_an_exception_of_the_caller_ends_the_run(world: World) -> None:

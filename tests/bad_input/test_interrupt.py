@@ -16,7 +16,7 @@ from bad_input.world import World, half_written, names_below, run_well
 from outsize.config import dump_config
 from outsize.planner.program.ops import Kind
 from outsize.runtime.ops.compute_ops import ComputeOps
-from outsize.train import run
+from outsize.session.stream import StreamedTrainer
 from outsize.train.interrupt import Interrupt
 from patience import PATIENCE_S
 
@@ -65,6 +65,8 @@ def test_the_first_signal_finishes_the_step_and_saves(
         Trap(patched, Kind.FORWARD, microbatch=1, unit=1).put(ComputeOps, "_find", lambda: send(number))
         outcome = world.command(world.config(train=SIX))
     assert (outcome.status, outcome.result["steps"]) == (0, 2)
+    told = r"was heard: the run ends after step 2, in about .*, and saves\. A second one stops it at once: "
+    assert re.search(told, " ".join(outcome.err.split()))
     assert "interrupted after step 2; saving" in outcome.err
     assert "interrupted and saved; --resume auto --run-dir" in outcome.err
     again = world.command(world.config(train=SIX), "--resume", "auto")
@@ -114,15 +116,17 @@ def test_the_second_signal_while_saving_leaves_the_checkpoint_before(
 def test_a_signal_before_the_first_step_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch, send: Callable[[int], None], number: int
 ) -> None:
-    def filling(self: run.StreamedTrainer) -> None:
+    def filling(self: StreamedTrainer) -> None:
         fill(self)
         send(number)
 
-    fill = run.StreamedTrainer.fill
+    fill = StreamedTrainer.fill
     with monkeypatch.context() as patched:
-        patched.setattr(run.StreamedTrainer, "fill", filling)
+        patched.setattr(StreamedTrainer, "fill", filling)
         outcome = world.command(world.config(train=SIX))
     assert (outcome.status, outcome.err.count("outsize: interrupted")) == (130, 1)
+    assert "interrupted while the machine was timed" in outcome.err
+    assert "nothing is lost" in outcome.err
     assert names_below(world.root) == {"config-of-command.yaml"}
 
 

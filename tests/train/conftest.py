@@ -20,7 +20,9 @@ def rank_runs(tmp_path_factory):
     coded = {"gradients": "int8-ef"}  # what it remembers is to be gone on with as well
     lost = write_run(root, "lost", train=two, parallel=coded)
     disk = write_run(root, "disk", train=two, memory={"home": "disk"})
+    at_the_end = {"save_every": STEPS}
     replicas = [
+        scenario("full", write_run(root, "full", parallel=ddp, train=one | at_the_end), full=STEPS),
         scenario("whole", write_run(root, "whole", parallel=ddp, train=one)),
         scenario("killed", killed, kill=[1, SAVED + 1]),
         scenario("again", killed, restarts=1),
@@ -34,6 +36,7 @@ def rank_runs(tmp_path_factory):
         scenario("disk", disk, kill=[1, 3]),
         scenario("disk again", disk, restarts=1),
         scenario("host", host),
+        scenario("full stream", write_run(root, "full stream", train=two | at_the_end), full=STEPS),
         scenario("coded", write_run(root, "coded", train=two, parallel=coded)),
     ]
     return root, run_all(root, replicas, streams)

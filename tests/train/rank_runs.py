@@ -30,7 +30,7 @@ def write_run(root, name, **sections):
 
 
 def scenario(name, config, **what):
-    """Two ranks that run ``config``; ``what`` says who is killed after which step, and who was started before."""
+    """Two ranks that run ``config``; ``what`` says who is killed after which step, and so on, see `ranks_script`."""
     return {"name": name, "config": config, "ranks": 2, **what}
 
 
@@ -50,8 +50,7 @@ def run_all(root, *chains):
 
 def losses(run_dir):
     """Return the loss of each step; of one that was trained twice, that of the second time."""
-    beats = [json.loads(line) for line in (run_dir / "heartbeat.jsonl").read_text().splitlines()]
-    return {beat["step"]: beat["loss"] for beat in beats}
+    return {beat["step"]: beat["loss"] for beat in beats(run_dir)}
 
 
 def state(run_dir):
@@ -62,6 +61,12 @@ def state(run_dir):
         for path in sorted(checkpoint.rglob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
+
+
+def beats(run_dir):
+    """Return the last line of the heartbeat for each step, in order."""
+    lines = [json.loads(line) for line in (run_dir / "heartbeat.jsonl").read_text().splitlines()]
+    return list({beat["step"]: beat for beat in lines}.values())
 
 
 def told(root, name, rank):

@@ -1,9 +1,11 @@
 """Runs of several forked ranks in chains, each one after the other; a script of its own, started by `run_all`.
 
 ``python ranks_script.py ROOT`` runs what ``ROOT/scenarios.json`` lists by chain: name, config file, number of ranks,
-restarts, and which rank is killed after which step. It ends with a JSON object of the exit codes by name.
+restarts, which rank is killed after which step, and after which step the disk is full. It ends with a JSON object of
+the exit codes by name.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ from pathlib import Path
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in every rank)
 
+from outsize.checkpoint.saving import Saving
 from outsize.cli import main
 from outsize.testing.processes import fork_ranks
 from outsize.train.metrics.heartbeat import Heartbeat
@@ -32,6 +35,14 @@ def run(scenario, root):
                     os.kill(os.getpid(), signal.SIGKILL)
 
             Heartbeat.beat = last_beat
+        begin = Saving._begin
+
+        def begin_on_a_disk(self):
+            if self.step == scenario.get("full"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return begin(self)
+
+        Saving._begin = begin_on_a_disk
         sys.argv = ["outsize", "train", scenario["config"], "--json"]
         sys.exit(main())
 

@@ -16,16 +16,22 @@ RUNS = {
     "disk": {"home": "disk"},
     "a slow link": {"device": "emulated:1", "link_gb_per_s": 0.002},
     "two workers": {"device": "emulated:2", "home": "host"},
+    "activations on disk": {"device": "emulated:1", "home": "disk", "offload": True},
+    "adapters": {"device": "emulated:1", "home": "host"},
 }
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda name: name.replace(" ", "-"))
-def beats(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    directory = tmp_path_factory.mktemp("run")
-    config = make_run(directory, memory=RUNS[request.param])
+def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    method = {"train": {"method": "lora"}} if request.param == "adapters" else {}
+    config = make_run(tmp_path_factory.mktemp("run"), memory=RUNS[request.param], **method)
     train(config)
-    text = (Path(config.train.run_dir) / "heartbeat.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return Path(config.train.run_dir)
+
+
+@pytest.fixture(scope="module")
+def beats(run_dir: Path):
+    return [json.loads(line) for line in (run_dir / "heartbeat.jsonl").read_text().splitlines()]
 
 
 def test_every_line_is_what_the_schema_says(beats):
@@ -49,6 +55,20 @@ def test_bytes_by_lane_add_up(beats):
         assert beat["bytes_down"] == sum(size for lane, size in wire.items() if lane.startswith("down:"))
         assert (beat["bytes_read"], beat["bytes_written"]) == (wire["disk:read"], wire["disk:write"])
         assert beat["logical_bytes"] == wire
+
+
+def test_each_line_holds_the_bytes_that_the_plan_says(run_dir: Path, beats):
+    """Of its own step, to the byte: the first and the last one, too."""
+    planned = json.loads((run_dir / "plan.json").read_text())["bytes_per_step"]
+    assert len(beats) == 4
+    for beat in beats:
+        assert {
+            "up": beat["bytes_up"],
+            "down": beat["bytes_down"],
+            "disk_read": beat["bytes_read"],
+            "disk_written": beat["bytes_written"],
+            "across": sum(size for lane, size in beat["wire_bytes"].items() if lane.startswith("peer")),
+        } == planned
 
 
 def test_memory_is_within_its_budget_and_time_is_counted(beats):

@@ -130,7 +130,7 @@ def test_a_home_on_disk_says_how_far_it_is_and_a_run_without_anything_says_so(tm
     train(run_of(tmp_path, "disk", DISK, resume="auto"), announce=again.append)
     assert f"resumed from step {told[1]} in {told[2]}" in again
     said = fail(run_of(tmp_path, "host", save_every=0), Layer(tmp_path, layer))
-    assert said[-1] == "the run failed before anything was saved: --resume auto starts with step 1 again"
+    assert said[-1] == "the run failed: nothing is saved yet, --resume auto starts with step 1 again"
 
 
 def test_a_step_has_its_line_before_any_other_file_can_fail(tmp_path: Path) -> None:

@@ -52,11 +52,11 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path):
 
 
 def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(source: Path, target: Path, **_: object) -> None:
-        target.mkdir()
+    def broken(source: Path, target: Path) -> None:
+        target.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outsize.checkpoint.export.shutil.copytree", broken)
-    with pytest.raises(StorageError, match="No space left"):
+    monkeypatch.setattr("outsize.files.copy", broken)
+    with pytest.raises(StorageError, match="the disk is full"):
         export(run_dir, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

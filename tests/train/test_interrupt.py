@@ -8,19 +8,34 @@ from outsize.train.interrupt import SIGNALS, Interrupt
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_where_steps_can_be_finished_the_first_signal_is_a_request(number: int):
-    with Interrupt() as interrupt:
-        interrupt.can_finish = True
+    said: list[str] = []
+    with Interrupt(said.append) as interrupt:
+        interrupt.finish = lambda: "the run ends after step 7"
         assert not interrupt.requested
         signal.raise_signal(number)
         assert interrupt.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert said == [f"{name} was heard: the run ends after step 7"]
+
+
+def test_it_is_answered_while_the_step_that_is_waited_for_goes_on():
+    """The thread that would end the step waits here until the answer has come."""
+    answered = threading.Event()
+    with Interrupt(lambda _: answered.set()) as interrupt:
+        interrupt.finish = str
+        signal.raise_signal(signal.SIGINT)
+        assert answered.wait(60)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_that_a_signal_ends_what_is_under_way(number: int):
     with Interrupt() as interrupt:
-        with pytest.raises(KeyboardInterrupt):
+        interrupt.doing = "the model was built"
+        with pytest.raises(
+            KeyboardInterrupt, match=r"^interrupted while the model was built; .* nothing is lost$"
+        ):
             signal.raise_signal(number)
         assert not interrupt.requested
 

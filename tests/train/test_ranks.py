@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+from outsize.telemetry.heartbeat_schema import Line
 from outsize.train.run import train
-from train.rank_runs import SAVED, STEPS, config_of, losses, state, told
+from train.rank_runs import SAVED, STEPS, beats, config_of, losses, state, told
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -54,6 +55,37 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(rank_runs, tmp_path):
     train(config_of(root, tmp_path, train={"microbatches": 2, "resume": str(resumed)}))
     expected = {step: loss for step, loss in losses(root / "whole").items() if step > SAVED}
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["full", "full stream"])
+def test_a_last_checkpoint_that_cannot_be_written_fails_the_run(name, rank_runs):
+    """One that was due after the last step failed before; that is told, and is not taken for saved."""
+    root, codes = rank_runs
+    assert codes[name] == [2, 2], told(root, name, 0)
+    assert "No space left on device; free some space" in told(root, name, 0)
+    assert "the run goes on, there is no checkpoint yet" in told(root, name, 0)
+    assert "outsize (rank 0): StorageError: " in told(root, name, 0)
+
+
+def test_each_rank_tells_what_it_moved_and_what_it_waited_for(rank_runs):
+    root, _ = rank_runs
+    for own in (root / "whole", root / "whole" / "rank-001"):
+        for beat in beats(own):
+            Line.model_validate_json(json.dumps(beat))
+            # A ring of two sends a gradient once: half of it twice.
+            assert beat["wire_bytes"]["net:reduce"] == beat["logical_bytes"]["net:reduce"] > 4 * 10_000
+            assert beat["busy_s"]["compute:w0"] > 0
+            assert beat["busy_s"]["net:reduce"] > 0
+            booked = beat["waits_s"]["compute:w0"]
+            assert booked["ranks"]["net:reduce"] > 0
+            waited_s = sum(seconds for owners in booked.values() for seconds in owners.values())
+            assert waited_s == pytest.approx(beat["idle_s"]["compute:w0"], rel=0.02)
+        assert json.loads((own / "timeline.json").read_text())["traceEvents"]
+    result = json.loads(told(root, "whole", 0).splitlines()[-1])
+    assert result["stall_share"] > 0
+    assert result["stall_owner"] in ("net:reduce", "dispatch")
+    halved = beats(root / "fp16")[-1]
+    assert halved["logical_bytes"]["net:reduce"] == 2 * halved["wire_bytes"]["net:reduce"]
 
 
 def test_other_settings_train_nearly_the_same(rank_runs):

@@ -85,9 +85,9 @@ def test_the_next_step_computes_while_a_unit_is_stored_and_steps_it_only_then(
         if self.step == 1 and not held.is_set():
             held.set()
             until = time.monotonic() + PATIENCE_S
-            while not ALONE.fullmatch(waiting().get("host", "")) and time.monotonic() < until:
+            while not ALONE.fullmatch(str(waiting().get("host", ""))) and time.monotonic() < until:
                 time.sleep(0.002)
-            seen.append(waiting().get("host", "nothing"))
+            seen.append(str(waiting().get("host", "nothing")))
         write(self, resting, writer)
 
     begin = engine.Engine.begin
@@ -282,6 +282,28 @@ def test_one_that_cannot_be_written_is_given_up_and_the_next_one_is_written(
         check_files(newest)
     names = {path.name for path in newest.parent.iterdir()}
     assert names == {"latest", "step-00000002", "step-00000003"}
+
+
+@HOMES
+def test_a_last_one_that_cannot_be_written_fails_the_run_though_it_was_tried_before(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is due after the last step, and is told; then the run ends with it, and does not take it for saved."""
+    begin = Saving._begin
+
+    def begin_on_a_disk(self: Saving) -> Any:
+        if self.step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return begin(self)
+
+    said: list[str] = []
+    monkeypatch.setattr(Saving, "_begin", begin_on_a_disk)
+    with pytest.raises(StorageError, match="step-00000002: No space left on device; free some space"):
+        train(
+            make_run(tmp_path, train={"steps": 2, "save_every": 1}, memory={"home": home}),
+            announce=said.append,
+        )
+    assert any("the run goes on, the newest checkpoint is still step-00000001" in line for line in said)
 
 
 def test_one_that_cannot_be_read_back_is_given_up_too(

@@ -73,10 +73,11 @@ def test_disk_and_link_move_exactly_what_the_plan_says(
     traffic = prepared.plan.traffic
     with StreamedTrainer(prepared, tmp_path) as trainer:
         trainer.fill()
-        before = trainer.disk_bytes()
-        assert len(list(trainer.steps(batches))) == 3
+        outcomes = list(trainer.steps(batches))
+        assert len(outcomes) == 3
         trainer.settle()
-        read, written = (now - then for now, then in zip(trainer.disk_bytes(), before, strict=True))
+        moved = [outcome.moved() for outcome in outcomes]
+        read, written = (sum(step[way].wire for step in moved) for way in ("disk:read", "disk:write"))
         engine = trainer.engine
         up = engine.weights.bytes_up + engine.activations.bytes_up
         down = engine.gradients.bytes_down + engine.activations.bytes_down
@@ -97,7 +98,8 @@ def test_filling_writes_each_weight_once(model_dir: Path, tmp_path: Path):
     with StreamedTrainer(prepared, tmp_path) as trainer:
         trainer.fill(lambda done, total: progress.append((done, total)))
         total = sum(unit.numel for unit in trainer.spec.units)
-        assert trainer.disk_bytes() == (0, total * (2 + 4))  # weights and masters
+        moved = trainer.home.statistics()
+        assert (moved.bytes_read, moved.bytes_written) == (0, total * (2 + 4))  # weights and masters
         assert progress[-1] == (total, total)
         masters = read_weights(trainer, "master")
         weights = read_weights(trainer)

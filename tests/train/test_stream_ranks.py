@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outsize.train.run import train
-from train.rank_runs import config_of, losses, state, told
+from train.rank_runs import beats, config_of, losses, state, told
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -48,6 +48,18 @@ def test_a_killed_rank_ends_the_other_and_both_go_on_from_what_both_have(name, w
     expected, found = state(root / whole), state(root / name)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["host", "disk"])
+def test_each_line_holds_the_bytes_that_the_plan_says(name, rank_runs):
+    """Of the run on disk only what was trained after it was started again."""
+    root, _ = rank_runs
+    for own in (root / name, root / name / "rank-001"):
+        planned = json.loads((own / "plan.json").read_text())["bytes_per_step"]
+        for beat in beats(own)[0 if name == "host" else 3 :]:
+            found = {"up": beat["bytes_up"], "down": beat["bytes_down"]}
+            found |= {"disk_read": beat["bytes_read"], "disk_written": beat["bytes_written"]}
+            assert found == {key: planned[key] for key in found}, (own, beat["step"])
 
 
 def test_fewer_bytes_on_the_wire_train_nearly_the_same(rank_runs):

@@ -11,6 +11,7 @@ from outsize.config import dump_config
 from outsize.errors import StalledError
 from outsize.planner.program.ops import Op
 from outsize.runtime.engine import engine
+from outsize.runtime.engine.executor import Waiting
 from outsize.train import watchdog
 from outsize.train.run import train
 from outsize.train.watchdog import Watchdog
@@ -27,9 +28,10 @@ class Engine:
     def __init__(self) -> None:
         self.num_ended = 0
         self.given_up: list[BaseException] = []
+        self.lanes = {"compute:w0": Waiting("F 3.0@w0", ("LOAD 3@w0.1",)), "up:w0": Waiting("LOAD 3@w0.1")}
 
-    def waiting(self) -> dict[str, str]:
-        return {"up:w0": "LOAD 3@w0.1 is running"}
+    def waiting(self) -> dict[str, Waiting]:
+        return self.lanes
 
     def position(self) -> str:
         return "step 7, 3 of 9 ops done\n-->     3  LOAD 3@w0.1"
@@ -42,7 +44,12 @@ class Kennel:
     """A watchdog whose looks are taken by hand, one second apart; nothing may stand still for ten."""
 
     def __init__(
-        self, run_dir: Path, action: str = "report", step: int = 1, predicted_step_s: float | None = None
+        self,
+        run_dir: Path,
+        action: str = "report",
+        step: int = 1,
+        predicted_step_s: float | None = None,
+        links_are_disk: bool = False,
     ) -> None:
         self.said: list[str] = []
         self.statuses: list[int] = []
@@ -54,6 +61,7 @@ class Kennel:
             factor=10.0,
             floor_s=10.0,
             predicted_step_s=predicted_step_s,
+            links_are_disk=links_are_disk,
             grace_s=0.0,
             end_process=self.statuses.append,
         )
@@ -68,12 +76,15 @@ def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads
     kennel = Kennel(tmp_path, step=7)
     kennel.look(20)
     (line,) = kennel.said
-    assert line.startswith(
-        "stalled: step 7: nothing has ended for 11.0 s, more than train.stall_floor_s=10; "
-        "up:w0: LOAD 3@w0.1 is running"
+    assert line == (
+        "stalled: step 7: nothing has ended for 11.0 s, more than train.stall_floor_s=10. Lane up:w0 hangs in LOAD "
+        "3@w0.1; compute:w0 waits for it. A copy over the link does not end: look at nvidia-smi and dmesg. "
+        f"{tmp_path}/stall-00000007.txt says where every thread stands"
     )
     text = (tmp_path / "stall-00000007.txt").read_text()
+    assert "compute:w0: F 3.0@w0 waits for LOAD 3@w0.1" in text
     assert "-->     3  LOAD 3@w0.1" in text
+    assert "Thread MainThread (most recent call first):" in text
     assert "test_watchdog.py" in text  # the stack of this thread
     assert (kennel.engine.given_up, kennel.statuses) == ([], [])
 
@@ -87,6 +98,42 @@ def test_to_abort_is_to_give_the_step_up_and_where_that_ends_nothing_the_process
     assert isinstance(error, StalledError)
     assert kennel.statuses == [watchdog.STALLED_STATUS]
     assert "outsize: StalledError: step 1: nothing has ended" in capsys.readouterr().err
+
+
+LANES = ("compute:w0", "up:w0", "down:w0", "peer:w0-w1", "host", "read", "write", "read:units", "write:units")
+LANES += ("net:reduce", "net:gather", "store", "commit")
+
+
+@pytest.mark.parametrize("hung", LANES)
+def test_one_short_message_names_the_lane_that_hangs_and_what_to_look_at(hung: str, tmp_path: Path):
+    """However many lanes and ops wait for it; the disk is named where a disk can be the reason, and nowhere else."""
+    kennel = Kennel(tmp_path, "abort")
+    ops = tuple(f"STEP {unit}#3@t1" for unit in range(200))
+    kennel.engine.lanes = {lane: Waiting("LOAD 3@w0.1", () if lane == hung else ops) for lane in LANES}
+    kennel.look(20)
+    (error,) = kennel.engine.given_up
+    text = str(error).replace(str(tmp_path), "runs/first")
+    assert f"Lane {hung} hangs in LOAD 3@w0.1; " in text
+    assert "and 8 more lanes wait for it" in text
+    assert len(text) <= 600
+    disks = ("read", "write", "store", "commit")
+    assert ("The disk does not answer" in text) == (hung.partition(":")[0] in disks)
+    assert ("other ranks" in text.lower()) == hung.startswith("net")
+    assert kennel.said == []  # it is the error that the run ends with, and is printed then
+    assert ops[-1] in (tmp_path / "stall-00000001.txt").read_text()
+
+
+def test_with_a_disk_below_the_device_its_copies_are_the_disks(tmp_path: Path):
+    kennel = Kennel(tmp_path, links_are_disk=True)
+    kennel.look(20)
+    assert "Lane up:w0 hangs in LOAD 3@w0.1; compute:w0 waits for it. The disk does not" in kennel.said[0]
+
+
+def test_where_no_op_is_under_way_the_disk_is_not_blamed(tmp_path: Path):
+    kennel = Kennel(tmp_path)
+    kennel.engine.lanes = {}
+    kennel.look(20)
+    assert "No op is under way: look at the main thread in the report" in kennel.said[0]
 
 
 class Hung(files.System):
@@ -166,11 +213,11 @@ def test_until_a_step_was_measured_the_limit_is_a_multiple_of_the_predicted_one(
     kennel.look(29)
     assert kennel.said == []
     kennel.look(3)
-    assert ", more than 10 times the predicted step, 3.0 s; " in kennel.said[0]
+    assert ", more than 10 times the predicted step, 3.0 s. " in kennel.said[0]
     kennel.dog.step_ended(2.0)
     assert kennel.dog.limit_s == 20.0
     kennel.look(22)
-    assert ", more than 10 times the median of 1 steps, 2.0 s; " in kennel.said[1]
+    assert ", more than 10 times the median of 1 steps, 2.0 s. " in kennel.said[1]
 
 
 def test_nobody_watches_before_the_first_step_or_if_told_not_to(tmp_path: Path):
@@ -215,12 +262,12 @@ def test_a_run_whose_op_comes_back_late_ends_with_an_error_and_resumes(
     give_up = engine.Engine.give_up
     with monkeypatch.context() as patched:
         patched.setattr(engine.Engine, "give_up", lambda *given: (give_up(*given), stuck.set()))
-        with pytest.raises(StalledError, match=r"^step 2: nothing .* compute:w0: B 1\.0@w0 is running"):
+        with pytest.raises(StalledError, match=r"^step 2: nothing .* Lane compute:w0 hangs in B 1\.0@w0"):
             train(make_run(tmp_path, train=SOON), announce=said.append)
     text = (tmp_path / "run/stall-00000002.txt").read_text()
     assert "B 1.0@w0" in text.split("-->")[1].splitlines()[0]
     assert "stuck_op" in text  # where the lane sleeps
-    assert any(line.startswith("stalled: step 2") for line in said)
+    assert not any(line.startswith("stalled") for line in said)
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000001"
     assert train(make_run(tmp_path, train=RESUMED)).steps == 3
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outsize import files
-from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_of_file
+from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
 from outsize.checkpoint.files.checkpoint_planes import Chunk, pieces
 from outsize.checkpoint.files.checkpoint_shards import copy_tokenizer
 from outsize.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters
@@ -39,7 +39,7 @@ class AdapterWriter:
         """Write the adapters of ``unit`` from the chunks of its plane of weights."""
         assert self._file is not None
         for start, chunk in chunks:
-            for _, _, piece in pieces(unit, start, chunk):
+            for _, _, piece in pieces(unit.tensors, start, chunk):
                 self._file.write(bytes_of(piece))
 
     def shard_of(self, unit: UnitSpec) -> str:
@@ -53,10 +53,7 @@ class AdapterWriter:
         self.close()
         files.write_text(self._directory / ADAPTER_CONFIG, _config_text(self._config))
         copy_tokenizer(self._directory, tokenizer_source, with_code=False)
-        for path in sorted(self._directory.iterdir()):
-            if path.is_file() and path.name not in self.files:
-                files.sync(path)
-                self.files[path.name] = sum_of_file(path)
+        sum_the_rest(self._directory, self.files)
 
     def close(self) -> None:
         """Close the file of weights; idempotent."""

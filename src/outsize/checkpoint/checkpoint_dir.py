@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: what lies in it, what is removed and when, and writes that last.
+"""The directory of a run's checkpoints: what lies in it, what is removed, and when.
 
 ::
 
@@ -22,7 +22,6 @@ from outsize.errors import CheckpointError
 CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
 LATEST = "latest"
-PARTIAL = ".partial"
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SHOWN_CHARS = 80
@@ -66,22 +65,6 @@ def make_durable(path: Path) -> None:
         make_durable(path.parent)
         files.make_directories(path)
         files.sync(path.parent)
-
-
-def write_durable(path: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all, and still so after a loss of power.
-
-    Raises:
-        OSError: as the system says; what was there before still is.
-    """
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        files.write_text(partial, text, sync=True)
-        files.system().rename(partial, path)
-        files.sync(path.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            files.system().unlink(partial)
 
 
 def take_place(staging: Path, directory: Path) -> None:
@@ -131,7 +114,7 @@ def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
 
 
 def _remove(directory: Path) -> None:
-    doomed = directory.with_name(directory.name + PARTIAL + "-removed")
+    doomed = directory.with_name(directory.name + files.PARTIAL + "-removed")
     files.system().remove_tree(doomed)
     files.system().rename(directory, doomed)
     files.system().remove_tree(doomed)

@@ -1,13 +1,12 @@
 """Write the newest checkpoint of a run out as a plain Hugging Face model, or as adapters of one."""
 
-import shutil
 from pathlib import Path
 
+from outsize import files
 from outsize.checkpoint import merge as merging
 from outsize.checkpoint.checkpoint_dir import STATE, latest
-from outsize.checkpoint.checkpoint_state import OPTIMIZER
-from outsize.errors import CheckpointError, StorageError
-from outsize.storage.prealloc import explain
+from outsize.checkpoint.files.checkpoint_writer import new_directory
+from outsize.errors import CheckpointError
 
 
 def export(
@@ -29,24 +28,10 @@ def export(
             f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
         )
     target = Path(out_dir)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise StorageError(f"{target} exists already; choose another directory or remove it")
     if merge:
         return merging.merge(source, target, trust_remote_code)
-    partial = target.with_name(target.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(source, partial, ignore=shutil.ignore_patterns(OPTIMIZER, STATE))
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except shutil.Error as error:  # one entry ``(source, target, why)`` for each file
-        why = error.args[0][0][2]
-        raise StorageError(
-            f"cannot write {target}: {why}; free some space or choose another directory"
-        ) from error
-    except OSError as error:
-        raise explain(error, f"write {target}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_directory(target) as partial:
+        for path in source.iterdir():
+            if path.is_file() and path.name != STATE:
+                files.copy(path, partial / path.name)
     return target

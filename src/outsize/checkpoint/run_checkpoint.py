@@ -233,7 +233,7 @@ def _fill_plane(
     values = arena.take(4 * size, "restore").view(torch.float32)
     for start, length in _held(trainer, unit, size):
         chunk = values[:length].zero_()
-        for name, first, piece in pieces(unit, start, chunk):
+        for name, first, piece in pieces(unit.tensors, start, chunk):
             if name in tensors:
                 piece.copy_(tensors[name][first : first + piece.numel()])
         trainer.home.write(unit.index, plane, start, chunk)

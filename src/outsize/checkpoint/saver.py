@@ -1,25 +1,56 @@
 """When a checkpoint is due, and what people are told of it; how one is written is in `outsize.checkpoint.saving`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.saving import Saving
 from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
 from outsize.runtime.engine.engine import StoreHandle
+from outsize.runtime.engine.executor import LaneTask
+from outsize.session.job.prepare import Prepared
 from outsize.session.run_state import Position
-from outsize.session.stream import StreamedTrainer
 
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4
 # billion parameters takes 48 s to save: in half an hour 2.7 %, were nothing computed beside.
 DEFAULT_MINUTES = 30.0
 
 
+class Stores(Protocol):
+    """What is asked of an engine."""
+
+    def store(self, saving: Saving) -> StoreHandle:
+        """Begin a checkpoint of the state after the steps so far."""
+
+    def store_rest(self, handle: StoreHandle) -> None:
+        """Complete a checkpoint after an op has failed, where that can be done."""
+
+    def wait(self, tasks: Iterable[LaneTask]) -> None:
+        """Return when ``tasks`` are done."""
+
+    def note_progress(self) -> None:
+        """Say that an op which takes long is getting on."""
+
+
+class Stored(Protocol):
+    """Whose state is written."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The run."""
+
+    @property
+    def engine(self) -> Stores:
+        """Hands out its units."""
+
+
 class Saver:
     """Starts checkpoints of a run when they are due, one at a time, and says what became of them.
+
+    A step counts as saved once its checkpoint is whole on the disk, and not before.
 
     Args:
         trainer: the run.
@@ -40,7 +71,7 @@ class Saver:
 
     def __init__(
         self,
-        trainer: StreamedTrainer,
+        trainer: Stored,
         run_dir: Path,
         config: TrainConfig,
         *,
@@ -75,18 +106,15 @@ class Saver:
         Raises:
             OutsizeError: an op failed.
         """
-        if self._under_way is not None and all(task.passed() for task in self._under_way[1].tasks):
-            self._report(self._collect())
+        self._report_if_complete()
         every = self._config.save_every
         counted = bool(every) and position.step % every == 0
-        if (
-            counted
-        ):  # one that is still under way has had the time of all these steps: the disk is slower than they
-            self._report(self._collect())
         due = counted or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
-        if due if self._decide is None else self._decide(due):
+        if self._is_due(due):
+            # One that is still under way has had the time of all the steps since: the disk is slower than they.
             self._report(self._collect())
             self._start(position)
+            self._report_if_complete()
 
     def finish(self, position: Position) -> None:
         """Return when the state after the last step is saved.
@@ -95,8 +123,7 @@ class Saver:
             StorageError: it cannot be; the checkpoint before is untouched.
         """
         self._report(self._collect())
-        due = self._saved_step != position.step
-        if due if self._decide is None else self._decide(due):
+        if self._is_due(self._saved_step != position.step):
             self._start(position)
             saving = self._collect()
             if saving is not None and saving.error is not None:
@@ -137,12 +164,12 @@ class Saver:
             self.rescue()
         self.cancel()
 
+    def _is_due(self, due: bool) -> bool:
+        """Whether a checkpoint is begun now, where this rank would begin one if ``due``: the first one decides."""
+        return due if self._decide is None else self._decide(due)
+
     def _start(self, position: Position) -> None:
-        if self._saved_step == position.step:
-            return
         self._started_s = self._clock()
-        if not self._writes:
-            self._saved_step = position.step
         state, limit = self._state_of(position), self._config.save_total_limit
         engine = self._trainer.engine
         saving = Saving(
@@ -158,6 +185,10 @@ class Saver:
         self._trainer.engine.wait(handle.tasks)
         self._under_way = None
         return saving
+
+    def _report_if_complete(self) -> None:
+        if self._under_way is not None and all(task.passed() for task in self._under_way[1].tasks):
+            self._report(self._collect())
 
     def _report(self, saving: Saving | None) -> None:
         if saving is None or not self._writes:

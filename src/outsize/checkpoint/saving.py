@@ -30,14 +30,12 @@ from outsize.checkpoint.adapter_writer import AdapterWriter
 from outsize.checkpoint.checkpoint_dir import (
     CHECKPOINTS,
     LATEST,
-    PARTIAL,
     STATE,
     make_durable,
     name_of,
     remove_litter,
     remove_old,
     take_place,
-    write_durable,
 )
 from outsize.checkpoint.checkpoint_state import (
     MASTER_EXCEPTED,
@@ -102,7 +100,7 @@ class Saving:
         self._prepared = prepared
         self._checkpoints = directory / CHECKPOINTS
         self._final = self._checkpoints / name_of(step)
-        self._staging = self._final.with_name(self._final.name + PARTIAL)
+        self._staging = self._final.with_name(self._final.name + files.PARTIAL)
         self._state = state
         self._limit = limit
         self._moved = moved
@@ -220,13 +218,13 @@ class Saving:
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
                 found[name]["unit"] = unit.name
         state = {**self._state, **feedback.state_of(prepared), "updates": self._updates, "files": found}
-        write_durable(staging / STATE, render_state(state))
+        files.write_whole(staging / STATE, render_state(state), durable=True)
         files.sync(staging / OPTIMIZER)
         files.sync(staging)
         if self.cancelled:
             raise _CancelledError
         take_place(staging, self._final)
-        write_durable(self._checkpoints / LATEST, self._final.name + "\n")
+        files.write_whole(self._checkpoints / LATEST, self._final.name + "\n", durable=True)
         self.path = self._final
         if self._limit is not None:
             remove_old(self._checkpoints, self._final, self._limit, self._state["run"])

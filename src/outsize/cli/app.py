@@ -33,8 +33,8 @@ class _Commands(TyperGroup):
         except OutsizeError as error:
             typer.echo(f"{_speaker()}: {type(error).__name__}: {error}", err=True)
             sys.exit(2)
-        except KeyboardInterrupt:
-            typer.echo(f"{_speaker()}: interrupted", err=True)
+        except KeyboardInterrupt as interrupt:
+            typer.echo(f"{_speaker()}: {str(interrupt) or 'interrupted'}", err=True)
             sys.exit(130)
 
 

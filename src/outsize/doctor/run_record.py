@@ -43,6 +43,7 @@ _CAUSES = {
     "checkpoint": "checkpoint",
     "optimizer": "host",
     "workers": "workers",
+    "ranks": "workers",
     "loader": "data",
     "between steps": "python",
     "python": "python",

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.files.checkpoint_planes import pieces
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
@@ -118,13 +119,8 @@ def _fill_range(
 ) -> None:
     """Fill a range of elements of a plane; padding is zero."""
     values.zero_()
-    stop = start + values.numel()
-    for tensor in plane.tensors:
-        low, high = max(tensor.offset, start), min(tensor.offset + tensor.numel, stop)
-        if low < high:
-            source.read(
-                tensor.name, low - tensor.offset, high - tensor.offset, values[low - start : high - start]
-            )
+    for name, first, piece in pieces(plane.tensors, start, values):
+        source.read(name, first, first + piece.numel(), piece)
     if plane.trains:
         masters.write(plane.unit, start, values)
         return

@@ -1,11 +1,13 @@
 """What a step of a run is made of, and what it came to."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.optim.lr_schedule import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
+from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import Microbatch
 from outsize.session.job.model_inputs import model_inputs, num_targets
 
@@ -25,6 +27,7 @@ class StepOutcome:
         between_s: of them, before the batch was asked for.
         ended_s: when it was known, on the clock of the timeline.
         skipped: whether no weight changes.
+        moved: asks for the bytes that the step's ops have moved so far, by what they crossed.
     """
 
     number: int
@@ -37,6 +40,7 @@ class StepOutcome:
     between_s: float
     ended_s: float
     skipped: bool
+    moved: Callable[[], Mapping[str, Moved]]
 
     @property
     def window(self) -> Window:

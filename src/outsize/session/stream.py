@@ -100,10 +100,17 @@ class StreamedTrainer:
         state, own = self.prepared.plan.state, self.prepared.own
         self.errors = fill(self.home, self.spec, self.prepared.source, progress, state, own)
 
-    def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
+    def steps(
+        self, batches: Iterable[Batch], first: int = 0, done: Callable[[], None] = lambda: None
+    ) -> Iterator[StepOutcome]:
         """Train on ``batches``, numbered from ``first``; yields as soon as a step's loss and norm are known.
 
         The optimizer of the last step may still run; `settle` waits for it.
+
+        Args:
+            batches: of all steps.
+            first: number of the first one.
+            done: called when the last op of a step has ended, while the next one is under way.
 
         Raises:
             OutsizeError: a step failed or is not finite; the weights are those after the step before.
@@ -132,7 +139,10 @@ class StreamedTrainer:
                 loss_scale=self.loss_scale.value,
                 first_microbatch=self.prepared.group.rank * config.microbatches,
             )
-            self._last = self.engine.begin(context)
+            former, self._last = self._last, self.engine.begin(context)
+            if former is not None:
+                self.engine.finish(former)
+                done()
             self.engine.forward_backward_done(self._last)
             self.loss_scale.update(context.skipped)
             ended = time.perf_counter()
@@ -147,6 +157,7 @@ class StreamedTrainer:
                 between_s=asked - began,
                 ended_s=ended,
                 skipped=context.skipped,
+                moved=context.bytes_moved,
             )
             began, asked = ended, time.perf_counter()
 
@@ -206,10 +217,6 @@ class StreamedTrainer:
         for tensor in unit.tensors:
             buffer[tensor.offset : tensor.offset + tensor.numel].copy_(tensors[tensor.name].reshape(-1))
         self.home.write(unit.index, plane, 0, buffer)
-
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to disk so far."""
-        return self.session.disk_bytes()
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""

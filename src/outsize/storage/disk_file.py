@@ -59,6 +59,18 @@ class DiskStatistics:
     num_buffered_fallbacks: int = 0
 
 
+class Tally(threading.local):
+    """Bytes moved for the calling thread; every thread sees its own counts.
+
+    Attributes:
+        read_bytes: of finished reads.
+        written_bytes: of finished writes.
+    """
+
+    read_bytes = 0
+    written_bytes = 0
+
+
 class DirectFile:
     """A file of fixed size that reads as zeros until written; may be used from any thread.
 
@@ -73,6 +85,9 @@ class DirectFile:
         temporary: remove the name at once, so that the space is freed when the process ends, however it ends.
         ledger: where the bytes are reserved, in tier ``disk``; None reserves nothing.
         existing: open a file that is there, of exactly this size, and keep what it holds.
+
+    Attributes:
+        tally: bytes moved for the thread that asks.
 
     Raises:
         StorageError: disk full, not writable, in use by another run; no file is left behind.
@@ -115,6 +130,7 @@ class DirectFile:
         self._num_active = 0
         self._closed = False
         self._statistics = DiskStatistics(num_buffered_fallbacks=int(refusal is not None))
+        self.tally = Tally()
 
     def read_into(self, buffer: Tensor, offset: int) -> None:
         """Fill ``buffer`` from ``offset``, see `read_spans`."""
@@ -260,6 +276,8 @@ class DirectFile:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def _count(self, bytes_read: int, bytes_written: int, read_s: float, write_s: float) -> None:
+        self.tally.read_bytes += bytes_read
+        self.tally.written_bytes += bytes_written
         with self._idle:
             former = self._statistics
             self._statistics = DiskStatistics(

@@ -187,7 +187,7 @@ class DiskScratch:
         except BaseException:
             self._extents.leave(key)
             raise
-        self._extents.count(bytes_in=tensor.nbytes)
+        self._count(bytes_in=tensor.nbytes)
 
     def take(self, key: Hashable, into: Tensor) -> None:
         """See `Scratch.take`; refuses tensors of another device or with gaps."""
@@ -195,7 +195,7 @@ class DiskScratch:
         index = self._extents.find(key, into)
         self._move(into, index * self._stride, written=False)
         self._extents.leave(key)
-        self._extents.count(bytes_out=into.nbytes)
+        self._count(bytes_out=into.nbytes)
 
     def holds_all(self, tensors: Sequence[Tensor]) -> bool:
         """See `Scratch.holds_all`."""
@@ -212,7 +212,7 @@ class DiskScratch:
         except BaseException:
             self._extents.leave(key)
             raise
-        self._extents.count(bytes_in=sum(tensor.nbytes for tensor in tensors))
+        self._count(bytes_in=sum(tensor.nbytes for tensor in tensors))
 
     def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
         """See `Scratch.take_all`; refuses tensors of another device or with gaps."""
@@ -222,7 +222,7 @@ class DiskScratch:
         for at, tensor in _places(into):
             self._move(tensor, index * self._stride + at, written=False)
         self._extents.leave(key)
-        self._extents.count(bytes_out=sum(tensor.nbytes for tensor in into))
+        self._count(bytes_out=sum(tensor.nbytes for tensor in into))
 
     def forget(self, key: Hashable) -> None:
         """See `Scratch.forget`."""
@@ -235,6 +235,11 @@ class DiskScratch:
     def close(self) -> None:
         """Close the file, which frees its space; the arena gives the bounce buffers back."""
         self.file.close()
+
+    def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        self._extents.count(bytes_in=bytes_in, bytes_out=bytes_out)
+        self.file.tally.written_bytes += bytes_in
+        self.file.tally.read_bytes += bytes_out
 
     def _move(self, tensor: Tensor, offset: int, *, written: bool) -> None:
         """Move the bytes of ``tensor``, cut into requests that are in flight together."""

@@ -95,10 +95,11 @@ class Line(Part):
     )
     bytes_up: Bytes = Field(description="to the device, over all workers")
     bytes_down: Bytes = Field(description="from the device, over all workers")
-    bytes_read: Bytes = Field(description="from disk")
-    bytes_written: Bytes = Field(description="to disk")
+    bytes_read: Bytes = Field(description="from disk, but for what a checkpoint reads")
+    bytes_written: Bytes = Field(description="to disk, but for checkpoints and commit records")
     wire_bytes: dict[str, Bytes] = Field(
-        description="bytes as they crossed, by lane: `up:w0`, `down:w0`, …, and `disk:read`, `disk:write`"
+        description="bytes that the ops of this step moved, as they crossed, by lane: `up:w0`, `down:w0`, …, what was "
+        "sent to other ranks by `net:reduce` and `net:gather`, and `disk:read`, `disk:write`"
     )
     logical_bytes: dict[str, Bytes] = Field(
         description="the same bytes as they are used, that is before a codec wrote them smaller"

@@ -52,10 +52,14 @@ class Aftermath:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is not None and self.begun:
             with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
-                self._announce(self._what_is_left())
+                self._announce(f"the run failed: {self.next_start()}")
 
-    def _what_is_left(self) -> str:
-        """Say what `--resume auto` will do, by what lies on the disk."""
+    def next_start(self) -> str:
+        """Say what `--resume auto` will do, by what lies on the disk.
+
+        Raises:
+            OutsizeError: it cannot be read.
+        """
         saved = latest(self._run_dir)
         found = [(position_of(saved).step, saved.name)] if saved is not None else []
         home = home_file(self._config.memory, self._run_dir)
@@ -63,6 +67,6 @@ class Aftermath:
         if record is not None:
             found.append((record.state["step"], str(home)))
         if not found:
-            return "the run failed before anything was saved: --resume auto starts with step 1 again"
+            return "nothing is saved yet, --resume auto starts with step 1 again"
         step, where = max(found)
-        return f"the run failed: --resume auto goes on after step {step}, from {where}"
+        return f"--resume auto goes on after step {step}, from {where}"

@@ -15,8 +15,10 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +28,24 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outsize.checkpoint import run_checkpoint
 from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
+from outsize.group.group import Group
+from outsize.planner.simulate.timeline import Timeline
+from outsize.runtime.device.device_group import device_names
+from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import loss_of
 from outsize.session.job.model_inputs import model_inputs, num_targets
 from outsize.session.job.optimizer_layout import max_norm_of
 from outsize.session.job.prepare import Prepared, check_shares
+from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome, schedule_of
-from outsize.train.replica import Replica
+from outsize.storage.ledger import Ledger
+from outsize.train.replica import Replica, opened
+from outsize.train.replica_engine import NET, Hook, ReplicaEngine
 from outsize.train.resident import seeding
 from outsize.units import format_bytes
 
@@ -131,8 +141,14 @@ def check_fits(prepared: Prepared) -> None:
 
 
 @contextlib.contextmanager
-def process_group(group: GlooGroup, device: torch.device) -> Iterator[c10d.ProcessGroup]:
-    """Start torch's default process group among the ranks of ``group``: NCCL for a GPU, gloo for a CPU."""
+def process_group(
+    group: GlooGroup, device: torch.device
+) -> Iterator[tuple[c10d.ProcessGroup, Callable[[], None]]]:
+    """Start torch's default process group among the ranks of ``group``: NCCL for a GPU, gloo for a CPU.
+
+    Yields:
+        The group, and what has every call on it fail that waits for another rank.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -149,33 +165,74 @@ def process_group(group: GlooGroup, device: torch.device) -> Iterator[c10d.Proce
     whole = c10d._get_default_group()
     messages: Any = whole._get_backend(device)
     messages._set_default_timeout(timedelta(seconds=WAIT_S))
-    group.on_loss(messages.abort if device.type == "cuda" else lambda: break_off(messages))
+    end_waits = messages.abort if device.type == "cuda" else partial(break_off, messages)
+    group.on_loss(end_waits)
     try:
-        yield whole
+        yield whole, end_waits
     finally:
         dist.destroy_process_group()
+
+
+def start_replica(
+    stack: contextlib.ExitStack,
+    prepared: Prepared,
+    group: Group,
+    resumed: Path | None,
+    announce: Callable[[str], None],
+) -> "DataParallelTrainer":
+    """Open a trainer, entered in ``stack``, that goes on from ``resumed``; its `position` says where.
+
+    Raises:
+        OutsizeError: the checkpoint cannot be read, or a rank is lost.
+    """
+    name = device_names(prepared.machine.device)[0]
+    device = torch.device(name if name.startswith("cuda") else "cpu")
+    assert isinstance(group, GlooGroup)
+    if resumed is not None:
+        run_checkpoint.check_files(resumed)
+    replica = stack.enter_context(opened(prepared, device))
+    position = Position(0, 0, 0)
+    if resumed is not None:
+        position = run_checkpoint.restore(replica, resumed, announce)
+        replica.load()
+    announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+    averaging, end_waits = stack.enter_context(process_group(group, device))
+    return DataParallelTrainer(replica, group, averaging, device, end_waits, position)
 
 
 class DataParallelTrainer:
     """Trains a replica together with those of the other ranks.
 
     Args:
-        prepared: the run.
         replica: of the model, the same on all ranks.
         group: the ranks.
         averaging: torch's group of the same ranks.
         device: of the replica.
+        end_waits: has every call on ``averaging`` fail that waits for another rank.
+        position: where the replica stands.
+
+    Attributes:
+        prepared: the run.
+        position: as given; the beginning where none is.
+        loss_scale: of the replica.
+        engine: times what is done, and writes checkpoints.
+        ledger: of no tiers.
     """
 
     def __init__(
         self,
-        prepared: Prepared,
         replica: Replica,
         group: GlooGroup,
         averaging: c10d.ProcessGroup,
         device: torch.device,
+        end_waits: Callable[[], None] = lambda: None,
+        position: Position | None = None,
     ) -> None:
-        self._prepared = prepared
+        self.prepared = prepared = replica.prepared
+        self.position = position or Position(0, 0, 0)
+        self.loss_scale = replica.loss_scale
+        self.engine = ReplicaEngine(replica, group, device, end_waits)
+        self.ledger = Ledger({})
         self._replica = replica
         self._group = group
         self._device = device
@@ -193,7 +250,7 @@ class DataParallelTrainer:
         )
         # A static graph is learnt in the first step, and torch 2.13 fails if that has backwards that do not send.
         self._looks = parallel.ddp_static_graph
-        _compress(self._model, parallel, averaging, config.train.steps)
+        self._model.register_comm_hook(*_hook_of(self.engine, parallel, averaging, config.train.steps))
         decay = {t.name: t.decay for unit in replica.spec.units for t in unit.tensors}
         groups = [
             {"params": [p for n, p in replica.parameters.items() if decay[n] is decays], "weight_decay": rate}
@@ -208,110 +265,145 @@ class DataParallelTrainer:
         )
         replica.give_to(self._optimizer)
 
-    def steps(self, batches: Iterable[Batch], first: int = 0) -> Iterator[StepOutcome]:
+    def steps(
+        self, batches: Iterable[Batch], first: int = 0, done: Callable[[], None] = lambda: None
+    ) -> Iterator[StepOutcome]:
         """Train on this rank's share of each batch, numbered from ``first``; yields after each update.
 
-        `StepOutcome.loss` is this rank's part of the mean, ``gradient_norm`` and ``tokens`` are those of all ranks.
+        Args:
+            batches: of all steps.
+            first: number of the first one.
+            done: called behind each step.
 
         Raises:
             LostRankError: a rank is gone.
             NonFiniteError: the gradient is not finite, and ``train.on_nonfinite`` is raise; no weight was changed.
         """
-        schedule = schedule_of(self._prepared.config)
+        schedule = schedule_of(self.prepared.config)
         began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
             data_s = time.perf_counter() - asked
-            rate = schedule.learning_rate(number)
+            rate, before = schedule.learning_rate(number), self.engine.reduced
             try:
                 loss = self._forward_backward(number, batch)
                 norm, finite = self._update(rate)
             except RuntimeError as error:
-                lost = self._group.blame(error)
-                if lost is None:
+                ended_by = self.engine.error or self._group.blame(error)
+                if ended_by is None:
                     raise
-                raise lost from error
+                raise ended_by from error
             ended = time.perf_counter()
             yield StepOutcome(
                 number=number,
                 loss=loss,
                 gradient_norm=norm,
                 learning_rate=rate,
-                tokens=num_targets(batch.whole or batch, self._prepared.measured.shifted),
+                tokens=num_targets(batch.whole or batch, self.prepared.measured.shifted),
                 seconds=ended - began,
                 data_s=data_s,
                 between_s=asked - began,
                 ended_s=ended,
                 skipped=not finite,
+                moved=partial(self._moved_since, before),
             )
+            done()
             began, asked = ended, time.perf_counter()
 
+    def settle(self) -> None:
+        """Nothing: a step is done when its outcome is there."""
+
+    def take_timeline(self) -> Timeline:
+        """What was done since the last call."""
+        return self.engine.take_timeline()
+
+    def fallbacks(self) -> dict[str, int]:
+        """Nothing that could not be had as asked."""
+        return {}
+
+    def _moved_since(self, before: Moved) -> dict[str, Moved]:
+        reduced = self.engine.reduced
+        return {NET: Moved(reduced.wire - before.wire, reduced.logical - before.logical)}
+
     def _forward_backward(self, number: int, batch: Batch) -> float:
-        """Leave the gradient of the mean loss over all ranks; returns this rank's part of that mean."""
-        count = self._prepared.config.microbatches
-        total = max(num_targets(batch.whole or batch, self._prepared.measured.shifted), 1)
-        loss = 0.0
+        """Leave the gradient of the mean loss over all ranks; returns that mean."""
+        count = self.prepared.config.microbatches
+        total = max(num_targets(batch.whole or batch, self.prepared.measured.shifted), 1)
+        loss = torch.zeros(1, dtype=torch.float64)
         for index, part in enumerate(batch.split(count)):
             sends = index + 1 == count or self._looks
             quietly = contextlib.nullcontext() if sends else self._model.no_sync()
             with quietly, self._seeded(number, index):
-                weighted = self._loss(part, total)
-                # Averaging divides by the number of ranks what is to be added up.
-                (weighted * self._group.size).backward()  # type: ignore[no-untyped-call]
+                with self.engine.op(f"F {index}"):
+                    weighted = self._loss(part, total)
+                with self.engine.op(f"B {index}"):
+                    # Averaging divides by the number of ranks what is to be added up.
+                    (weighted * self._group.size).backward()  # type: ignore[no-untyped-call]
             loss += float(weighted.detach())
         self._looks = False
-        return loss
+        with self.engine.op("AGREE", NET):
+            self._group.all_reduce(loss)
+        return float(loss)
 
     def _loss(self, part: Batch, total: int) -> Tensor:
         """Return the sum of the losses of a microbatch over ``total`` targets."""
-        targets = num_targets(part, self._prepared.measured.shifted)
+        targets = num_targets(part, self.prepared.measured.shifted)
         given = {name: value.to(self._device) for name, value in model_inputs(part).items()}
         if not targets:  # a mean over nothing is NaN; all ranks have to send what is zero here
             given["labels"] = given["input_ids"]
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._prepared.dtype == "bf16"):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.prepared.dtype == "bf16"):
             return loss_of(self._model(**given)).float() * (targets / total)
 
     def _seeded(self, number: int, index: int) -> contextlib.AbstractContextManager[None]:
-        config = self._prepared.config
+        config = self.prepared.config
         among_all = self._group.rank * config.microbatches + index
-        return seeding(self._prepared.split, config.train.seed, number, among_all)
+        return seeding(self.prepared.split, config.train.seed, number, among_all)
 
     def _update(self, rate: float) -> tuple[float, bool]:
         """Clip and step, as all ranks do with the same bits; returns the norm before, and whether it was finite."""
-        config, trained = self._prepared.config, self._replica.parameters
+        config, trained = self.prepared.config, self._replica.parameters
         names = [name for name, parameter in trained.items() if parameter.grad is not None]
         gradients = [trained[name].grad for name in names]
-        norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
-        finite = bool(torch.isfinite(norm))
+        with self.engine.op("CLIP"):
+            norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+            finite = bool(torch.isfinite(norm))
         if not finite and config.train.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"gradient norm {float(norm):g}; no weight was changed. Try a lower optimizer.lr, or "
                 "train.on_nonfinite=skip to go on"
             )
         if finite:
-            limit = max_norm_of(config)
-            if math.isfinite(limit):
-                nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
-            for entry in self._optimizer.param_groups:
-                entry["lr"] = rate
-            self._optimizer.step()
+            with self.engine.op("STEP"):
+                limit = max_norm_of(config)
+                if math.isfinite(limit):
+                    nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
+                for entry in self._optimizer.param_groups:
+                    entry["lr"] = rate
+                self._optimizer.step()
             for name in names:
                 self._replica.updates[name] += 1
         self._optimizer.zero_grad()
         return float(norm), finite
 
 
-def _compress(
-    model: DistributedDataParallel, parallel: ParallelConfig, averaging: c10d.ProcessGroup, num_steps: int
-) -> None:
-    """Have gradients written between ranks as asked."""
-    if parallel.ddp_compress == "bf16":
-        model.register_comm_hook(averaging, default_hooks.bf16_compress_hook)
-    elif parallel.ddp_compress == "fp16":
-        model.register_comm_hook(averaging, default_hooks.fp16_compress_hook)
-    elif parallel.ddp_compress == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            averaging,
-            matrix_approximation_rank=parallel.ddp_powersgd_rank,
-            start_powerSGD_iter=max(min(_POWERSGD_STEPS, num_steps // _POWERSGD_SHARE), 2),
-        )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+def _hook_of(
+    engine: ReplicaEngine, parallel: ParallelConfig, averaging: c10d.ProcessGroup, num_steps: int
+) -> tuple[Any, Hook]:
+    """Return how gradients go between ranks, and the state of that: written as asked, and timed."""
+    if parallel.ddp_compress != "powersgd":
+        halved = parallel.ddp_compress in ("bf16", "fp16")
+        hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+        send = hooks.get(parallel.ddp_compress, default_hooks.allreduce_hook)
+        return averaging, engine.timing(send, lambda bucket: bucket.nbytes // (2 if halved else 1))
+    state = powerSGD_hook.PowerSGDState(
+        averaging,
+        matrix_approximation_rank=parallel.ddp_powersgd_rank,
+        start_powerSGD_iter=max(min(_POWERSGD_STEPS, num_steps // _POWERSGD_SHARE), 2),
+    )
+    sent = 0
+
+    def wire_bytes(bucket: Tensor) -> int:
+        nonlocal sent
+        former, sent = sent, state.total_numel_after_compression
+        return (sent - former) * bucket.itemsize or bucket.nbytes  # whole in the first steps
+
+    return state, engine.timing(powerSGD_hook.powerSGD_hook, wire_bytes)

@@ -1,7 +1,13 @@
-"""Ctrl-C and SIGTERM: while there are steps to save, the first asks the run to finish and save, the second stops it."""
+"""Ctrl-C and SIGTERM: while there are steps to save, the first asks the run to finish and save, the second stops it.
 
+A signal is answered at once, though a step may take minutes: its handler puts an answer into a queue, and a thread that
+waits for it speaks. The handler may not speak itself, since what it interrupts may be writing to the same console.
+"""
+
+import queue
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -11,21 +17,32 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """While entered, a signal raises KeyboardInterrupt, SIGTERM too: whatever is under way is undone on its way out.
 
-    Where `can_finish` is set, the first signal only sets `requested`. Signal handlers belong to the main thread; in
-    any other this does nothing.
+    Where `finish` is set, the first signal only sets `requested`. Signal handlers belong to the main thread; in any
+    other this does nothing.
+
+    Args:
+        announce: called with a line for people, from a thread of this.
 
     Attributes:
-        can_finish: whether somebody looks at `requested`.
+        doing: what is being done before there are steps; whoever is interrupted meanwhile is told.
+        finish: says what a run that is to end waits for; None where nobody looks at `requested`.
         requested: whether a signal has come since.
     """
 
-    def __init__(self) -> None:
-        self.can_finish = False
+    def __init__(self, announce: Callable[[str], None] = lambda _: None) -> None:
+        self.doing = "it began"
+        self.finish: Callable[[], str] | None = None
         self.requested = False
+        self._announce = announce
         self._former: dict[int, Any] = {}
+        # Its put is made for signal handlers; locks of other kinds may be held by what they interrupt.
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._speaker: threading.Thread | None = None
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
+            self._speaker = threading.Thread(target=self._speak, name="outsize-interrupt", daemon=True)
+            self._speaker.start()
             self._former = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
@@ -33,8 +50,20 @@ class Interrupt:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()
+        if self._speaker is not None:
+            self._answers.put(None)
+            self._speaker.join()
+            self._speaker = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested or not self.can_finish:
+        if self.finish is None:
+            raise KeyboardInterrupt(f"interrupted while {self.doing}; no step was under way, nothing is lost")
+        if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        self._answers.put("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+    def _speak(self) -> None:
+        while (name := self._answers.get()) is not None:
+            if self.finish is not None:
+                self._announce(f"{name} was heard: {self.finish()}")

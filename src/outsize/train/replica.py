@@ -26,6 +26,7 @@ from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.checkpoint_ops import StoreOps, UnitAtRest
 from outsize.session.fill import fill
 from outsize.session.job.prepare import Prepared
+from outsize.session.loss_scale import LossScale
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
 
@@ -36,13 +37,17 @@ class Replica:
     """A model with real parameters, and where they rest. Made by `opened`.
 
     Attributes:
+        prepared: the run.
         home: planes of all units but gradients.
         parameters: that train, by name, fp32.
         updates: how often each of them was stepped.
+        loss_scale: 1, as none computes in fp16.
         state: how a trained unit lies in the home.
     """
 
     def __init__(self, prepared: Prepared, device: torch.device, arena: Arena) -> None:
+        self.prepared = prepared
+        self.loss_scale = LossScale(enabled=False)
         self.spec = prepared.split.spec
         self.state = StateLayout(dtype=self.spec.dtype)
         planes = planes_for(self.spec.dtype)

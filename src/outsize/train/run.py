@@ -25,14 +25,12 @@ from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.numa_binding import bound, placement_of
 from outsize.session.run_state import Position
-from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.record import CommitRecord
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.train.aftermath import Aftermath
-from outsize.train.ddp import one_share
-from outsize.train.ddp_run import run_data_parallel
+from outsize.train.ddp import check_fits, one_share, start_replica
 from outsize.train.forecast import Forecast, forecast
 from outsize.train.interrupt import Interrupt
 from outsize.train.loop import Progress, Run
@@ -48,6 +46,7 @@ from outsize.train.ranks import Ranks, own_share, together
 from outsize.train.resumed_microbatches import PLAN_FILE, as_before
 from outsize.train.run_data import open_dataset
 from outsize.train.run_dir import choose_run_dir, claimed
+from outsize.train.trainer import Trainer
 from outsize.train.watchdog import Watchdog
 
 Announce = Callable[[str], None]
@@ -105,7 +104,7 @@ def train(
     place = launched()
     asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:
-        interrupt = stack.enter_context(Interrupt())
+        interrupt = stack.enter_context(Interrupt(announce))
         ranks = stack.enter_context(together(config, place, announce))
         if ranks.restarted:
             config, asked = _resuming(config), _resuming(asked)
@@ -129,22 +128,23 @@ def _train(
         borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
     )
     set_thresholds(heap=False)
+    interrupt.doing = "the model was built, measured and planned"
     resumed = run_checkpoint.find(config.train.resume, run_dir)
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
     asked = asked.in_microbatches(prepared.config.microbatches)
-    if _is_replicated(config, ranks):
-        dataset = _dataset(stack, config, prepared, ranks, resumed)
-        return run_data_parallel(asked, prepared, ranks, dataset, resumed, interrupt, progress)
-    record = newest_home(config, own_dir, prepared, resumed, announce)
+    replicated = _is_replicated(config, ranks)
+    record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
     if resumed is not None:
         done = run_checkpoint.position_of(resumed)
         if done.step >= config.train.steps:
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
+    interrupt.doing = "the data was read and tokenised"
     dataset = _dataset(stack, config, prepared, ranks, resumed)
-    expected = forecast(prepared, own_dir, announce, rates)
+    interrupt.doing = "the machine was timed and memory filled with the model's weights"
+    expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
     return run.go(dataset, interrupt)
 
@@ -166,7 +166,9 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)
     rates = None
-    if not replicated:  # which streams nothing
+    if replicated:
+        check_fits(prepared)
+    else:
         prepared, rates = decide(prepared, own_dir, announce)
     config = config.in_microbatches(prepared.config.microbatches)
     if resumed is not None:
@@ -201,24 +203,20 @@ def _open(
     placement = placement_of(config, prepared, place.local_size if place is not None else 1)
     stack.enter_context(bound(placement))
     # Entered first, so that it still watches while everything else is given back.
-    watchdog = stack.enter_context(
-        Watchdog(
-            own_dir,
-            announce,
-            action=config.train.on_stall,
-            factor=config.train.stall_factor,
-            floor_s=config.train.stall_floor_s,
-            predicted_step_s=expected.step_s if expected is not None else None,
-        )
-    )
+    watchdog = stack.enter_context(_watchdog(prepared, ranks, expected))
     # Entered before what it speaks of, so that it speaks when every lane has ended.
     planes = prepared.plan.state.planes
     aftermath = stack.enter_context(
         Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own)
     )
-    trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
-    tell_costs(prepared, own_dir, announce)
-    _write_facts(ranks, asked, prepared, (flops, peak), placement, trainer.errors)
+    trainer: Trainer
+    if _is_replicated(config, ranks):
+        trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
+    else:
+        trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+        tell_costs(prepared, own_dir, announce)
+        _write_plan(ranks, prepared, trainer.errors)
+    _write_facts(ranks, asked, prepared, (flops, peak), placement)
     heartbeat = stack.enter_context(Heartbeat(own_dir))
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
@@ -235,12 +233,13 @@ def _open(
         prepared,
         ranks,
         trainer,
-        Accounts(trainer, sampler, flops, peak),
+        _accounts(trainer, sampler, flops, peak),
         heartbeat,
         writers,
         profiler,
         watchdog,
         saver,
+        aftermath.next_start,
         progress if ranks.is_first else None,
         trainer.position,
         expected,
@@ -251,22 +250,45 @@ def _open(
     return run
 
 
+def _watchdog(prepared: Prepared, ranks: Ranks, expected: Forecast | None) -> Watchdog:
+    train = prepared.config.train
+    return Watchdog(
+        ranks.own_dir,
+        ranks.announce,
+        action=train.on_stall,
+        factor=train.stall_factor,
+        floor_s=train.stall_floor_s,
+        predicted_step_s=expected.step_s if expected is not None else None,
+        links_are_disk=prepared.machine.below == "disk",
+    )
+
+
+def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> Accounts:
+    machine, links = trainer.prepared.machine, trainer.engine.moved()
+    return Accounts(
+        machine.device, machine.num_workers, links, trainer.ledger, trainer.fallbacks, sampler, flops, peak
+    )
+
+
 def _write_facts(
     ranks: Ranks,
     asked: Config,
     prepared: Prepared,
     computing: tuple[float | None, Peak],
     placement: Placement,
-    errors: dict[str, float],
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:
         write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
-    write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     facts = about(prepared, *computing)
     write_json(
         ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
     )
+
+
+def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> None:
+    """Write what a streamed run follows, and what became of frozen weights that a codec has written."""
+    write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     if errors:
         ranks.announce(f"frozen weights are encoded: {summary(errors)}")
         write_json(ranks.own_dir / QUANTISATION, errors)
@@ -297,11 +319,11 @@ def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> Trai
         bytes_written=0,
         run_dir=str(run_dir),
         skipped_steps=position.skipped,
-        export_dir=str(latest(run_dir)),
+        export_dir=str(saved) if (saved := latest(run_dir)) is not None else None,
     )
 
 
-def _saver(config: Config, trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
+def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     run_dir = ranks.run_dir
     newest = latest(run_dir)
@@ -311,7 +333,7 @@ def _saver(config: Config, trainer: StreamedTrainer, ranks: Ranks, dataset: Pack
         trainer,
         run_dir,
         config.train,
-        commits=trainer.prepared.plan.layout.commits,
+        commits=trainer.prepared.plan.layout.commits and not _is_replicated(config, ranks),
         state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
         announce=ranks.announce,
         decide=ranks.first_decides if ranks.group.size > 1 else None,

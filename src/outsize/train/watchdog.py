@@ -10,8 +10,9 @@ process is stopped, or the machine sleeps, the run is not stalled.
 
 What happens when it is, in this order:
 
-1. A report is written and announced: what each lane waits for, where the program stands, the stacks of all threads. It
-   has `REPORT_S` for that; a disk that does not answer does not answer the watchdog either.
+1. A report is written: what each lane waits for, where the program stands, the stacks of all threads. It has
+   `REPORT_S` for that; a disk that does not answer does not answer the watchdog either. One message says which lane
+   hangs, in which op, and what to look at: it is announced, or else it is the error that the run ends with.
 2. To abort, the executor is told the error. Ops that have not begun are skipped, so as soon as the op under way comes
    back, the run ends as after any other error: threads are joined, memory and files given back.
 3. If the run has not ended after `GRACE_S`, the op does not come back. A thread in the kernel cannot be ended, and
@@ -27,12 +28,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from outsize import files
 from outsize.errors import StalledError
+from outsize.runtime.engine.executor import Waiting
 from outsize.units import format_seconds
 
 TICK_S = 1.0
@@ -40,6 +42,23 @@ GRACE_S = 30.0
 REPORT_S = 10.0
 STALLED_STATUS = 3
 _REMEMBERED_STEPS = 20
+# Lanes that a message names of those that wait.
+_NAMED_LANES = 4
+# What to look at, by the kind of lane that hangs.
+_DISK = "The disk does not answer: look at the kernel log (dmesg), and at who else uses that disk"
+_ADVICE: Mapping[str, str] = {
+    "compute": "The model's code or a kernel does not come back: look at that lane's thread in the report, on a GPU "
+    "also at nvidia-smi and dmesg",
+    "up": "A copy over the link does not end: look at nvidia-smi and dmesg",
+    "down": "A copy over the link does not end: look at nvidia-smi and dmesg",
+    "peer": "A copy between devices does not end: look at nvidia-smi and dmesg",
+    "host": "The optimizer does not come back: look whether other processes hold the cores, or the machine swaps",
+    "net": "Other ranks have not come: look at their log.txt and at the reports of their own stalls",
+    **dict.fromkeys(("read", "write", "commit", "store"), _DISK),
+}
+_NOTHING = (
+    "No op is under way: look at the main thread in the report; data, a tracker or the caller's code may hang"
+)
 
 
 class Watched(Protocol):
@@ -49,8 +68,8 @@ class Watched(Protocol):
     def num_ended(self) -> int:
         """Changes when an op ends, or a piece of a checkpoint was written."""
 
-    def waiting(self) -> dict[str, str]:
-        """For each lane with unfinished work: its first unfinished op and what it waits for."""
+    def waiting(self) -> Mapping[str, Waiting]:
+        """Return for each lane with unfinished work its first unfinished op."""
 
     def position(self) -> str:
         """Where the program stands."""
@@ -69,6 +88,10 @@ class Watchdog:
         factor: limit in median steps.
         floor_s: least limit, in seconds.
         predicted_step_s: stands for the median until a step was measured; None where nothing was predicted.
+        links_are_disk: whether lanes ``up`` and ``down`` move bytes from and to the disk.
+
+    Attributes:
+        doing: what is watched where that is no step; empty for a step.
         tick_s: seconds between two looks.
         grace_s: seconds that a run has to end after it was given up.
         end_process: ends the process with a status, without leave.
@@ -83,6 +106,7 @@ class Watchdog:
         factor: float,
         floor_s: float,
         predicted_step_s: float | None = None,
+        links_are_disk: bool = False,
         tick_s: float = TICK_S,
         grace_s: float = GRACE_S,
         end_process: Callable[[int], object] = os._exit,
@@ -98,7 +122,8 @@ class Watchdog:
         self._grace_s = grace_s
         self._end_process = end_process
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        self._doing = ""
+        self._links_are_disk = links_are_disk
+        self.doing = ""
         self._step = 0
         self._reported = -1
         self._ended = -1
@@ -109,10 +134,11 @@ class Watchdog:
     @property
     def limit_s(self) -> float:
         """Seconds without progress after which a step is stalled."""
-        return max(self._floor_s, self._factor * self._typical_step_s)
+        return max(self._floor_s, self._factor * self.typical_step_s)
 
     @property
-    def _typical_step_s(self) -> float:
+    def typical_step_s(self) -> float:
+        """Seconds of the median step, or of the predicted one; 0 where neither is known."""
         return statistics.median(self._steps_s) if self._steps_s else self._predicted_step_s
 
     @property
@@ -121,7 +147,7 @@ class Watchdog:
         if self.limit_s <= self._floor_s:
             return f"more than train.stall_floor_s={self._floor_s:g}"
         kind = f"median of {len(self._steps_s)} steps," if self._steps_s else "predicted step,"
-        return f"more than {self._factor:g} times the {kind} {format_seconds(self._typical_step_s)}"
+        return f"more than {self._factor:g} times the {kind} {format_seconds(self.typical_step_s)}"
 
     def watch(self, engine: Watched, step: int) -> None:
         """Watch from now on; ``engine`` begins with ``step``, counted from 1."""
@@ -135,11 +161,11 @@ class Watchdog:
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
         """Call what is watched ``what`` while the body runs: it is no step."""
-        self._doing = what
+        self.doing = what
         try:
             yield
         finally:
-            self._doing = ""
+            self.doing = ""
 
     def __enter__(self) -> "Watchdog":
         if self._action != "ignore":
@@ -171,22 +197,26 @@ class Watchdog:
             self.look(now - before)
 
     def _stalled(self, engine: Watched, quiet_s: float) -> None:
-        step = self._step
         waiting = engine.waiting()
-        lanes = "; ".join(f"{lane}: {what}" for lane, what in waiting.items()) or "no op is under way"
-        what = self._doing or f"step {step}"
-        summary = f"{what}: nothing has ended for {format_seconds(quiet_s)}, {self._reason}; {lanes}"
-        path = self._run_dir / f"stall-{step:08d}.txt"
+        path = self._run_dir / f"stall-{self._step:08d}.txt"
+        message = (
+            f"{self.doing or f'step {self._step}'}: nothing has ended for {format_seconds(quiet_s)}, {self._reason}. "
+            f"{self._hung(waiting)}. {path} says where every thread stands"
+        )
+        lanes = "\n".join(f"{lane}: {what}" for lane, what in waiting.items())
+        announced = f"stalled: {message}" if self._action != "abort" else ""
         # On a thread of its own: the disk that does not answer may be the one that reports go to.
         reporter = threading.Thread(
-            target=self._report, args=(path, summary, engine.position()), name="outsize-report", daemon=True
+            target=self._report,
+            args=(path, [message, lanes, engine.position()], announced),
+            name="outsize-report",
+            daemon=True,
         )
         reporter.start()
         reporter.join(REPORT_S)
         if self._action == "abort":
             error = StalledError(
-                f"{summary}. Look at the disk and at the kernel log (dmesg); {path} says where every thread stands. "
-                "Go on with --resume auto; train.stall_floor_s and train.on_stall say when a step counts as stalled"
+                f"{message}. Go on with --resume auto; train.stall_floor_s and train.on_stall say what a stall is"
             )
             engine.give_up(error)
             if not self._stop.wait(self._grace_s):
@@ -194,17 +224,41 @@ class Watchdog:
                 sys.stderr.flush()
                 self._end_process(STALLED_STATUS)
 
-    def _report(self, path: Path, summary: str, position: str) -> None:
+    def _hung(self, waiting: Mapping[str, Waiting]) -> str:
+        """Say which lane hangs, in which op, who waits for it, and what to look at."""
+        hung = {lane: what.op for lane, what in waiting.items() if not what.waits_for}
+        if not hung:
+            return _NOTHING
+        (lane, op), *others = hung.items()
+        told = f"Lane {lane} hangs in {op}"
+        if others:
+            told += f", and so {'does' if len(others) == 1 else 'do'} {_listed([name for name, _ in others])}"
+        behind = [name for name in waiting if name not in hung]
+        if behind:
+            told += f"; {_listed(behind)} {'waits' if len(behind) == 1 else 'wait'} for it"
+        kind = lane.partition(":")[0]
+        return f"{told}. {_DISK if self._links_are_disk and kind in ('up', 'down') else _ADVICE[kind]}"
+
+    def _report(self, path: Path, parts: list[str], announced: str) -> None:
         # Where nothing can be written any more, the report is what stderr shows of it.
         with contextlib.suppress(OSError):
-            files.write_text(path, "\n\n".join([summary, position, _stacks()]) + "\n")
+            files.write_text(path, "\n\n".join([*parts, _stacks()]) + "\n")
         with contextlib.suppress(Exception):  # the caller's own; a thread that watches does not end of it
-            self._announce(f"stalled: {summary}; more in {path}")
+            if announced:
+                self._announce(announced)
+
+
+def _listed(lanes: Sequence[str]) -> str:
+    more = len(lanes) - _NAMED_LANES
+    return ", ".join(lanes[:_NAMED_LANES]) + (f" and {more} more lanes" if more > 0 else "")
 
 
 def _stacks() -> str:
-    """What every thread is doing."""
+    """What every thread is doing, by its name."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        return file.read()
+        found = file.read()
+    for thread in threading.enumerate():
+        found = found.replace(f"Thread 0x{thread.ident or 0:016x}", f"Thread {thread.name}")
+    return found

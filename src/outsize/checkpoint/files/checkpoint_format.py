@@ -269,6 +269,18 @@ def sum_of_file(path: Path) -> FileSum:
     return FileSum(size, crc32)
 
 
+def sum_the_rest(directory: Path, known: dict[str, FileSum]) -> None:
+    """Sync the files of ``directory`` that are not among ``known`` yet, and add them.
+
+    Raises:
+        OSError: as the system says.
+    """
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.name not in known:
+            files.sync(path)
+            known[path.name] = sum_of_file(path)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, as bytes."""
     return memoryview(cast(Any, tensor.detach().view(-1).view(torch.uint8).numpy()))

@@ -20,7 +20,7 @@ from outsize.checkpoint.files.checkpoint_format import (
     read_header,
 )
 from outsize.errors import CheckpointError
-from outsize.model.sizes.model_spec import UnitSpec
+from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 
 Chunk = tuple[int, Tensor]
 
@@ -49,7 +49,7 @@ def write_plane(
     entries = ((names[t.name] if names else t.name, dtype, t.shape) for t in unit.tensors)
     with TensorWriter(path, entries, moved) as file:
         for start, chunk in chunks:
-            for _, _, piece in pieces(unit, start, chunk):
+            for _, _, piece in pieces(unit.tensors, start, chunk):
                 file.write(bytes_of(piece))
         return file.sync()
 
@@ -77,14 +77,14 @@ def read_plane(stored: Mapping[str, StoredTensor], unit: UnitSpec, start: int, i
         CheckpointError: the file cannot be read.
     """
     into.zero_()
-    for name, first, piece in pieces(unit, start, into):
+    for name, first, piece in pieces(unit.tensors, start, into):
         read_elements(stored[name], first, first + piece.numel(), piece)
 
 
-def pieces(unit: UnitSpec, start: int, chunk: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield what of each tensor lies in a chunk: name, first element of the tensor, and the piece."""
+def pieces(tensors: Iterable[TensorSpec], start: int, chunk: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield what of each of a plane's ``tensors`` lies in a chunk: name, first element of the tensor, and the piece."""
     stop = start + chunk.numel()
-    for tensor in unit.tensors:
+    for tensor in tensors:
         low, high = max(tensor.offset, start), min(tensor.offset + tensor.numel, stop)
         if low < high:
             yield tensor.name, low - tensor.offset, chunk[low - start : high - start]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outsize import files
 from outsize.checkpoint.files.checkpoint_files import INDEX, locate_checkpoint
-from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, bytes_of, sum_of_file, write_file
+from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, bytes_of, sum_the_rest, write_file
 from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, persistent_buffers
 from outsize.model.sizes.model_spec import UnitSpec
@@ -124,10 +124,7 @@ class CheckpointWriter:
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
         copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
         CheckpointReader(directory, self._model, self._tied)  # every name and shape is there, or this raises
-        for path in sorted(directory.iterdir()):
-            if path.is_file() and path.name not in self.files:
-                files.sync(path)
-                self.files[path.name] = sum_of_file(path)
+        sum_the_rest(directory, self.files)
 
     def close(self) -> None:
         """Nothing: no file is open between two calls."""

@@ -57,15 +57,26 @@ def write_checkpoint(
         StorageError: the disk is full, the place is not writable, or something is there already.
     """
     final = Path(directory).expanduser().absolute()
-    if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise StorageError(f"{final} exists already; choose another directory or remove it")
-    with _storage_errors(final), _becoming(final) as partial:
+    with new_directory(final, overwrite=overwrite) as partial:
         writer = CheckpointWriter(partial, model_skeleton, units)
         for unit in units:
             if unit.all_tensors:
                 writer.write_unit(unit, read(unit))
         writer.finish(hf_config, tokenizer_source)
     return final
+
+
+@contextmanager
+def new_directory(final: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give out a hidden directory, which takes the place of ``final`` when it is complete, or is removed.
+
+    Raises:
+        StorageError: the disk is full, the place is not writable, or something is there already.
+    """
+    if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise StorageError(f"{final} exists already; choose another directory or remove it")
+    with _storage_errors(final), _becoming(final) as partial:
+        yield partial
 
 
 @contextmanager

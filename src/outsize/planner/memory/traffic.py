@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from outsize.codecs.transport import Transport
-from outsize.model.sizes.model_spec import ModelSpec
+from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout, layout_of
 from outsize.planner.memory.activation_liveness import NOTHING
 from outsize.planner.memory.link_bytes import activation_bytes, gradient_bytes, load_bytes
@@ -87,6 +87,8 @@ class _Count:
             yield from self._activations(op, unit)
         elif op.kind in (Kind.PASS, Kind.RETURN):
             yield "across", self.boundary_bytes[unit]
+        elif op.kind in (Kind.REDUCE, Kind.GATHER) and self.home == "disk":
+            yield from self._exchanged(op, unit)
         elif op.kind is Kind.READ:
             yield (
                 "disk_read",
@@ -102,8 +104,17 @@ class _Count:
             return
         item_bytes = ITEM_BYTES.get(self.state.gradients, 4)  # those that are rounded leave in fewer bytes
         yield "down", gradient_bytes(self.transport, self.layout.gradient_bytes[unit]) * item_bytes // 4
-        if self.below == "disk" == self.home:
+        if self.below == "disk" == self.home and not self.layout.own_elements:  # else it waits for its REDUCE
             yield "disk_written", self._rounded(unit)
+
+    def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
+        """The share of this node: its gradient once it is summed, its weights, and beside them those of the others."""
+        own, itemsize = self.layout.own_elements[unit], ITEMSIZE[self.model.dtype]
+        if op.kind is Kind.REDUCE:
+            yield "disk_written", 4 * own
+        else:
+            yield "disk_read", own * itemsize
+            yield "disk_written", (self.model.units[unit].numel - own) * itemsize
 
     def _activations(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
         """Activations that leave the device, or come back; on disk they lie as they are."""

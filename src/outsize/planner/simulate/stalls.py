@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from outsize.planner.simulate.timeline import Event
 
-WORKERS, LOADER, BETWEEN, PYTHON = "workers", "loader", "between steps", "python"
+WORKERS, RANKS = "workers", "ranks"
+LOADER, BETWEEN, PYTHON = "loader", "between steps", "python"
 CHECKPOINT, STORE_LANE = "checkpoint", "store"
 # The owner of what no lane was at work for.
 NOBODY = "none"
@@ -45,6 +46,9 @@ CAUSES: Mapping[str, str] = {
     "READ": "disk",
     "WRITE": "disk",
     "COMMIT": "commit",
+    "REDUCE": RANKS,
+    "AGREE": RANKS,
+    "GATHER": RANKS,
     "STORE": CHECKPOINT,
 }
 

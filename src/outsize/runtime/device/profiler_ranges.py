@@ -5,12 +5,10 @@ at a flag.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.profiler import record_function
-
-from outsize.planner.program.ops import Op
 
 
 class OpRanges:
@@ -27,10 +25,12 @@ class OpRanges:
         self.on = False
         self._nvtx = nvtx
 
+    def around(self, op: object) -> AbstractContextManager[None]:
+        """Return the context that an op runs in; its text is the name of the range."""
+        return self._range(str(op)) if self.on else nullcontext()
+
     @contextmanager
-    def around(self, op: Op) -> Iterator[None]:
-        """Return the context that an op runs in while this is on."""
-        name = str(op)
+    def _range(self, name: str) -> Iterator[None]:
         if self._nvtx:
             torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
         try:

@@ -6,7 +6,7 @@ program keep every weight exact.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -28,9 +28,9 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.device.profiler_ranges import OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
-from outsize.runtime.engine.executor import Executor, LaneTask
+from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import HandlerTable, handlers_of, lane_thread
-from outsize.runtime.engine.workers import make_crew, make_single
+from outsize.runtime.engine.workers import Crew, Worker, make_crew, make_single
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
@@ -44,8 +44,9 @@ from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.arena import Arena
+from outsize.storage.disk_file import Tally
 from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.scratch import Scratch
+from outsize.storage.scratch import DiskScratch, Scratch
 
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
@@ -165,8 +166,13 @@ class Engine:
             for worker in self._crew.workers
         )
         self.ranges = OpRanges(nvtx=device.torch_device.type == "cuda")
+        self._links = _links(self._crew, layout.peers, self.exchange)
+        places = [
+            place for place in (home, scratch, *rooms.values()) if isinstance(place, DiskHome | DiskScratch)
+        ]
+        counting = _Counting(self._links, [place.file.tally for place in places])
         self._executor = Executor(
-            device, lane_of, partial(_on_worker, run_op, tables, self.ranges), hazards, around
+            device, lane_of, partial(_on_worker, run_op, tables, self.ranges, counting), hazards, around
         )
 
     def begin(self, context: StepContext) -> StepHandle:
@@ -280,8 +286,8 @@ class Engine:
         events = self._executor.take_events()
         return Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
 
-    def waiting(self) -> dict[str, str]:
-        """For each lane with unfinished work: its first unfinished op and what it waits for."""
+    def waiting(self) -> dict[str, Waiting]:
+        """Return for each lane with unfinished work its first unfinished op."""
         return self._executor.waiting()
 
     def position(self) -> str:
@@ -320,18 +326,7 @@ class Engine:
 
     def moved(self) -> dict[str, Moved]:
         """What went up to workers, down from them, and out to other ranks so far, by lane."""
-        found: dict[str, Moved] = {}
-        for index, worker in enumerate(self._crew.workers):
-            summed_on = worker.gradients.bytes_up
-            ups = (worker.weights.up, worker.activations.up, Moved(summed_on, summed_on))
-            found[f"up:w{index}"] = Moved(*(sum(each) for each in zip(*ups, strict=True)))
-            downs = (worker.gradients.down, worker.activations.down)
-            found[f"down:w{index}"] = Moved(*(sum(each) for each in zip(*downs, strict=True)))
-        for source, target in sorted(self.plan.layout.peers):
-            found[f"peer:w{source}-w{target}"] = self._crew.workers[source].activations.across
-        if self.exchange is not None:
-            found |= {"net:reduce": self.exchange.reduced, "net:gather": self.exchange.gathered}
-        return found
+        return {lane: moved() for lane, moved in self._links.items()}
 
     def link_bytes(self) -> dict[str, int]:
         """Bytes that went over links so far, by lane."""
@@ -363,6 +358,78 @@ def run_op(table: HandlerTable, op: Op, context: Any) -> None:
     table[op.kind, op.tile is not None](op, context)
 
 
-def _on_worker(run: RunOp, tables: Sequence[HandlerTable], ranges: OpRanges, op: Op, context: Any) -> None:
-    with ranges.around(op) if ranges.on else contextlib.nullcontext():
+def _on_worker(
+    run: RunOp,
+    tables: Sequence[HandlerTable],
+    ranges: OpRanges,
+    counting: "_Counting",
+    op: Op,
+    context: Any,
+) -> None:
+    with ranges.around(op), counting.of(op, context):
         run(tables[op.worker or 0], op, context)
+
+
+class _Counting:
+    """Books the bytes that an op has moved on the step that the op belongs to.
+
+    A link's counters change on the lane of the link alone, and a tally holds the bytes of one thread alone, so what
+    changed while an op ran is the op's.
+
+    Args:
+        links: what has moved over each link, by lane.
+        tallies: of the files of the run.
+    """
+
+    def __init__(self, links: Mapping[str, Callable[[], Moved]], tallies: Sequence[Tally]) -> None:
+        self._links = links
+        self._tallies = tallies
+
+    @contextlib.contextmanager
+    def of(self, op: Op, context: Any) -> Iterator[None]:
+        """Count what moves in the block; a checkpoint, which is no step, is not counted."""
+        if not isinstance(context, StepContext):
+            yield
+            return
+        lane = lane_of(op)
+        before = self._moved(lane)
+        yield
+        for crossed, moved in self._moved(lane).items():
+            wire, logical = moved.wire - before[crossed].wire, moved.logical - before[crossed].logical
+            if wire or logical:
+                former = context.moved.get((lane, crossed), Moved())
+                context.moved[lane, crossed] = former.and_then(wire, logical)
+
+    def _moved(self, lane: str) -> dict[str, Moved]:
+        link = self._links.get(lane)
+        found = {} if link is None else {lane: link()}
+        if self._tallies:
+            read = sum(tally.read_bytes for tally in self._tallies)
+            written = sum(tally.written_bytes for tally in self._tallies)
+            found |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
+        return found
+
+
+def _links(
+    crew: Crew, peers: Iterable[tuple[int, int]], exchange: ExchangeOps | None
+) -> dict[str, Callable[[], Moved]]:
+    """Return how to ask what has moved over each link, by lane."""
+
+    def up(worker: Worker) -> Moved:
+        summed_on = worker.gradients.bytes_up
+        return worker.weights.up.and_then(*worker.activations.up).and_then(summed_on, summed_on)
+
+    def down(worker: Worker) -> Moved:
+        return worker.gradients.down.and_then(*worker.activations.down)
+
+    def across(source: int, target: int) -> Moved:
+        return crew.workers[source].activations.across[target]
+
+    found: dict[str, Callable[[], Moved]] = {}
+    for index, worker in enumerate(crew.workers):
+        found |= {f"up:w{index}": partial(up, worker), f"down:w{index}": partial(down, worker)}
+    for source, target in sorted(peers):
+        found[f"peer:w{source}-w{target}"] = partial(across, source, target)
+    if exchange is not None:
+        found |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
+    return found

@@ -63,6 +63,23 @@ class _Timed(NamedTuple):
     behind: tuple[tuple[str, Any], ...]
 
 
+class Waiting(NamedTuple):
+    """The first unfinished op of a lane.
+
+    Attributes:
+        op: its text.
+        waits_for: texts of the unfinished ops that it waits for; empty where it is running.
+    """
+
+    op: str
+    waits_for: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op} waits for {', '.join(self.waits_for)}" if self.waits_for else f"{self.op} is running"
+        )
+
+
 class Handler(Protocol):
     """Does what an op says."""
 
@@ -194,13 +211,13 @@ class Executor:
             waited_for=last if ready > free else "",
         )
 
-    def waiting(self) -> dict[str, str]:
-        """For each lane with unfinished work: its first unfinished op and what that waits for."""
-        found: dict[str, str] = {}
+    def waiting(self) -> dict[str, Waiting]:
+        """Return for each lane with unfinished work its first unfinished op."""
+        found: dict[str, Waiting] = {}
         for task in list(self._recent.values()):
             if task.lane not in found and not task.passed():
-                reasons = ", ".join(str(d.op) for d in task.dependencies if not d.passed())
-                found[task.lane] = f"{task.op}" + (f" waits for {reasons}" if reasons else " is running")
+                reasons = tuple(str(d.op) for d in task.dependencies if not d.passed())
+                found[task.lane] = Waiting(str(task.op), reasons)
         return found
 
     def _queue(self, lane: str) -> "queue.SimpleQueue[LaneTask | None]":

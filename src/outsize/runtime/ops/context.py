@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
+from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops.encoded_storage import Parcel
 
@@ -65,6 +66,8 @@ class StepContext:
         fetches: how often the input of each unit for each microbatch is fetched, likewise.
         deliver: called with what the model returned for each microbatch, in order, where the step is cut.
         output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
+        moved: bytes that the step's ops have moved so far, by lane and what they crossed: the lane's link, or
+            ``disk:read`` and ``disk:write``; each lane writes its own entries.
     """
 
     number: int
@@ -95,6 +98,14 @@ class StepContext:
     fetches: Mapping[tuple[int | None, int | None], int] | None = None
     deliver: Callable[[Any], None] = lambda _: None
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
+    moved: dict[tuple[str, str], Moved] = field(default_factory=dict)
+
+    def bytes_moved(self) -> dict[str, Moved]:
+        """Return what has moved so far, by what it crossed: ``up:w0``, ``net:reduce`` or ``disk:read``."""
+        found: dict[str, Moved] = {}
+        for (_, crossed), moved in dict(self.moved).items():
+            found[crossed] = found.get(crossed, Moved()).and_then(*moved)
+        return found
 
     def norm(self) -> float:
         """Global norm of the gradients before clipping, once all backwards have run; NaN where no norms are taken."""

@@ -125,7 +125,7 @@ class HandoverOps(OffloadOps):
             arrived = torch.empty(content.nbytes, dtype=torch.uint8, device=other.torch_device)
             with self._device.crossing(content.nbytes):
                 arrived.copy_(content, non_blocking=True)
-            self.across = self.across.and_then(content.nbytes, content.nbytes)
+            self.across[op.target] = self.across[op.target].and_then(content.nbytes, content.nbytes)
             self._device.hold(content, lane)
             other.hold(arrived, f"compute:w{op.target}")
             found.append(arrived.untyped_storage())

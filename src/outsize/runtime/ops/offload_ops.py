@@ -3,6 +3,7 @@
 It comes back to the worker that runs the op, which need not be the one it left.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -36,7 +37,7 @@ class OffloadOps:
         num_let_go: how often what a forward had kept had no room, so that it is recomputed.
         up: what has come up so far.
         down: what has gone down.
-        across: what has gone to other devices.
+        across: what has gone to each other worker.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class OffloadOps:
         self._choices = choices
         self._away: Away = {} if away is None else away
         self.num_let_go = 0
-        self.up = self.down = self.across = Moved()
+        self.up = self.down = Moved()
+        self.across: defaultdict[int, Moved] = defaultdict(Moved)
 
     @property
     def bytes_up(self) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,12 +29,12 @@ class Heartbeat:
             raise explain(error, f"write {self._path}") from error
 
     def beat(self, record: StepRecord) -> None:
-        """Write one record, with the schema's version and the wall-clock time in seconds since 1970.
+        """Write one record, with the schema's version.
 
         Raises:
             StorageError: the line cannot be written.
         """
-        line: dict[str, Any] = {"schema": SCHEMA_VERSION, "time": time.time(), **record.to_dict()}
+        line: dict[str, Any] = {"schema": SCHEMA_VERSION, **record.to_dict()}
         # NaN and infinity are not JSON; a missing number is null.
         clean = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -64,20 +63,13 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a text file so that it is there whole or not at all, with ``durable`` after a loss of power too.
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole or not at all.
 
     Raises:
         StorageError: it cannot be written; what was there before still is.
     """
-    partial = path.with_name(path.name + ".partial")
     try:
-        files.write_text(partial, text, sync=durable)
-        files.system().rename(partial, path)
-        if durable:
-            files.sync(path.parent)
+        files.write_whole(path, text)
     except OSError as error:
         raise explain(error, f"write {path}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.system().unlink(partial)

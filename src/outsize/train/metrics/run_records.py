@@ -3,6 +3,7 @@
 Rates are over wall-clock time. Trained tokens are those that carry loss: neither padding nor masked prompts.
 """
 
+import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -11,44 +12,8 @@ from typing import Any
 class StepRecord:
     """What happened in one optimizer step.
 
-    Attributes:
-        step: number of the step, from 1.
-        loss: mean loss per trained token, in nats; NaN where the step was skipped for it.
-        lr: learning rate of the step.
-        grad_norm: global 2-norm of the gradient before clipping.
-        tokens: trained tokens.
-        seconds: wall-clock time of the step.
-        bytes_up: bytes from the tier below to the device.
-        bytes_down: bytes from the device to the tier below.
-        bytes_read: bytes read from disk.
-        bytes_written: bytes written to disk.
-        stall_share: share of the step, 0 to 1, in which the device had work to do but waited for bytes; of several,
-            the one that waited longest.
-        stall_owner: lane that most of that waiting was for, e.g. ``"read"``; None where nothing waited.
-        skipped: whether the update was left out because loss or gradient were not finite.
-        skipped_steps: steps whose update was left out so far, this one and those before a resume included.
-        busy_s: seconds that each lane spent on ops, by lane.
-        stall_s: seconds that the compute lane stood still, by the lane that it waited for; of several, the one that
-            stood still longest.
-        forward_s: seconds of the compute lane in forwards, less that of the last unit.
-        backward_s: seconds of the compute lane in backwards, with recompute and the forward of the last unit.
-        update_s: seconds of the optimizer.
-        rss_bytes: resident memory of the process when the step was known.
-        peak_rss_bytes: largest resident memory of the process so far.
-        data_s: seconds of the step in which it waited for its batch.
-        between_s: seconds of the step before its batch was asked for.
-        cpu_s: seconds of processor time of the process, over all threads.
-        idle_s: seconds in which each compute lane ran nothing.
-        waits_s: the same by compute lane, cause and owner.
-        num_compute_ops: ops that compute.
-        mfu: FLOPs of the model over what the device promises in that time; None where either is not known.
-        wire_bytes: bytes as they crossed, by lane.
-        logical_bytes: bytes as they are used, by lane.
-        tiers: bytes used, at most used and promised of each tier.
-        device_bytes: what torch holds on each CUDA device.
-        gpus: what the driver says of each GPU.
-        host: what other work and limits of the host took; None where it was not looked at.
-        fallbacks: what did not go as asked so far, and how often.
+    `outsize.telemetry.heartbeat_schema.Line` says what each field means, and its unit. A loss that is not finite is NaN
+    here; bytes are those that the step's ops have moved so far.
     """
 
     step: int
@@ -86,6 +51,7 @@ class StepRecord:
     gpus: tuple[dict[str, Any], ...] = ()
     host: dict[str, Any] | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
 
     @property
     def tokens_per_s(self) -> float:

@@ -3,7 +3,7 @@
 import contextlib
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,8 +13,9 @@ from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.device_group import device_names
+from outsize.runtime.device.moved_bytes import Moved
 from outsize.session.steps import StepOutcome
-from outsize.session.stream import StreamedTrainer
+from outsize.storage.ledger import Ledger
 from outsize.telemetry.host import HostSampler
 from outsize.telemetry.nvml import GpuSampler
 from outsize.train.metrics.flops import Peak
@@ -28,55 +29,61 @@ class Accounts:
     """Keeps the counters of a run, and makes the record of a step out of how far they came.
 
     Args:
-        trainer: whose counters they are.
+        device: name of what computes.
+        num_workers: how many of it.
+        links: lanes whose bytes are counted.
+        ledger: what of every budget is used.
+        fallbacks: asks what could not be had as asked so far, and how often.
         sampler: of the GPUs.
         flops: of a step; None where they are not known.
         peak: of the devices.
     """
 
     def __init__(
-        self, trainer: StreamedTrainer, sampler: GpuSampler, flops: float | None, peak: Peak
+        self,
+        device: str,
+        num_workers: int,
+        links: Iterable[str],
+        ledger: Ledger,
+        fallbacks: Callable[[], Mapping[str, int]],
+        sampler: GpuSampler,
+        flops: float | None,
+        peak: Peak,
     ) -> None:
-        self._trainer = trainer
+        self._ledger, self._fallen_back = ledger, fallbacks
         self._sampler = sampler
         self._host = HostSampler()
         self._flops = flops
         self._peak = peak
-        machine = trainer.prepared.machine
-        self._lanes = [f"compute:w{worker}" for worker in range(machine.num_workers)]
-        self._cuda = tuple(dict.fromkeys(n for n in device_names(machine.device) if n.startswith("cuda")))
-        self._links = trainer.engine.moved()
-        self._moved = self._counters()
-        self._stood_for: dict[str, int] = {}
+        self._lanes = [f"compute:w{worker}" for worker in range(num_workers)]
+        self._cuda = tuple(dict.fromkeys(name for name in device_names(device) if name.startswith("cuda")))
+        self._crossings = (*links, _READ, _WRITTEN)
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
         self._saving_s = 0.0
         self.stalled_s: dict[str, float] = {}
-        self.read_bytes = self.written_bytes = 0
 
     def record(
         self, outcome: StepOutcome, timeline: Timeline, skipped_steps: int, failed: Mapping[str, int]
     ) -> StepRecord:
-        """Return the record of a step that has just become known, from what the lanes did since the one before."""
+        """Return the record of a step that has just become known, from what the lanes did since the one before.
+
+        Some of its bytes are still to move, see `counted`.
+        """
         times = lane_times(timeline)
         for lane, seconds in times.stall_s.items():
             self.stalled_s[lane] = self.stalled_s.get(lane, 0.0) + seconds
         waits = self._waits(timeline, outcome.window)
-        moved = self.count()
         before, self._cpu_s = self._cpu_s, time.process_time()
         kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
         host = self._host.sample()
-        return StepRecord(
+        record = StepRecord(
             step=outcome.number + 1,
             loss=outcome.loss,
             lr=outcome.learning_rate,
             grad_norm=outcome.gradient_norm,
             tokens=outcome.tokens,
             seconds=outcome.seconds,
-            bytes_up=sum(size for lane, size in moved.items() if lane.startswith("up:")),
-            bytes_down=sum(size for lane, size in moved.items() if lane.startswith("down:")),
-            bytes_read=moved[_READ],
-            bytes_written=moved[_WRITTEN],
             stall_share=_share(times, outcome.seconds),
             stall_owner=next(iter(times.stall_s), None),
             skipped=outcome.skipped,
@@ -95,13 +102,26 @@ class Accounts:
             waits_s={lane: waits.of(lane) for lane in self._lanes},
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
-            wire_bytes=moved,
-            logical_bytes={**moved, **self._stood_for},
             tiers=self._tiers(),
             device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
             host=None if host is None else host.model_dump(),
             fallbacks=self._fallbacks(failed),
+        )
+        return self.counted(record, outcome)
+
+    def counted(self, record: StepRecord, outcome: StepOutcome) -> StepRecord:
+        """Return the record with the bytes that the step's own ops have moved by now."""
+        moved = {**dict.fromkeys(self._crossings, Moved()), **outcome.moved()}
+        wire = {lane: size.wire for lane, size in moved.items()}
+        return replace(
+            record,
+            bytes_up=sum(size for lane, size in wire.items() if lane.startswith("up:")),
+            bytes_down=sum(size for lane, size in wire.items() if lane.startswith("down:")),
+            bytes_read=wire[_READ],
+            bytes_written=wire[_WRITTEN],
+            wire_bytes=wire,
+            logical_bytes={lane: size.logical for lane, size in moved.items()},
         )
 
     @contextlib.contextmanager
@@ -111,26 +131,11 @@ class Accounts:
         yield
         self._saving_s = time.perf_counter() - began
 
-    def count(self) -> dict[str, int]:
-        """Return how many bytes moved since the last call, by lane."""
-        links, before_links = self._trainer.engine.moved(), self._links
-        self._links = links
-        self._stood_for = {lane: links[lane].logical - before_links[lane].logical for lane in links}
-        before, self._moved = self._moved, self._counters()
-        moved = {lane: size - before[lane] for lane, size in self._moved.items()}
-        self.read_bytes += moved[_READ]
-        self.written_bytes += moved[_WRITTEN]
-        return moved
-
     def _waits(self, timeline: Timeline, window: Window) -> Waits:
         """What the step waited for. Ops that went on when it was known belong to the next one, too."""
         events = (*self._overhang, *timeline.events)
         self._overhang = tuple(event for event in events if event.end_s > window.ended_s)
         return Waits(events, replace(window, saving_s=self._saving_s))
-
-    def _counters(self) -> dict[str, int]:
-        read, written = self._trainer.disk_bytes()
-        return {**{lane: moved.wire for lane, moved in self._links.items()}, _READ: read, _WRITTEN: written}
 
     def _mfu(self, seconds: float) -> float | None:
         if self._flops is None or self._peak.flops_per_s is None:
@@ -144,12 +149,12 @@ class Accounts:
                 "high_water_bytes": tier.high_water_bytes,
                 "budget_bytes": tier.budget_bytes,
             }
-            for name, tier in self._trainer.ledger.statistics().items()
+            for name, tier in self._ledger.statistics().items()
         }
 
     def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""
-        found = {**self._trainer.fallbacks(), **failed}
+        found = {**self._fallen_back(), **failed}
         return {name: count for name, count in found.items() if count}
 
 
