@@ -132,7 +132,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
 
 SCRIPT = """
 import os, signal, sys
-from outsize.runtime import engine
+from outsize.runtime.engine import engine
 handle = engine.run_op
 def watched(table, op, context):
     number = getattr(context, "number", None)  # a STORE belongs to no step

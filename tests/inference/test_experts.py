@@ -65,3 +65,15 @@ def test_only_chosen_experts_move_and_hot_ones_stay(home: str):
             moved.append(found.bytes_moved / found.num_passes)
     tight, roomy = moved
     assert roomy < tight < whole
+
+
+def test_a_host_home_takes_no_more_of_the_device_than_a_disk_home():
+    """Views of the home, which rest in host memory, are no workspace of a forward."""
+    taken = {}
+    for home in ("host", "disk"):
+        with wrapped(mixture("qwen3_moe"), device="emulated:1", home=home) as model:
+            write(model)
+            found = runner_of(model).inference_statistics()
+            assert found is not None
+            taken[home] = found.workspace_bytes
+    assert taken["host"] <= taken["disk"]

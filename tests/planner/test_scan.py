@@ -87,5 +87,6 @@ def test_least_recently_used_saves_nothing_in_a_scan(num_units, places):
 
 def test_the_break_even_batch_is_where_computing_takes_as_long_as_moving():
     assert break_even_batch(1000, 100.0, 2.0, 4) == 20.0
+    assert break_even_batch(10, 100.0, 2.0, 4) == 1.0  # one prompt takes longer to compute than to move
     assert break_even_batch(0, 100.0, 2.0, 4) is None
     assert break_even_batch(1000, 100.0, 0.0, 4) is None

@@ -4,8 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hardware.fake_machine import measured
+from outsize.cli.text.probe_rows import streaming_rows
 from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.readings import Measurement
+from outsize.hardware.streaming import FeedRates, Overlap
+from outsize.probe import run_probe
 from outsize.probe.compute import measure_attention, measure_matmul
 from outsize.probe.disk_probe import measure_disk
 from outsize.probe.effort import FULL, shared, within_memory
@@ -47,6 +51,45 @@ def test_what_plans_need_comes_first_and_the_rest_only_within_the_time(tmp_path)
     assert found.devices[0].overlap is found.data is found.all_reduce is None
     assert "tokenizer and loader" in found.left_out.value
     assert "time" in found.host.adamw_beside_copies_params_per_s.source
+
+
+def test_what_is_left_out_was_not_announced_and_the_rest_repeats_nothing(tmp_path):
+    told = []
+    found = probe(replace(TINY, limit_s=0.0), [tmp_path], announce=lambda name, *_: told.append(name))
+    assert not set(told) & set(found.left_out.value.split(", "))
+    assert "of 0 s" in found.left_out.source
+    # The time of each part was up as it began: one sample of everything.
+    assert len(found.host.dram_triad_bytes_per_s.samples) == 1
+    assert {len(point.copy_s.samples) for point in found.devices[0].links[0].points} == {1}
+
+
+def test_times_that_cannot_all_be_true_are_taken_again_and_never_told(tmp_path, monkeypatch):
+    """Fed chunks that compute faster than the one that lies ready, and both at once before the longer one ends."""
+    overlap = Overlap(
+        what="by the test",
+        matmul_s=measured(0.010),
+        copy_s=measured(0.010),
+        both_s=measured(0.008),
+        matmul_beside_s=measured(0.008),
+        copy_beside_s=measured(0.008),
+    )
+    rates = {"two buffers": measured(1.5e9), "waited for": measured(5e8)}
+    feed = FeedRates(source="x", chunk_bytes=10**6, compute_s=measured(1e-3), bytes_per_s=rates)
+    assert overlap.is_noisy()
+    assert feed.is_noisy()
+    assert (overlap.hidden_share(), feed.busy_share("two buffers"), feed.busy_share("waited for")) == (
+        1,
+        1,
+        0.5,
+    )
+    assert overlap.model_copy(update={"both_s": measured(0.0204)}).hidden_share() == 0
+    taken = []
+    monkeypatch.setattr(run_probe, "measure_overlap", lambda *_: taken.append("overlap") or overlap)
+    monkeypatch.setattr(run_probe, "measure_feed", lambda *_: taken.append("feed") or feed)
+    (cpu,) = probe(replace(TINY, loader_tokens=2**12, data_chars=500), [tmp_path]).devices
+    assert taken == ["overlap"] * 2 + ["feed"] * 2
+    rows = [" ".join(row) for row in streaming_rows(cpu)]
+    assert any(row.endswith("two buffers 1.50 GB/s compute busy 100%; noisy, measured twice") for row in rows)
 
 
 def test_several_devices_share_the_time_of_one():

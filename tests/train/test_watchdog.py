@@ -285,7 +285,7 @@ SCRIPT = """
 import sys, threading
 from pathlib import Path
 from outsize.config import load_config
-from outsize.runtime import engine
+from outsize.runtime.engine import engine
 from outsize.train import run, watchdog
 began, handle, look = threading.Event(), engine.run_op, watchdog.Watchdog.look
 def stuck(table, op, context):

@@ -404,6 +404,20 @@ def test_copies_and_pickles_are_refused_with_a_reason():
         assert model.to("cpu", torch.float32) is model
 
 
+def test_a_module_around_a_wrapped_model_may_be_moved_to_where_it_is():
+    """As Lightning and Fabric do with what holds the model."""
+    with wrapped(zoo.build("llama")) as model:
+        around = nn.Sequential(model, nn.Linear(2, 2))
+        where = model.lm_head.weight.data_ptr()
+        for same in (around.to("cpu"), around.cpu(), around.float(), around.to(torch.float32)):
+            assert same is around
+        assert model.lm_head.weight.data_ptr() == where
+        with pytest.raises(ConfigError, match="keeps device and dtype"):
+            around.half()
+        with pytest.raises(ConfigError, match="keeps device and dtype"):
+            around.to("meta")
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_forward_without_a_backward_frees_its_activations(offload: bool):
     with wrapped(zoo.build("llama"), microbatches=2, offload=offload) as model:
@@ -644,10 +658,11 @@ def fused(model: nn.Module) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+@pytest.mark.parametrize("head", ["auto", "resident"])
 @pytest.mark.parametrize("home", HOMES)
-def test_a_forward_that_takes_the_head_s_weight_itself_is_streamed(home: str):
+def test_a_forward_that_takes_the_head_s_weight_itself_is_streamed(home: str, head: str):
     plain = zoo.build("llama")
-    with wrapped(zoo.build("llama"), home=home, head="resident") as model:
+    with wrapped(zoo.build("llama"), home=home, head=head) as model:
         optimizer = outsize.AdamW(model, lr=1e-2)
         for one in (plain, model):
             fused(one)
@@ -661,7 +676,7 @@ def test_a_forward_that_takes_the_head_s_weight_itself_is_streamed(home: str):
 
 
 def test_such_a_forward_with_a_streamed_head_is_refused_with_the_remedy():
-    with wrapped(zoo.build("llama")) as model:
+    with wrapped(zoo.build("llama"), head="streamed") as model:
         fused(model)
         with pytest.raises(ModelError, match=r'head="resident"'):
             model(**BATCH, fused_lm_head=True)

@@ -11,7 +11,7 @@ def join(outputs: list[Any], sizes: tuple[int, ...], divisors: tuple[float, ...]
     joined = Joined(sizes, divisors)
     for output in outputs:
         joined.add(output)
-    joined.end()
+    joined.end(lambda value: None)
     return joined
 
 

@@ -6,6 +6,8 @@ from outsize.hardware.readings import Fact, Measurement, Record
 
 # Ways to feed a device chunk after chunk, from the one without any plan to VELOCITY's four buffers.
 Way = Literal["demand-paged", "waited for", "two buffers", "four buffers"]
+# What timing may be off by before figures that cannot all be true are noise.
+NOISE = 0.05
 
 
 class Overlap(Record):
@@ -29,10 +31,19 @@ class Overlap(Record):
 
     def hidden_share(self) -> float | None:
         """Return how much of the shorter one the other hides: 1 for all of it, 0 for none; None where not measured."""
+        share = self._share()
+        return None if share is None else min(1.0, max(0.0, share))
+
+    def is_noisy(self) -> bool:
+        """Whether the times cannot all be true: both at once took less than the longer one."""
+        share = self._share()
+        return share is not None and share > 1 + NOISE
+
+    def _share(self) -> float | None:
         alone, other, both = self.matmul_s.median, self.copy_s.median, self.both_s.median
         if alone is None or other is None or both is None:
             return None
-        return min(1.0, (alone + other - both) / min(alone, other))
+        return (alone + other - both) / min(alone, other)
 
     def slowdown(self) -> tuple[float, float] | None:
         """Return how many times as long as alone the product and the copies take; None where not measured."""
@@ -59,6 +70,19 @@ class FeedRates(Record):
     chunk_bytes: int
     compute_s: Measurement
     bytes_per_s: dict[str, Measurement]
+
+    def busy_share(self, way: str) -> float | None:
+        """Return for what share of the time the device computes, 0 to 1, fed this way; None where not measured."""
+        share = self._share(way)
+        return None if share is None else min(1.0, share)
+
+    def is_noisy(self) -> bool:
+        """Whether the times cannot all be true: fed some way, the device computed faster than from its own memory."""
+        return any((self._share(way) or 0.0) > 1 + NOISE for way in self.bytes_per_s)
+
+    def _share(self, way: str) -> float | None:
+        rate, compute_s = self.bytes_per_s[way].median, self.compute_s.median
+        return None if rate is None or compute_s is None else rate * compute_s / self.chunk_bytes
 
 
 class PinCost(Record):

@@ -4,10 +4,11 @@ from collections import deque
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Caller:
-    """Orders the caller's work and the loader's; on a CPU both are done when they return.
+    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return.
 
     Args:
         device: where the caller computes.
@@ -40,6 +41,11 @@ class Caller:
             before, after = self._waits.popleft()
             self._waited_s += before.elapsed_time(after) / 1e3
         return self._waited_s
+
+    def take(self, value: Any) -> None:
+        """Keep the memory of a tensor that a lane has made until what the caller enqueues with it is done."""
+        if isinstance(value, Tensor) and value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(self._device))
 
     def finish(self) -> None:
         """Return when all that the caller has enqueued is done."""

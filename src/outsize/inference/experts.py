@@ -113,6 +113,9 @@ class ExpertCache:
         self._calls = 0
         self._decay = 0.5 ** (1.0 / (HALF_LIFE * max(len(experts), 1)))
         self.room_bytes = self.held_bytes = 0
+        for one in experts:
+            for tensor in one.tensors.values():
+                source.table(one.unit, tensor)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -142,12 +142,12 @@ class InferenceSession:
             self._scan = plan_scan(self._unit_bytes, self._room_bytes, prefetch=prefetch, sparing=True)
             self._rest_memory = device.allocate(rest_bytes, "rest")
             self._binder = Binder(split, _NoGradients())
-            stack.callback(self._binder.close)
             if self._rest is not None:
                 source.load(self._rest.index, self._rest_memory)
                 self._caller.finish()
             self._loader.follow(self._scan)
-            self._stack = stack.pop_all()
+            # Nothing in it holds the model: it ends with this session, whether or not anybody closes it.
+            self._end = weakref.finalize(self, stack.pop_all().close)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -184,7 +184,8 @@ class InferenceSession:
 
     def close(self) -> None:
         """End the loader and give everything back; idempotent."""
-        self._stack.close()
+        self._binder.close()
+        self._end()
 
     def _unit(
         self, unit: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,7 +201,8 @@ class InferenceSession:
         elif not self._unit_bytes[unit]:  # its parameters are tied, and lie in the rest
             output = self._run(unit, real, args, kwargs, self._rest_memory)
         else:
-            weights = self._loader.take(unit)
+            with ordinary():
+                weights = self._loader.take(unit)
             try:
                 self._bind(unit, weights)
                 output = self._run(unit, real, args, kwargs, weights[0])

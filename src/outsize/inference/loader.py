@@ -116,7 +116,7 @@ class Loader:
             self._next = self._wanted_from(0)
             self._state.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outsize-loader")
+            self._thread = threading.Thread(target=self._run, name="outsize-loader", daemon=True)
             self._thread.start()
 
     def is_kept(self, unit: int) -> bool:

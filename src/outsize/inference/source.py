@@ -57,6 +57,7 @@ class Source:
         self._slot = [torch.empty(0, dtype=torch.uint8)]
         self._weights = WeightOps(spec, device, home, self._slot, self._buffers)
         self._row_bytes = 0
+        self._tables: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
         self._counting = threading.Lock()  # the loader and the caller both fetch rows
         self.partly: dict[int, UnitSpec] = {}
         self._nothing = StepContext(number=0, learning_rate=0.0, microbatches=())
@@ -100,6 +101,19 @@ class Source:
             row = self.rows(whole.index, flat, torch.tensor([0]))
             plane[tensor.offset : tensor.offset + tensor.numel].copy_(row[0])
 
+    def table(self, unit: int, tensor: TensorSpec) -> Tensor | None:
+        """Return a tensor of ``unit`` as it lies in a host home; None where it does not lie there as it is.
+
+        Made once, and best before a forward is measured: a view of the home is none of what that takes of the device.
+        """
+        if not isinstance(self._home, HostHome) or self._home.packed(unit, "weights") is not None:
+            return None
+        key = (unit, tensor.name, tensor.shape)
+        if key not in self._tables:
+            flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
+            self._tables[key] = flat.view(tensor.shape)
+        return self._tables[key]
+
     def rows(self, unit: int, tensor: TensorSpec, numbers: Tensor) -> Tensor:
         """Return rows of a tensor of ``unit``, on the device: [len(numbers), ...].
 
@@ -111,9 +125,9 @@ class Source:
         width = tensor.numel // tensor.shape[0]
         dtype = TORCH_DTYPE[self._spec.dtype]
         found = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
-        if isinstance(self._home, HostHome) and self._home.packed(unit, "weights") is None:
-            flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
-            self._device.copy(found, flat.view(tensor.shape).index_select(0, numbers))
+        table = self.table(unit, tensor)
+        if table is not None:
+            self._device.copy(found, table.index_select(0, numbers))
             self._count(found.nbytes)
             return found
         done = 0

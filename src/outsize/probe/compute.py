@@ -38,8 +38,7 @@ def measure_device_memory(device: str, effort: Effort) -> Measurement:
         a, b, c = (torch.ones(effort.array_bytes // 4, device=device) for _ in "abc")
         samples = sample(
             lambda: torch.add(b, c, alpha=3.0, out=a),
-            seconds=effort.sample_s,
-            num_min=effort.num_samples_min,
+            **effort.sampling(),
             finish=finisher(device),
         )
     except RuntimeError as error:
@@ -115,7 +114,11 @@ def measure_growing(
             finish()
             if time.perf_counter() - started >= effort.matmul_s:
                 break
-        samples = sample(work, seconds=effort.sample_s, num_min=effort.num_samples_min, finish=finish)
+        samples = sample(
+            work,
+            **effort.sampling(),
+            finish=finish,
+        )
     except RuntimeError as error:  # a dtype that the device lacks, or no memory left
         return Measurement.absent(f"{what}: {explain(error)}")
     return Measurement.of((flops(size) / seconds for seconds in samples), f"{what} {size}")

@@ -41,6 +41,8 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
             # Not zeros: a drive or a file system may leave those out.
             buffer.random_(0, 256)
             for depth in queue_depths:
+                if depths and time.perf_counter() >= effort.until_s:
+                    break
                 with (
                     IOPool(max(1, depth - 1), name="probe-io") as pool,
                     DirectFile(path, num_bytes, pool=pool, temporary=True) as file,

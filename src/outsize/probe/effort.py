@@ -1,9 +1,18 @@
 """How long a probe tries: seconds per measurement and sizes, for ``--quick`` and ``--full``."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict
 
 MIB = 2**20
+
+
+class Sampling(TypedDict):
+    """How long a measurement is repeated, see `outsize.probe.timing.sample`."""
+
+    seconds: float
+    num_min: int
+    until_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,8 @@ class Effort:
         data_chars: text that is tokenised, per thread.
         loader_tokens: tokens of the array that the loader reads.
         all_reduce_bytes_max: largest sum over ranks, a power of two; 0 leaves the sums out.
-        limit_s: seconds after which no further part begins; the parts that plans need come first.
+        limit_s: seconds for the whole probe; the parts that plans need come first, and share it.
+        until_s: of `time.perf_counter`, when the time of the part under way is up; it then repeats nothing more.
     """
 
     mode: Literal["quick", "full"]
@@ -63,6 +73,11 @@ class Effort:
     loader_tokens: int
     all_reduce_bytes_max: int
     limit_s: float
+    until_s: float = math.inf
+
+    def sampling(self) -> Sampling:
+        """Return how long `outsize.probe.timing.sample` goes on."""
+        return {"seconds": self.sample_s, "num_min": self.num_samples_min, "until_s": self.until_s}
 
 
 QUICK = Effort(
@@ -90,7 +105,7 @@ QUICK = Effort(
     data_chars=100_000,
     loader_tokens=2**21,
     all_reduce_bytes_max=0,
-    limit_s=9.0,
+    limit_s=15.0,
 )
 FULL = Effort(
     mode="full",
@@ -117,7 +132,7 @@ FULL = Effort(
     data_chars=1_000_000,
     loader_tokens=2**24,
     all_reduce_bytes_max=64 * MIB,
-    limit_s=150.0,
+    limit_s=180.0,
 )
 # Of free memory, the share that one buffer may take: AdamW holds five at once, copies both ways four.
 _SHARE = 0.1

@@ -55,6 +55,7 @@ def _links(link_bytes_per_s: float | None, effort: Effort) -> tuple[LinkRates, .
                         lambda size=num_bytes: device.copy(target[:size], source[:size]),  # type: ignore[misc]
                         seconds=0.0,
                         num_min=effort.num_samples_min,
+                        until_s=effort.until_s,
                     ),
                     "copies through the emulated link",
                 ),

@@ -57,7 +57,7 @@ def measure_feed(device: str, directory: Path | None, effort: Effort) -> FeedRat
             computes: list[float] = []
             stop = time.perf_counter() + effort.feed_s
             for index in range(effort.feed_passes + 1):
-                if index > 1 and time.perf_counter() >= stop:
+                if index > 1 and time.perf_counter() >= min(stop, effort.until_s):
                     break
                 compute_s = _seconds(job.compute)
                 seconds = {way: _seconds(job.passes[way]) for way in _WAYS}

@@ -169,7 +169,8 @@ def _copied_by_node(node: NumaNode, by: NumaNode, effort: Effort) -> Measurement
         seconds = _on(
             by,
             lambda: sample(
-                lambda: np.copyto(target, source), seconds=effort.sample_s, num_min=effort.num_samples_min
+                lambda: np.copyto(target, source),
+                **effort.sampling(),
             ),
         )
     return Measurement.of((2 * size / s for s in seconds), "one thread, bytes read and written")
@@ -185,7 +186,7 @@ def _copied_by_device(node: NumaNode, device: str, effort: Effort) -> Measuremen
             target.copy_(host, non_blocking=True)
             torch.cuda.synchronize(device)
 
-        seconds = sample(copy, seconds=effort.sample_s, num_min=effort.num_samples_min)
+        seconds = sample(copy, **effort.sampling())
     return Measurement.of((size / s for s in seconds), f"pinned memory to {device}")
 
 

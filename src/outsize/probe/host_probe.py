@@ -29,11 +29,13 @@ def measure_dram(effort: Effort) -> tuple[Measurement, Measurement]:
     with Arena() as arena:
         a, b, c = (arena.take(effort.array_bytes, "DRAM array").view(torch.float64).fill_(1.0) for _ in "abc")
         how = f"fp64 arrays of {format_bytes(effort.array_bytes)}, {torch.get_num_threads()} threads"
-        copies = sample(lambda: a.copy_(b), seconds=effort.sample_s, num_min=effort.num_samples_min)
+        copies = sample(
+            lambda: a.copy_(b),
+            **effort.sampling(),
+        )
         triads = sample(
             lambda: torch.add(b, c, alpha=_SCALAR, out=a),
-            seconds=effort.sample_s,
-            num_min=effort.num_samples_min,
+            **effort.sampling(),
         )
         return (
             Measurement.of((2 * effort.array_bytes / s for s in copies), f"torch copy_, {how}"),

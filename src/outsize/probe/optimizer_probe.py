@@ -64,7 +64,7 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
             seconds.append(sum(event.end_s - event.start_s for event in executor.take_events()))
 
         with closing(executor):
-            sample(step, seconds=effort.sample_s, num_min=effort.num_samples_min)
+            sample(step, **effort.sampling())
     masters = f", {layout.masters} masters" if layout.dtype != "fp32" else ""
     how = f"STEPs of {len(ops)} units, {spec.num_trainable} parameters, {torch.get_num_threads()} threads"
     # The first step was the one that does not count: it is the first to touch the lane, and perhaps the memory.

@@ -69,6 +69,8 @@ def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Ove
     beside: tuple[list[float], list[float]] = ([], [])
     both: list[float] = []
     for index in range(effort.num_samples_min + 1):
+        if index > 1 and time.perf_counter() >= effort.until_s:
+            break
         samples = [list(threads.map(lambda timed: timed(), [timed])) for timed in sides]
         started = time.perf_counter()
         together = list(threads.map(lambda timed: timed(), sides))

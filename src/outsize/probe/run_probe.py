@@ -1,14 +1,17 @@
 """A probe from start to end: inventory first, then everything that can be timed, one thing at a time.
 
-What is timed stands in one list, `_Probe.parts`, what plans need first. A part that would begin after the time limit is
-left out, and what it would have filled says so.
+What is timed stands in one list, `_Probe.parts`, what plans need first. The time limit is shared out: each part that
+plans need has the time that is left over the number of such parts left, and repeats nothing once that is up. Any other
+part begins only where what is left is as much as the longest part so far took; what it would have filled says that it
+was left out.
 """
 
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -23,7 +26,7 @@ from outsize.hardware.machine_file import (
     ProbedCodec,
 )
 from outsize.hardware.readings import Fact
-from outsize.hardware.streaming import TogetherRates
+from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.probe.all_reduce import measure_all_reduce
@@ -67,6 +70,7 @@ class Wishes:
 
 
 _NOTHING_MORE = Wishes()
+_Streamed = TypeVar("_Streamed", Overlap, FeedRates)
 
 
 def probe(
@@ -90,13 +94,19 @@ def probe(
     created_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     inventory = take_inventory(directories, root=root)
     run = _Probe(within_memory(effort, inventory.memory.free_bytes()), inventory, list(directories), wishes)
-    parts = run.parts()
+    parts, longest_s = run.parts(), 0.0
+    num_needed = sum(needed for _, needed, _ in parts)
     for index, (name, needed, measure) in enumerate(parts):
-        announce(name, index, len(parts))
-        if needed or time.perf_counter() - started < effort.limit_s:
-            measure()
-        else:
+        began = time.perf_counter()
+        left_s = started + effort.limit_s - began
+        if not needed and left_s <= longest_s:
             run.left_out.append(name)
+            continue
+        announce(name, index, len(parts))
+        run.give(max(0.0, left_s) / (num_needed if needed else 1))
+        measure()
+        num_needed -= needed
+        longest_s = max(longest_s, time.perf_counter() - began)
     return run.result(created_at, time.perf_counter() - started)
 
 
@@ -121,7 +131,6 @@ class _Probe:
     def parts(self) -> list[tuple[str, bool, Callable[[], None]]]:
         """Return name, whether no plan does without it, and what measures it, in order."""
         names = _devices()
-        effort = shared(self.effort, len(names))
         units = self.wishes.model.units if self.wishes.model is not None else ()
         found: list[tuple[str, bool, Callable[[], None]]] = [
             ("host memory and optimizer", True, lambda: self._set(host=measure_host(self.effort, units)))
@@ -136,16 +145,24 @@ class _Probe:
             )
         for name in names:
             found += [
-                (f"compute of {name}", True, lambda at=name: self._compute(at, effort)),  # type: ignore[misc]
-                (f"link of {name}", True, lambda at=name: self._link(at, effort)),  # type: ignore[misc]
+                (f"compute of {name}", True, lambda at=name: self._compute(at, self._shared(names))),  # type: ignore[misc]
+                (f"link of {name}", True, lambda at=name: self._link(at, self._shared(names))),  # type: ignore[misc]
             ]
-        for name in names:
-            found.append(
-                (f"overlap and feeding of {name}", False, lambda at=name: self._streaming(at, effort))  # type: ignore[misc]
+        found += [
+            (
+                f"overlap and feeding of {name}",
+                False,
+                lambda at=name: self._streaming(at, self._shared(names)),  # type: ignore[misc]
             )
+            for name in names
+        ]
         if self.wishes.model is not None:
             found += [
-                (f"the model's shapes on {name}", False, lambda at=name: self._shapes(at, effort))  # type: ignore[misc]
+                (
+                    f"the model's shapes on {name}",
+                    False,
+                    lambda at=name: self._shapes(at, self._shared(names)),  # type: ignore[misc]
+                )
                 for name in names
             ]
         found += [
@@ -164,6 +181,13 @@ class _Probe:
         found.append(("sums over processes", False, self._all_reduce))
         return found
 
+    def give(self, seconds: float) -> None:
+        """Set when the time of the part that begins now is up."""
+        self.effort = replace(self.effort, until_s=time.perf_counter() + seconds)
+
+    def _shared(self, devices: Sequence[str]) -> Effort:
+        return shared(self.effort, len(devices))
+
     def result(self, created_at: str, duration_s: float) -> MachineFile:
         """Return all that was measured."""
         assert self.host is not None
@@ -180,9 +204,7 @@ class _Probe:
             all_reduce=self.all_reduce,
             data=self.data,
             codecs=self.codecs,
-            left_out=Fact.read(
-                ", ".join(self.left_out), f"what would have begun after {self.effort.limit_s:g} s"
-            ),
+            left_out=Fact.read(", ".join(self.left_out), f"no time was left of {self.effort.limit_s:g} s"),
         )
 
     def _set(self, **found: object) -> None:
@@ -222,8 +244,9 @@ class _Probe:
             at for at, disk in zip(self.directories, self.disks, strict=True) if disk.direct.value is not None
         )
         directory = next(usable, self.directories[0] if self.directories else None)
+        overlap = _once_more_if_noisy(lambda: measure_overlap(device, effort))
         self._change(
-            device, overlap=measure_overlap(device, effort), feed=measure_feed(device, directory, effort)
+            device, overlap=overlap, feed=_once_more_if_noisy(lambda: measure_feed(device, directory, effort))
         )
 
     def _shapes(self, device: str, effort: Effort) -> None:
@@ -276,6 +299,12 @@ class _Probe:
             return found
         wishes = self.wishes
         return measure_emulated(found[0], wishes.emulated, wishes.link_bytes_per_s, self.effort)
+
+
+def _once_more_if_noisy(measure: Callable[[], _Streamed]) -> _Streamed:
+    """Return what ``measure`` gives; where its times cannot all be true, what it gives the second time."""
+    found = measure()
+    return measure() if found.is_noisy() else found
 
 
 def _devices() -> list[str]:

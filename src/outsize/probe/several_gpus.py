@@ -160,6 +160,7 @@ def _copy_rate(source: torch.device, target: torch.device, effort: Effort) -> Me
         lambda: here.copy_(there, non_blocking=True),
         seconds=0.0,
         num_min=effort.num_samples_min,
+        until_s=effort.until_s,
         finish=finish,
     )
     return Measurement.of((num_bytes / s for s in seconds), f"copies of {num_bytes // 2**20} MiB")

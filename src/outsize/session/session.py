@@ -113,7 +113,8 @@ class Session:
         self._memory, self._store, self._before_bytes = memory, store, before_bytes
         self._buffers: Arena | None = None
         self._engine: Engine | None = None
-        self._engine_stack = contextlib.ExitStack()
+        self._engine_stack, self._inside = contextlib.ExitStack(), contextlib.ExitStack()
+        self._split = split
         budgets = dict.fromkeys(self._device_tiers, machine.device_bytes)
         with contextlib.ExitStack() as stack:
             self.ledger = Ledger({**budgets, "host": machine.host_bytes, "disk": machine.disk_bytes})
@@ -125,10 +126,19 @@ class Session:
             self._home_buffers = stack.enter_context(contextlib.closing(self._arena(self._tier_below)))
             self.home = self._open_home(split.spec)
             stack.callback(self._close_home)
-            stack.enter_context(buffers_on(split.model, self.torch_device))
-            self.boundaries = stack.enter_context(Boundaries(split.modules))
-            stack.callback(self.close_engine)
+            stack.callback(self.leave)
+            self.enter()
             self._stack = stack.pop_all()
+
+    def enter(self) -> None:
+        """Put the boundaries into the model, and its buffers where it computes."""
+        self._inside.enter_context(buffers_on(self._split.model, self.torch_device))
+        self.boundaries = self._inside.enter_context(Boundaries(self._split.modules))
+
+    def leave(self) -> None:
+        """Close the engine and take out of the model what `enter` has put there; the home stays."""
+        self.close_engine()
+        self._inside.close()
 
     @property
     def torch_device(self) -> torch.device:

@@ -13,6 +13,7 @@ small buffers that the disk uses are best taken together, with `Arena.take_all`.
 import logging
 import mmap
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class Arena:
         self._num_fallbacks = 0
         self._closed = False
         self._lock = threading.Lock()
+        weakref.finalize(self, _unpin, pinner, self._pinned).atexit = False
 
     def take(self, num_bytes: int, what: str) -> Tensor:
         """Return ``num_bytes`` zero bytes as a uint8 tensor whose address is a multiple of 4096.
@@ -193,16 +195,13 @@ class Arena:
         """
         with self._lock:
             self._closed = True
-            for address in self._pinned:
-                assert self._pinner is not None
-                self._pinner.unpin(address)
+            _unpin(self._pinner, self._pinned)
             for mapping in self._mappings:
                 # Not mapping.close(): torch.frombuffer holds the object but not its buffer, so closing would
                 # pull the memory from under live tensors.
                 mapping.madvise(mmap.MADV_DONTNEED)
             for reservation in self._reservations:
                 reservation.release()
-            self._pinned.clear()
             self._mappings.clear()
             self._num_bytes = 0
             self._reservations.clear()
@@ -212,6 +211,13 @@ class Arena:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _unpin(pinner: Pinner | None, pinned: dict[int, int]) -> None:
+    for address in pinned:
+        assert pinner is not None
+        pinner.unpin(address)
+    pinned.clear()
 
 
 def _map(num_bytes: int, what: str) -> tuple[mmap.mmap, int]:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +121,10 @@ class DirectFile:
         except BaseException:
             self._release()
             raise
+        self._end = weakref.finalize(
+            self, _close, self._descriptor
+        )  # also of an owner who let go without closing
+        self._end.atexit = False
         refusal = enable_direct(self._descriptor, SECTOR_BYTES) if direct else None
         self._buffered = not direct or refusal is not None
         if refusal is not None:
@@ -211,7 +216,7 @@ class DirectFile:
             self._closed = True
             self._idle.wait_for(lambda: self._num_active == 0)
         if first:
-            files.system().close(self._descriptor)
+            self._end()
             self._release()
 
     def __enter__(self) -> Self:
@@ -292,13 +297,17 @@ class DirectFile:
         try:
             files.system().unlink(self.path)
         except OSError as error:
-            files.system().close(self._descriptor)
+            self._end()
             self._release()
             raise explain(error, f"remove the name of {self.path}") from error
 
     def _release(self) -> None:
         if self._reservation:
             self._reservation.release()
+
+
+def _close(descriptor: int) -> None:
+    files.system().close(descriptor)
 
 
 def _bytes_of(buffer: Tensor, offset: int, num_bytes: int) -> memoryview:

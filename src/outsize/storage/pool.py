@@ -6,6 +6,7 @@ request of some MiB takes a hundred times longer than handing it over.
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -62,6 +63,8 @@ class IOPool:
         ]
         for thread in self._threads:
             thread.start()
+        # An owner who let go without closing: idle threads hold the queue alone.
+        weakref.finalize(self, _end, self._queue, num_threads).atexit = False
 
     @property
     def num_threads(self) -> int:
@@ -103,8 +106,7 @@ class IOPool:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for _ in self._threads:
-                    self._queue.put(None)
+                _end(self._queue, len(self._threads))
         for thread in self._threads:
             thread.join()
 
@@ -113,6 +115,11 @@ class IOPool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _end(batches: "queue.SimpleQueue[_Batch | None]", num_threads: int) -> None:
+    for _ in range(num_threads):
+        batches.put(None)
 
 
 def _work(batches: "queue.SimpleQueue[_Batch | None]") -> None:

@@ -24,7 +24,8 @@ from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
-Head = Literal["streamed", "resident"]
+Head = Literal["auto", "streamed", "resident"]
+_WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
 FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 
 
@@ -36,7 +37,7 @@ def wrap(
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
-    head: Head = "streamed",
+    head: Head = "auto",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
@@ -58,7 +59,8 @@ def wrap(
             number; activations and logits of one part at a time are computed.
         store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
         head: ``resident`` keeps the head on the device throughout a pass, for a forward that uses its weight otherwise
-            than by calling it, as that of TRL's ``SFTTrainer`` does.
+            than by calling it, as those of TRL's trainers do; ``auto`` does so from the first such forward on, when
+            the weights move to another home; ``streamed`` refuses it.
         base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
             ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
@@ -100,7 +102,7 @@ def load(
     home: Home = "auto",
     microbatches: int = 1,
     store_dir: str | os.PathLike[str] | None = None,
-    head: Literal["streamed", "resident", "none"] = "streamed",
+    head: Literal["auto", "streamed", "resident", "none"] = "auto",
     base_codec: FrozenCodec = "raw",
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
@@ -133,7 +135,7 @@ def load(
         OutsizeError: as `wrap`.
     """
     settings = memory_of(load, device, device_memory, home, memory)
-    placed: Head = "streamed" if head == "none" else head
+    placed: Head = "auto" if head == "none" else head
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.device))
     frozen = not trainable or (base_codec, table_codec) != ("raw", "raw")
@@ -212,11 +214,9 @@ def _attach(
         raise ConfigError(f"state={state!r}: moments are kept in {', '.join(get_args(Moments))}")
     if microbatches < 1:
         raise ConfigError(f"microbatches is {microbatches}; a batch has at least one part")
-    directory = (
-        Path(store_dir) if store_dir is not None else Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}"
-    )
-    runner = Runner(
-        model, memory, microbatches, directory, fill, codecs, head == "streamed", transport, state
-    )
+    # One for each model: a model that was dropped takes its own away at any time.
+    own = Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}-{id(model):x}"
+    directory = Path(store_dir) if store_dir is not None else own
+    runner = Runner(model, memory, microbatches, directory, fill, codecs, _WITH_HEAD[head], transport, state)
     attach(model, runner)
     return model

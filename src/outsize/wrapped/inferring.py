@@ -8,6 +8,7 @@ other.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.inference.forward_extent import ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
+from outsize.runtime.device.device import Device
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.wrapped.planned import Planned
 
@@ -39,7 +41,11 @@ class Inferring(Planned):
             return True
         if torch.is_grad_enabled() or self.microbatches > 1:
             return False
-        return torch.is_inference_mode_enabled() or not any(p.requires_grad for p in model.parameters())
+        if torch.is_inference_mode_enabled():
+            return True
+        # Of a model that trains, and whose adapters are off for a forward, the engine has another backward to come.
+        training = self._engine is not None and any(self._flags)
+        return not training and not any(p.requires_grad for p in model.parameters())
 
     @contextlib.contextmanager
     def inferring(self) -> Iterator[None]:
@@ -89,7 +95,14 @@ class Inferring(Planned):
             self._close_scan()
         if self._scan is None:
             self._close_engine()
-            machine, open_room = self.session.machine, self.session.open_device
+            machine = self.session.machine
+            opening = weakref.ref(self.session)  # the loader's thread must not hold the model
+
+            def open_room() -> Device:
+                session = opening()
+                assert session is not None
+                return session.open_device()
+
             with ordinary():
                 device = open_room()
                 source = Source(

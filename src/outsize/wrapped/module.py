@@ -21,11 +21,10 @@ from outsize.model.walk import is_walking
 from outsize.storage.home import HostHome
 from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
+from outsize.wrapped.wrap_planning import FUSED
 
 _log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"
-# What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
-_FUSED = "fused_lm_head"
 
 
 class StateAtRest(Mapping[str, Tensor]):
@@ -68,7 +67,7 @@ class Wrapped(nn.Module):
         TRL puts a forward of its own in the place of the model's. It runs inside the walk where it is asked for; others
         that people put there (autocasts) call the model's, and run around it.
         """
-        fused = bool(kwargs.get(_FUSED)) and "forward" in vars(self)
+        fused = bool(kwargs.get(FUSED)) and "forward" in vars(self)
         if is_walking():
             own = vars(self)["forward"] if fused else partial(own_class(self).forward, self)
             return own(*args, **kwargs)
@@ -148,7 +147,13 @@ class Wrapped(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
+        """What a module around this one asks for: stay, see `to`."""
+        runner = runner_of(self)
+        for dtype in {p.dtype for p in runner.parameters.named.values()}:
+            asked = fn(torch.empty(0, dtype=dtype))
+            if asked.dtype != dtype or asked.device not in (torch.device("cpu"), runner.device):
+                raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
+        return self
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ModelError(
@@ -176,7 +181,7 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *args, **kwargs)
         inputs = _named(signature, self, args, kwargs)
         runner = runner_of(self)
-        if runner.infers(self):
+        if runner.infers(self) and not inputs.get(FUSED):  # that is not the forward of its class
             with runner.inferring():
                 return kind.forward(self, **on_device(inputs, runner.device))
         return runner.forward(inputs)

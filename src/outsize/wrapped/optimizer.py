@@ -57,7 +57,7 @@ class AdamW(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]] | None = None,
     ) -> None:
         self._runner = runner_of(model)
-        self._names = {id(p): name for name, p in self._runner.parameters.named.items()}
+        self._names = {id(p): name for name, p in self._runner.parameters_now().named.items()}
         self.without_gradient: tuple[str, ...] = ()
         self._told: set[str] = set()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

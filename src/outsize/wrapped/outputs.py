@@ -12,7 +12,7 @@ With one microbatch everything is returned as it is. Of graphs only the edges ar
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,11 @@ class _Leaf:
             self._room = None
         self._values.append(value if place is None else place.copy_(value))
 
-    def join(self, divisors: tuple[float, ...]) -> Any:
-        """Return what the batch has here, and forget what microbatches had."""
+    def join(self, divisors: tuple[float, ...], take: Callable[[Any], None]) -> Any:
+        """Return what the batch has here, and forget what microbatches had, of which `take` is told first."""
         values, room = self._values, self._room
+        for value in values:
+            take(value)
         first = values[0]
         self._values, self._room = [], None
         if room is not None or len(values) == 1:
@@ -137,9 +139,13 @@ class Joined:
         for column, leaf in zip(self._columns, leaves, strict=True):
             column.add(leaf)
 
-    def end(self) -> None:
-        """Join what all microbatches have."""
-        self.leaves = [column.join(self._divisors) for column in self._columns]
+    def end(self, take: Callable[[Any], None]) -> None:
+        """Join what all microbatches have.
+
+        Args:
+            take: called with each value of a microbatch before anything is done with it here: it was made elsewhere.
+        """
+        self.leaves = [column.join(self._divisors, take) for column in self._columns]
         self._tracked = {position: column for position, column in enumerate(self._columns) if column.tracked}
         self._columns.clear()
 

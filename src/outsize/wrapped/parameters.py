@@ -8,6 +8,7 @@ and no bytes over either home: reading decodes them. So have those that ``transp
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
+from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
@@ -214,8 +216,10 @@ class HomeParameters:
                 parameter.grad_dtype = torch.float32
             parameter.grad = self._view(unit, tensor, GRADIENT)
         else:
-            read = partial(self._read_gradient, unit, tensor)
-            scale = partial(self._note_factor, tensor.name)
+            # Weakly: the collector does not see what a gradient holds.
+            own = weakref.ref(self)
+            read = partial(_read_gradient_of, own, unit, tensor)
+            scale = partial(_note_factor_of, own, tensor.name)
             parameter.grad = mark(tensor.shape, parameter.dtype, read, scale)
 
     def _read_gradient(self, unit: UnitSpec, tensor: TensorSpec) -> Tensor:
@@ -277,6 +281,23 @@ class HomeParameters:
             former.data = view
             return former
         return nn.Parameter(view, requires_grad=former.requires_grad)
+
+
+def _alive(parameters: "weakref.ref[HomeParameters]") -> HomeParameters:
+    found = parameters()
+    if found is None:
+        raise ConfigError("the model of this gradient is gone, and its home with it")
+    return found
+
+
+def _read_gradient_of(
+    parameters: "weakref.ref[HomeParameters]", unit: UnitSpec, tensor: TensorSpec
+) -> Tensor:
+    return _alive(parameters)._read_gradient(unit, tensor)
+
+
+def _note_factor_of(parameters: "weakref.ref[HomeParameters]", name: str, factor: Tensor) -> None:
+    _alive(parameters)._note_factor(name, factor)
 
 
 def _follow(master: Tensor, value: Tensor) -> Tensor:

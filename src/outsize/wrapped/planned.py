@@ -6,21 +6,21 @@ through all of it.
 
 import contextlib
 import logging
-import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.frozen_params import dtype_and_parts
-from outsize.model.split import split
+from outsize.model.sizes.model_spec import TensorSpec
+from outsize.model.split import Split, split
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import WEIGHTS, Moments, StateLayout
 from outsize.planner.memory.memory_table import home_bytes
@@ -93,7 +93,7 @@ class Planned:
         store_dir: directory of the disk home.
         fill: copies weights into the home.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
-        with_head: whether the head is a unit, see `split`.
+        with_head: whether the head is a unit, see `split`; None until a forward takes its weight by itself.
         transport: codecs on the link.
         moments: what `outsize.AdamW` keeps moments in.
 
@@ -109,12 +109,13 @@ class Planned:
         store_dir: Path,
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool = True,
+        with_head: bool | None = True,
         transport: Transport = RAW_TRANSPORT,
         moments: Moments = "fp32",
     ) -> None:
         self._model = weakref.ref(model)
-        self._memory = memory
+        self._memory, self._store_dir = memory, store_dir
+        self._codecs, self._moments = codecs, moments
         self.microbatches = microbatches
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
@@ -129,24 +130,12 @@ class Planned:
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
-        self._flags = tuple(p.requires_grad for p in model.parameters())
-        dtype, self._apart = dtype_and_parts(model, *codecs)
         self._with_head = with_head
         self._transport = transport
-        self.split = split(model, dtype, apart=self._apart, with_head=with_head)
-        self.state = StateLayout(dtype=self.split.spec.dtype, moments=moments)
-        with contextlib.ExitStack() as stack:
-            self.session = stack.enter_context(self._open_session(store_dir))
-            self.parameters = HomeParameters(self.split, self.session.home, fill, self.state)
-            if self.parameters.errors:
-                _log.info("frozen weights are encoded: %s", summary(self.parameters.errors))
-            stack.callback(self._close_engine)
-            self._stack = stack.pop_all()
+        self._move_in(model, fill)
         self._device = self.session.torch_device
-        self._ids = tuple(id(p) for p in model.parameters())
-        at_exit = getattr(threading, "_register_atexit", None)
-        if at_exit is not None:  # a script that ends without `unwrap` would wait for the lanes for ever
-            at_exit(_close_if_alive, weakref.ref(self))
+        # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
+        weakref.finalize(self, _close_if_alive, weakref.ref(self))
 
     @property
     def _engine(self) -> Engine | None:
@@ -186,23 +175,95 @@ class Planned:
     def close(self) -> None:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
         self._closed = True
-        self._stack.close()
+        with contextlib.closing(self.session):
+            self._close_engine()
 
-    def _open_session(self, store_dir: Path) -> Session:
-        """Return the session of the model, without an engine."""
-        memory, spec = self._memory, self.split.spec
-        state_bytes = sum(home_bytes(unit, self.state) for unit in spec.units)
+    def _open_session(self, parts: Split, state: StateLayout) -> Session:
+        """Return a session of the model, without an engine."""
+        memory, store_dir = self._memory, self._store_dir
+        state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
         machine = describe_machine(memory, state_bytes, store_dir)
         check_transport(self._transport, machine)
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(
-            state=self.state,
+            state=state,
             directory=store_dir,
             prefix=prefix,
             transport=self._transport,
             setting="store_dir",
         )
-        return Session(self.split, machine, memory, store)
+        return Session(parts, machine, memory, store)
+
+    def _move_in(self, model: nn.Module, fill: Fill) -> None:
+        """Make a home for the parameters that ``model`` has now, and move them there."""
+        dtype, self._apart = dtype_and_parts(model, *self._codecs)
+        parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
+        state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
+        with contextlib.ExitStack() as stack:
+            session = stack.enter_context(self._open_session(parts, state))
+            parameters = HomeParameters(parts, session.home, fill, state)
+            stack.pop_all()
+        if parameters.errors:
+            _log.info("frozen weights are encoded: %s", summary(parameters.errors))
+        self.split, self.state, self.session, self.parameters = parts, state, session, parameters
+        self._ids = tuple(id(p) for p in model.parameters())
+        self._flags = tuple(p.requires_grad for p in model.parameters())
+        self._known, self._needed = [], {}
+        self._measured = self._plan = self._set_aside = None
+
+    def _move(self, model: nn.Module) -> None:
+        """Move to a home for what ``model`` is by now; until the old one is copied both are there.
+
+        Raises:
+            ConfigError: there are gradients or optimizer state, which would be left behind.
+            BudgetExceededError: the new home does not fit its tier; the old one stays as it was.
+        """
+        former, session, named = self.parameters, self.session, self.parameters.named
+        if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
+            raise ConfigError(
+                "after the first backward the home cannot be made anew, since gradients and optimizer state would be "
+                'lost: add adapters before the first step, and wrap with head="resident" where a forward takes the '
+                "weight of the head itself"
+            )
+        self.stop()
+        present = dict(model.named_parameters(remove_duplicate=False))
+        known = {id(parameter): name for name, parameter in named.items()}
+        place = {t.name: unit for unit in self.split.spec.units for t in unit.all_tensors}
+        read: dict[int, dict[str, Tensor]] = {}
+
+        def fill(tensor: TensorSpec, into: Tensor) -> None:
+            name = known.get(id(present[tensor.name]))
+            if name is None:
+                into.copy_(present[tensor.name].detach().reshape(-1))
+                return
+            unit = place[name]
+            if unit.index not in read:
+                read.clear()  # one unit at a time
+                read[unit.index] = former.read(unit)
+            into.copy_(read[unit.index][name].reshape(-1))
+
+        machine = session.machine
+        budgets = {"host_memory": machine.host_bytes, "disk_memory": machine.disk_bytes}
+        self._memory = self._memory.model_copy(
+            update={"home": machine.home, "device_memory": machine.device_bytes, **budgets}
+        )
+        # An adapter that is off for a forward trains all the same.
+        trained = dict(zip(self._ids, self._flags, strict=True))
+        flags = [trained.get(id(p), p.requires_grad) for p in model.parameters()]
+        session.leave()
+        try:
+            with _training(model, flags):
+                self._move_in(model, fill)
+        except BaseException:
+            session.enter()
+            raise
+        read.clear()
+        session.close()
+
+    def parameters_now(self) -> HomeParameters:
+        """Return what is at home, parameters that were added since moved there; errors as of a forward."""
+        self._check()
+        return self.parameters
 
     def _check(self) -> nn.Module:
         model = self._model()
@@ -210,19 +271,24 @@ class Planned:
             raise ConfigError("this model has been unwrapped; wrap it again to stream it")
         ids = tuple(id(p) for p in model.parameters())
         if ids != self._ids:
-            raise ModelError(
-                "parameters of this model were replaced or added after outsize.wrap; change the model first "
-                "(adapters, resized embeddings, tied weights), then wrap it"
-            )
+            if not set(self._ids) <= set(ids):
+                raise ModelError(
+                    "parameters of this model were replaced after outsize.wrap; change the model first (resized "
+                    "embeddings, tied weights), then wrap it"
+                )
+            self._move(model)  # adapters were added
         return model
 
     def _ready(
-        self, inputs: Mapping[str, Any], rows: int, shape: wrap_planning.BatchShape
+        self, inputs: Mapping[str, Any], rows: int, shape: wrap_planning.BatchShape, *, keeps: bool
     ) -> tuple[Engine, Plan]:
-        """Return an engine and a plan that are made for microbatches of ``shape`` and for what trains now."""
+        """Return an engine and a plan for microbatches of ``shape``, and for what trains now where ``keeps``."""
         model = self._model()
         assert model is not None
-        flags = tuple(p.requires_grad for p in model.parameters())
+        if shape.fused and self._with_head is None:
+            self._keep_head(model)
+        # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
+        flags = tuple(p.requires_grad for p in model.parameters()) if keeps else self._flags
         if flags != self._flags:
             self._close_engine()
             self._known, self._measured, self._needed = [], None, {}
@@ -273,15 +339,28 @@ class Planned:
                 self._encoded_of[unit.index] = version
                 self._engine.weights_changed(unit.index)
 
+    def _keep_head(self, model: nn.Module) -> None:
+        """From now on the forward takes the weight of the head itself: the head is part of the rest."""
+        self._with_head = False
+        if not any(unit.kind == "head" for unit in self.split.spec.units):
+            return
+        _log.info("the forward takes the weight of the head itself: the head stays on the device from now on")
+        try:
+            self._move(model)
+        except BaseException:
+            self._with_head = None
+            raise
+
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays
-        parts = split(
-            model,
-            self.split.spec.dtype,
-            decays=(lambda _: True) if decays is None else decays.__contains__,
-            apart=self._apart,
-            with_head=self._with_head,
-        )
+        with _training(model, flags):
+            parts = split(
+                model,
+                self.split.spec.dtype,
+                decays=(lambda _: True) if decays is None else decays.__contains__,
+                apart=self._apart,
+                with_head=self._with_head is not False,
+            )
         home = self.session.home
         if isinstance(home, HostHome):
             if any(unit.trainable and home.packed(unit.index, WEIGHTS) for unit in parts.spec.units):
@@ -357,6 +436,19 @@ class Planned:
                 count_fetches(passes.inference),
             )
         return self._programs[count]
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module, flags: Sequence[bool]) -> Iterator[None]:
+    """Have the parameters of ``model`` train as ``flags`` say, while the context lasts."""
+    former = [p.requires_grad for p in model.parameters()]
+    try:
+        for parameter, flag in zip(model.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+        yield
+    finally:
+        for parameter, flag in zip(model.parameters(), former, strict=True):
+            parameter.requires_grad_(flag)
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
+from outsize.inference.caller import Caller
 from outsize.optim.optimizer_spec import Moments
 from outsize.planner.passes.step_parts import step_units, summing
 from outsize.planner.program.program import Program
@@ -52,13 +53,14 @@ class Runner(Inferring):
         store_dir: Path,
         fill: Fill,
         codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool = True,
+        with_head: bool | None = True,
         transport: Transport = RAW_TRANSPORT,
         moments: Moments = "fp32",
     ) -> None:
         super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport, moments)
         self.coefficient: Tensor | None = None
-        self._num_steps = 0
+        self._caller = Caller(self._device)
+        self._num_steps = self._num_forwards = 0
         self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
         self._keeping: weakref.ref[Passage] | None = None  # the last one that kept more than inputs
 
@@ -82,7 +84,7 @@ class Runner(Inferring):
         sizes = batching.sizes_of(rows, count)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
-        engine, plan = self._ready(inputs, rows, shape)
+        engine, plan = self._ready(inputs, rows, shape, keeps=keeps)
         assert self._measured is not None
         saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
         lean = _is_pending(self._keeping)  # what is kept has room for one forward
@@ -97,7 +99,7 @@ class Runner(Inferring):
         programs = self._programs_for(plan, len(sizes))
         joined = Joined(sizes, weights)
         context = StepContext(
-            number=int(torch.randint(2**62, ())) if model.training else 0,
+            number=self._number(model),
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
             ambient=autocast.enter,
@@ -108,7 +110,7 @@ class Runner(Inferring):
         )
         passes = programs.passes
         self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
-        self._end(joined)
+        joined.end(self._caller.take)
         if not keeps or not joined.differentiable:
             if leaves:
                 self._abandoned.append(context.number)
@@ -119,6 +121,17 @@ class Runner(Inferring):
         if not lean and plan.layout.keeps_any:
             self._keeping = weakref.ref(passage)
         return passage.output()
+
+    def _number(self, model: nn.Module) -> int:
+        """What the random numbers of a forward are made of: of the caller's, as long as the model draws any.
+
+        Else nothing is taken from the caller's, so that samples drawn between steps are those of the plain loop.
+        """
+        if not model.training:
+            return 0
+        self._num_forwards += 1
+        draws = self._measured is None or self._measured.draws_random
+        return int(torch.randint(2**62, ())) if draws else self._num_forwards
 
     def _passage(self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]) -> Passage:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
@@ -151,8 +164,6 @@ class Runner(Inferring):
         context.slots = programs.warm_slots if warm else programs.cold_slots
         context.output_gradients = dict(roots)
         context.touched = dict(held)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
         try:
             self._walk(summing(program, {unit for unit, positions in held.items() if positions}), context)
         finally:
@@ -203,9 +214,13 @@ class Runner(Inferring):
         return self._held()
 
     def _walk(self, program: Program, context: StepContext) -> None:
-        """Have the engine walk ``program``; the caller's random state, and its modules' parameters, are as before."""
+        """Have the engine walk ``program``; the caller's random state, and its modules' parameters, are as before.
+
+        Lanes read what the caller's stream may still be making: inputs on their way, gradients of outputs.
+        """
         engine = self._engine
         assert engine is not None
+        self._caller.finish()
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
@@ -231,13 +246,6 @@ class Runner(Inferring):
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
-
-    def _end(self, joined: Joined) -> None:
-        """Join outputs; tensors were made on the compute lane's stream, and are used on the caller's."""
-        joined.end()
-        for leaf in joined.leaves:
-            if isinstance(leaf, Tensor) and leaf.is_cuda:
-                leaf.record_stream(torch.cuda.current_stream(self._device))
 
     def _take_factors(self, held: Mapping[int, frozenset[int]]) -> None:
         """Make what torch's clipping has noted on gradients on disk the coefficient of the step."""

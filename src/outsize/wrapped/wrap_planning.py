@@ -27,6 +27,8 @@ OWN_LOSS_COPIES = 3
 LABELS = ("labels", "shift_labels")
 # What models of transformers are told by which tokens are padding: [B, S], zero where they are.
 MASK = "attention_mask"
+# What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
+FUSED = "fused_lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class BatchShape:
         training: whether a backward may follow in training mode, where dropout saves its masks.
         padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
         scored: whether the model is given labels, and takes the loss itself.
+        fused: whether its forward is to take the weight of the head by itself, as TRL's does.
     """
 
     rows: int
@@ -48,12 +51,13 @@ class BatchShape:
     training: bool = True
     padded: bool = False
     scored: bool = False
+    fused: bool = False
 
     def covers(self, other: "BatchShape") -> bool:
         """Whether what fits this one fits ``other``."""
         larger = self.rows >= other.rows and self.length >= other.length and self.scored <= other.scored
         more = self.training >= other.training and self.padded >= other.padded
-        return larger and more and self.autocast == other.autocast
+        return larger and more and (self.autocast, self.fused) == (other.autocast, other.fused)
 
     @property
     def saving(self) -> "Saving":
@@ -71,7 +75,9 @@ def shape_of(
     is_ids = main.dim() == 2 and not main.is_floating_point()
     length = main.shape[1] if is_ids or main.dim() == 3 else 1
     scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
-    return BatchShape(rows, length, autocast, training, _is_padded(inputs.get(MASK)), scored)
+    return BatchShape(
+        rows, length, autocast, training, _is_padded(inputs.get(MASK)), scored, bool(inputs.get(FUSED))
+    )
 
 
 def _is_padded(mask: Any) -> bool:

@@ -7,6 +7,7 @@ from outsize.hardware.readings import Measurement
 from outsize.units import format_bytes, format_rate, format_seconds
 
 _Row = tuple[str, str, str]
+_NOISY = "; noisy, measured twice"
 
 
 def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
@@ -20,13 +21,14 @@ def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
         told = (
             "" if slower is None else f"beside each other: product {slower[0]:.2f}x, copies {slower[1]:.2f}x"
         )
-        yield (f"{name} copies hidden behind a product", f"{overlap.hidden_share():.0%}", told)
+        noisy = _NOISY if overlap.is_noisy() else ""
+        yield (f"{name} copies hidden behind a product", f"{overlap.hidden_share():.0%}", told + noisy)
     if device.feed is not None and device.feed.compute_s.median is not None:
-        feed, compute_s = device.feed, device.feed.compute_s.median
-        most = feed.chunk_bytes / compute_s
+        feed, noisy = device.feed, _NOISY if device.feed.is_noisy() else ""
         for way, rate in feed.bytes_per_s.items():
-            share = None if rate.median is None else f"compute busy {rate.median / most:.0%}"
-            yield (f"{name} fed from {feed.source}, {way}", _rate(rate), share or "")
+            share = feed.busy_share(way)
+            told = "" if share is None else f"compute busy {share:.0%}{noisy}"
+            yield (f"{name} fed from {feed.source}, {way}", _rate(rate), told)
     for shape in device.shapes:
         for dtype, rate in shape.flops_per_s.items():
             figure = "not measured" if rate.median is None else f"{rate.median / 1e12:.3g} TFLOP/s"

@@ -71,8 +71,9 @@ def plan_scan(
         return plan_scan(weight_bytes, room_bytes, prefetch=prefetch)
     least = max(weight_bytes) * (1 if prefetch is None else prefetch + 1)
     raise InfeasiblePlanError(
-        f"units of up to {format_bytes(max(weight_bytes))} do not fit the {format_bytes(max(room_bytes, 0))} of the "
-        "device that are left for weights; raise device_memory, or take a smaller batch or shorter prompts",
+        f"units of up to {format_bytes(max(weight_bytes))} do not fit the device: beside weights, the forward and its "
+        f"cache leave {format_bytes(room_bytes) if room_bytes > 0 else 'nothing'}; raise device_memory, or take a "
+        "smaller batch or shorter prompts",
         {"device": least - room_bytes},
     )
 
@@ -96,7 +97,7 @@ def bytes_moved_by_lru(weight_bytes: Sequence[int], room_bytes: int, num_passes:
 def break_even_batch(
     bytes_per_pass: int, link_bytes_per_s: float, compute_s: float, batch: int
 ) -> float | None:
-    """Return the batch at which computing takes as long as moving; None where nothing moves or compute took no time.
+    """Return the batch (1 or more) at which computing takes as long as moving; None where either took nothing.
 
     Compute is taken to grow with the batch, as it does once weights no longer bound it; so this is a lower bound.
 
@@ -108,7 +109,7 @@ def break_even_batch(
     """
     if not bytes_per_pass or compute_s <= 0 or link_bytes_per_s <= 0:
         return None
-    return batch * (bytes_per_pass / link_bytes_per_s) / compute_s
+    return max(batch * (bytes_per_pass / link_bytes_per_s) / compute_s, 1.0)
 
 
 def _with_slots(

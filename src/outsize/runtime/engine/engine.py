@@ -6,6 +6,7 @@ program keep every weight exact.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +160,8 @@ class Engine:
         self._skipped: set[int] = set()
         hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
-        computes = [worker.compute for worker in self._crew.workers]
+        # Weakly: a lane that waits must not keep the model.
+        computes = [weakref.ref(worker.compute) for worker in self._crew.workers]
         around = partial(lane_thread, computes, settings.num_threads)
         tables = tuple(
             handlers_of(worker, self.optimizer, self._commits, self._storing, self.exchange)

@@ -11,12 +11,16 @@ The story of one op, in the order in which it happens:
 
 A lane is in order and every dependency is earlier in program order, so the earliest unfinished op can always run:
 there is no deadlock. When a handler raises, its error is kept, every later op is skipped, and `wait` raises it.
+
+A lane that waits for its next op holds nothing but its queue. So an executor that nobody closed goes when nobody uses
+it, with all that its handlers hold, and its lanes end; and none of them keeps the interpreter from ending.
 """
 
 import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
@@ -115,7 +119,7 @@ class Executor:
         self._handler = handler
         self._hazards = hazards
         self._around = around
-        self._queues: dict[str, queue.SimpleQueue[LaneTask | None]] = {}
+        self._queues: dict[str, _Queue] = {}
         self._threads: list[threading.Thread] = []
         self._recent: dict[int, LaneTask] = {}
         self._submitted = 0
@@ -125,6 +129,7 @@ class Executor:
         self.events: list[Event] = []
         self._timed: deque[_Timed] = deque(maxlen=MOST_TIMED)
         self._ended_s: dict[str, float] = {}
+        weakref.finalize(self, _end_lanes, self._queues).atexit = False
 
     def submit(self, ops: Iterable[Op], context: Any) -> list["LaneTask"]:
         """Queue the ops of one program; returns their tasks, in order."""
@@ -138,7 +143,7 @@ class Executor:
             self._recent[self._submitted] = task
             self._submitted += 1
             tasks.append(task)
-            self._queue(task.lane).put(task)
+            self._queue(task.lane).put((self, task))
         self._forget()
         return tasks
 
@@ -174,8 +179,7 @@ class Executor:
     def close(self) -> None:
         """Let each lane finish the op it is in, skip what is queued, and end the threads; idempotent."""
         self._closing = True
-        for lane_queue in self._queues.values():
-            lane_queue.put(None)
+        _end_lanes(self._queues)
         for thread in self._threads:
             thread.join()
         self._queues.clear()
@@ -220,30 +224,24 @@ class Executor:
                 found[task.lane] = Waiting(str(task.op), reasons)
         return found
 
-    def _queue(self, lane: str) -> "queue.SimpleQueue[LaneTask | None]":
+    def _queue(self, lane: str) -> "_Queue":
         if lane not in self._queues:
             self._queues[lane] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._run_lane, args=(lane, self._queues[lane]), name=lane)
+            thread = threading.Thread(
+                target=_run_lane, args=(lane, self._queues[lane]), name=lane, daemon=True
+            )
             thread.start()
             self._threads.append(thread)
         return self._queues[lane]
 
-    def _run_lane(self, lane: str, tasks: "queue.SimpleQueue[LaneTask | None]") -> None:
-        with contextlib.ExitStack() as stack:
-            try:
-                if self._around is not None:
-                    stack.enter_context(self._around(lane))
-                stack.enter_context(self._device.lane(lane))
-            except BaseException as error:  # its tasks are skipped, so that nobody waits for them
-                self._fail(error, f"lane {lane} could not start")
-            while (task := tasks.get()) is not None:
-                self._run(task, lane)
-                task.dependencies = ()
-                self.num_ended += (
-                    1  # lanes may overtake each other here; it is asked only whether it has changed
-                )
-                task.gate.release()
-                del task
+    def _enter(self, lane: str, stack: contextlib.ExitStack) -> None:
+        """Set the calling thread up as a lane, until ``stack`` ends."""
+        try:
+            if self._around is not None:
+                stack.enter_context(self._around(lane))
+            stack.enter_context(self._device.lane(lane))
+        except BaseException as error:  # its tasks are skipped, so that nobody waits for them
+            self._fail(error, f"lane {lane} could not start")
 
     def _run(self, task: LaneTask, lane: str) -> None:
         ready = time.perf_counter()
@@ -299,6 +297,29 @@ class Executor:
         done = [number for number, task in self._recent.items() if _settled(task)]
         for number in done:
             del self._recent[number]
+
+
+_Queue = queue.SimpleQueue[tuple[Executor, LaneTask] | None]
+
+
+def _run_lane(lane: str, tasks: _Queue) -> None:
+    with contextlib.ExitStack() as stack:
+        entered = False
+        while (work := tasks.get()) is not None:
+            executor, task = work
+            if not entered:
+                executor._enter(lane, stack)
+                entered = True
+            executor._run(task, lane)
+            task.dependencies = ()
+            executor.num_ended += 1  # lanes may overtake each other here; it is asked only if it has changed
+            task.gate.release()
+            del executor, task, work
+
+
+def _end_lanes(queues: dict[str, _Queue]) -> None:
+    for tasks in list(queues.values()):
+        tasks.put(None)
 
 
 def _settled(task: LaneTask) -> bool:

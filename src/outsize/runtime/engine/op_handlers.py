@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,9 @@ def handlers_of(
 
 
 @contextlib.contextmanager
-def lane_thread(computes: Sequence[ComputeOps], num_threads: int | None, lane: str) -> Iterator[None]:
+def lane_thread(
+    computes: Sequence[weakref.ref[ComputeOps]], num_threads: int | None, lane: str
+) -> Iterator[None]:
     """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
     if num_threads is not None and lane.startswith(("compute", "host")):
         torch.set_num_threads(num_threads)
@@ -87,7 +90,9 @@ def lane_thread(computes: Sequence[ComputeOps], num_threads: int | None, lane: s
         yield
     finally:
         if lane.startswith("compute"):
-            computes[int(lane.rpartition(":w")[2])].close()
+            compute = computes[int(lane.rpartition(":w")[2])]()
+            if compute is not None:
+                compute.close()
 
 
 def _nothing(op: Op, context: StepContext) -> None:

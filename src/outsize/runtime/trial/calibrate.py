@@ -93,7 +93,7 @@ def _calibrate(
     except Exception as error:
         raise ModelError(
             f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: {type(error).__name__}: "
-            f"{error}; is data.seq_len within the model's limit, and does it run with attention=eager?"
+            f"{error}; is the length within the model's limit, and does it run on such a batch by itself?"
         ) from error
     finally:
         binder.close()

@@ -14,6 +14,8 @@ def is_plain(head_output: Any, output: Any, labels: Tensor | None) -> bool:
     logits = getattr(output, "logits", None)
     if not isinstance(head_output, Tensor) or not isinstance(logits, Tensor) or labels is None:
         return False
+    if logits.shape[:-1] != labels.shape or labels.dim() < 2:  # a label for each row, say
+        return False
     if logits.shape != head_output.shape or not torch.equal(logits, head_output):
         return False
     ours = _cross_entropy(logits, shift_labels(labels))
@@ -23,7 +25,12 @@ def is_plain(head_output: Any, output: Any, labels: Tensor | None) -> bool:
 def is_shifted(output: Any, labels: Tensor | None) -> bool:
     """Whether the loss is nearer to that of the next token than to that of the token in its place."""
     logits = getattr(output, "logits", None)
-    if labels is None or not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+    if (
+        labels is None
+        or not isinstance(logits, Tensor)
+        or logits.shape[:-1] != labels.shape
+        or labels.dim() < 2
+    ):
         return True
     loss = loss_of(output).float()
     here, following = _cross_entropy(logits, labels), _cross_entropy(logits, shift_labels(labels))

@@ -1,0 +1,177 @@
+"""What preference training does to a model after `outsize.wrap`: adapters are added, switched and turned off."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+import zoo
+from wrapped.loops import assert_equal, gradients, wrapped
+
+peft = pytest.importorskip("peft")
+CONFIG = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+BATCH = zoo.batch("llama", num_sequences=4)
+# PEFT asks transformers for it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+def adapted() -> nn.Module:
+    model = zoo.build("llama")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, CONFIG)
+
+
+def add_reference(model: nn.Module) -> None:
+    """As TRL's ``DPOTrainer`` does in its constructor: a copy of the adapter that stays as it is."""
+    torch.manual_seed(2)
+    model.add_adapter("ref", CONFIG)
+    for name, parameter in model.named_parameters():
+        if ".default." in name:
+            model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+
+
+def logits_without(model: nn.Module) -> Tensor:
+    with torch.no_grad(), model.disable_adapter():
+        return model(**BATCH).logits
+
+
+def logits_with(model: nn.Module, adapter: str) -> Tensor:
+    former = model.active_adapter
+    model.set_adapter(adapter)
+    try:
+        with torch.no_grad():
+            return model(**BATCH).logits
+    finally:
+        model.set_adapter(former)
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """A loss against a reference; its forwards come between the forward that trains and its backward."""
+    out = model(**BATCH)
+    reference, bare = logits_with(model, "ref"), logits_without(model)
+    (out.loss + (out.logits - reference).square().mean() + (out.logits - bare).square().mean()).backward()
+    return [out.loss.detach(), reference, bare]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated:1"])
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 1, "activations": "recompute", "slots": 1}])
+def test_an_adapter_that_is_added_is_streamed_like_the_others(device: str, settings: dict[str, Any]):
+    plain = adapted()
+    add_reference(plain)
+    with wrapped(adapted(), device=device, home="host", **settings) as model:
+        add_reference(model)
+        for made in (plain, model):
+            optimizer = torch.optim.SGD([p for n, p in made.named_parameters() if ".default." in n], lr=0.1)
+            made.seen = []
+            for _ in range(2):
+                made.seen += step(made)
+                optimizer.step()
+                made.zero_grad()
+        for got, want in zip(model.seen, plain.seen, strict=True):
+            assert torch.equal(got, want)
+        step(plain), step(model)
+        assert_equal(gradients(model), gradients(plain))
+        assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_adapters_that_are_switched_off_do_not_plan_anew():
+    with wrapped(adapted(), home="host") as model:
+        add_reference(model)
+        step(model)
+        engine = outsize.wrapped.module.runner_of(model)._engine
+        step(model)
+        assert outsize.wrapped.module.runner_of(model)._engine is engine
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_an_adapter_that_is_added_trains_over_either_home(home: str):
+    plain = adapted()
+    torch.manual_seed(2)
+    plain.add_adapter("other", CONFIG)
+    plain.set_adapter("other")
+    want = plain(**BATCH).loss
+    want.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+    with wrapped(adapted(), home=home) as model:
+        torch.manual_seed(2)
+        model.add_adapter("other", CONFIG)
+        model.set_adapter("other")
+        optimizer = outsize.AdamW(model, lr=1e-2, weight_decay=0.0)
+        got = model(**BATCH).loss
+        got.backward()
+        assert torch.equal(got, want)
+        assert torch.equal(outsize.clip_grad_norm_(model, float("inf")), norm)
+        optimizer.step()
+
+
+def test_after_the_first_step_nothing_is_added():
+    with wrapped(adapted(), home="host") as model:
+        optimizer = outsize.AdamW(model)
+        model(**BATCH).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.add_adapter("late", CONFIG)
+        with pytest.raises(outsize.ConfigError, match="before the first step"):
+            model(**BATCH)
+
+
+def test_a_parameter_that_was_replaced_is_refused():
+    with wrapped(zoo.build("llama")) as model:
+        model.model.norm.weight = nn.Parameter(torch.ones_like(model.model.norm.weight))
+        with pytest.raises(outsize.ModelError, match="replaced"):
+            model(**BATCH)
+
+
+class Fused(nn.Module):
+    """Takes the weight of its head by itself, as TRL's forwards do, where it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = zoo.build("llama")
+        self.config = self.model.config
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self):
+        return self.model.get_output_embeddings()
+
+    def forward(self, input_ids: Tensor, fused_lm_head: bool = False) -> Tensor:
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        head = self.model.lm_head
+        return hidden @ head.weight.T if fused_lm_head else head(hidden)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_the_head_stays_on_the_device_from_the_first_forward_that_takes_its_weight(home: str):
+    ids = BATCH["input_ids"]
+    plain = Fused()
+    want = plain(ids, fused_lm_head=True)
+    want.square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), float("inf"))
+    with wrapped(Fused(), home=home) as model:
+        assert torch.equal(model(ids), plain(ids))  # the head is a unit
+        got = model(ids, fused_lm_head=True)
+        assert torch.equal(got, want)
+        got.square().mean().backward()
+        assert torch.equal(outsize.clip_grad_norm_(model, float("inf")), norm)
+        assert torch.equal(model(ids), plain(ids))
+    with (
+        wrapped(Fused(), home=home, head="streamed") as model,
+        pytest.raises(outsize.ModelError, match="head="),
+    ):
+        model(ids, fused_lm_head=True)
+
+
+def test_a_home_that_cannot_be_moved_stays_as_it_was():
+    size = sum(p.numel() for p in zoo.build("llama").parameters())
+    with wrapped(adapted(), home="host", host_memory=size * 4 + 600_000) as model:
+        want = model(**BATCH).loss.detach()
+        model.add_adapter("large", peft.LoraConfig(r=256, task_type="CAUSAL_LM", target_modules="all-linear"))
+        with pytest.raises(outsize.OutsizeError):
+            model(**BATCH)
+        model.delete_adapter("large")
+        assert torch.equal(model(**BATCH).loss, want)
