@@ -12,15 +12,7 @@ import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import finish, machine, print_table
-
-from outsize.planner.passes.step_schedule import build_step
-from outsize.planner.passes.validate import validate
-from outsize.planner.program.ops import Kind
-from outsize.planner.program.stages import Stages, cursor_after, slots_for
-from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.partition import Pipeline, partition
-from outsize.planner.simulate.classical import (
+from classical import (
     Layers,
     gpipe,
     interleaved,
@@ -29,6 +21,14 @@ from outsize.planner.simulate.classical import (
     round_robin,
     run_schedule,
 )
+from common import finish, machine, print_table
+
+from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.validate import validate
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.stages import Stages, cursor_after, slots_for
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel, simulate
 

@@ -26,10 +26,10 @@ from outsize.hardware.presets import parse_gpus
 from outsize.model.sizes.model_spec import Workload
 from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
-from outsize.planner.predict.fastest import fastest
-from outsize.planner.predict.one_worker import one_worker
+from outsize.planner.predict.decision import decide
+from outsize.planner.predict.prediction import predict
 from outsize.planner.predict.question import Question
-from outsize.planner.search.step_plan import Budgets
+from outsize.planner.search.step_plan import Budgets, PlanOptions
 
 # Sizes of the published configs.
 MODELS: dict[str, dict[str, Any]] = {
@@ -91,6 +91,7 @@ def question(name: str, sequences: int, seq_len: int, mlp_parts: int = 1) -> Que
         model=spec,
         machine=box,
         budgets=budgets,
+        options=PlanOptions(home="host", below="host"),
         home="host",
         sequences=sequences,
         seq_len=seq_len,
@@ -110,14 +111,14 @@ def in_full(workload_of: Callable[[int], Workload]) -> Callable[[int], Workload]
 
 def predicted(asked: Question, way: str) -> dict[str, Any]:
     """Return what the step takes."""
-    asked = replace(asked, activations=WAYS[way])
+    asked = asked.deciding(activations=WAYS[way])
     if way == FULL:
         asked = replace(asked, workload_of=in_full(asked.workload_of))
     try:
-        found = fastest(asked)
+        decision = decide(asked)
     except InfeasiblePlanError as error:
         return {"short_by_bytes": dict(error.short_by)}
-    layout = one_worker(asked, found.microbatches, found.home).layout
+    found, layout = predict(decision), decision.plan.layout
     cells = ((unit, m) for unit in layout.keepable[1:] for m in range(layout.num_microbatches))
     choices = Counter(layout.choice(unit, microbatch).value for unit, microbatch in cells)
     return {

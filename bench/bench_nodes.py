@@ -431,10 +431,10 @@ def simulated() -> list[dict[str, Any]]:
     from outsize.hardware.presets import parse_gpus
     from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
     from outsize.model.sizes.workload import count_workload
-    from outsize.planner.predict.one_worker import one_worker
+    from outsize.planner.predict.decision import planned_at
     from outsize.planner.predict.prediction import predict
     from outsize.planner.predict.question import Question
-    from outsize.planner.search.step_plan import Budgets
+    from outsize.planner.search.step_plan import Budgets, PlanOptions
 
     def step(config: dict[str, Any], nodes: int, bytes_per_s: float) -> Any:
         shape, count = read_shape(config), SIMULATED["microbatches"]
@@ -445,10 +445,10 @@ def simulated() -> list[dict[str, Any]]:
             sequences=SIMULATED["sequences"],
             seq_len=1024,
             workload_of=lambda rows: count_workload(shape, "bf16", sequences=rows, seq_len=1024),
-            nodes=nodes,
+            options=PlanOptions(home="host", below="host", nodes=nodes),
             net_bytes_per_s=Figure(value=bytes_per_s, source="half of compute"),
         )
-        return question, predict(question, one_worker(question, count, "host"))
+        return question, predict(planned_at(question, count, "host"))
 
     rows = []
     for (name, config), nodes in itertools.product(MODELS.items(), (2, 4)):

@@ -31,7 +31,7 @@ from outsize.cli.plan_options import PlanFlags
 from outsize.cli.plan_question import Asked, ask
 from outsize.codecs.codec_figures import measure
 from outsize.codecs.transport import Transport
-from outsize.planner.predict.one_worker import fits_one_worker, one_worker
+from outsize.planner.predict.decision import fits_at_all, planned_at
 from outsize.planner.search.step_plan import Budgets
 from outsize.units import format_bytes, format_count
 
@@ -174,10 +174,10 @@ def memory() -> tuple[list[Claim], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         for codec in ("raw", PACKED):
             base = asked(Path(name), RAM)
-            question = replace(base.question, transport=Transport(weights=codec))
+            question = base.question.deciding(transport=Transport(weights=codec))
             least = smallest_device(question)
             free = replace(question, budgets=Budgets(device=least))
-            table = one_worker(free, 8, "host").memory
+            table = planned_at(free, 8, "host").plan.memory
             largest = largest_models(replace(base, question=question))
             found[codec] = {
                 "device_bytes": least,
@@ -212,7 +212,7 @@ def smallest_device(question: Any) -> int:
     low, high = 2**28, 2**40
     while high > low * 1.01:
         middle = int((low * high) ** 0.5)
-        fits = fits_one_worker(replace(question, budgets=Budgets(device=middle)), 8, "host")
+        fits = fits_at_all(replace(question, budgets=Budgets(device=middle), microbatches=8, home="host"))
         low, high = (low, middle) if fits else (middle, high)
     return high
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench_bubble import CASES, Case
+from classical import round_robin, run_schedule
 from common import finish, machine, print_table
 
 from outsize.hardware.presets import parse_gpus
@@ -28,7 +29,6 @@ from outsize.planner.program.stages import cursor_after, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.recompute_policy import kept_at_the_turn
-from outsize.planner.simulate.classical import round_robin, run_schedule
 from outsize.planner.simulate.costs import UnitTimes, cost_model
 from outsize.planner.simulate.simulator import CostModel, Simulation, simulate
 

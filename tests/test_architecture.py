@@ -224,6 +224,7 @@ ARROWS = {
         "model",
         "optim",
         "planner",
+        "report",
         "runtime",
         "session",
         "storage",

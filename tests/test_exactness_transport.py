@@ -12,7 +12,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.planner.program.ops import Kind
 from outsize.runtime.ops.link_codecs import EncodedWeights, GradientCarrier
-from outsize.session.decide.codec_choice import choose_codec
+from outsize.session.decide.decide import decide
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from support import make_batches, make_config, run_streamed, save_model
@@ -95,7 +95,7 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
         codecs = ("lossless4", "lossless3") if named == "auto" else (named,)
         assert found.machine.home == "host"
         assert found.plan.transport.weights in codecs
-        assert choose_codec(found, tmp_path / named, print) == (found, None)
+        assert decide(found, tmp_path / named, print) == (found, None)
     raw = make_config(tmp_path / "model", batches, model=model, memory=on(home="auto", **tight))
     with pytest.raises(InfeasiblePlanError):
         prepare(raw, tmp_path / "disk", print)

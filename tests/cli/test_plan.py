@@ -49,7 +49,7 @@ def test_json_has_it_all(model_dir, capsys):
     assert [entry["change"] for entry in found["what_if"]] == ["vram=+8GB", "gpus=+1"]
     assert found["what_would_help"] == []
     assert all(figure["source"] and not figure["measured"] for figure in found["figures"])
-    assert any("cuts stages of its own" in line for line in found["assumptions"])
+    assert any("lie on every GPU" in line for line in found["assumptions"])
 
 
 def test_a_machine_of_one_s_own(model_dir, tmp_path, capsys):
@@ -80,7 +80,7 @@ def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_
 
 
 def test_changes_that_cannot_be_are_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
-    monkeypatch.setattr("outsize.planner.predict.fastest.fastest", lambda question: pytest.fail("searched"))
+    monkeypatch.setattr("outsize.planner.predict.decision.decide", lambda question: pytest.fail("searched"))
     assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int8") == 2
     assert "priced for one GPU only; leave it out" in capsys.readouterr().err
 
@@ -113,7 +113,8 @@ def test_a_dry_run_of_the_config_plans_what_was_predicted(tmp_path, capsys):
     sizes = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
     file = tmp_path / "train.yaml"
-    options = ("--gpus", "4090", "--seq-len", 128, "--tokens-per-step", 1024, "--home", "host", "--no-advice")
+    sizes = ("--seq-len", 128, "--tokens-per-step", 1024, "--ram", "4GB")
+    options = ("--gpus", "4090", *sizes, "--home", "host", "--no-advice")
     predicted = answer(capsys, tmp_path / "model", *options, "--output", file)
     with pytest.raises(SystemExit) as done:
         main(["train", str(file), "--dry-run", "--json"])
@@ -142,7 +143,7 @@ def test_a_plan_of_several_gpus_is_written_for_all_of_them(model_dir, tmp_path, 
         (["--gpus", "0x4090"], "not a number of GPUs"),
         ([], "say which machine, once"),
         (["--gpus", "4090", "--machine", "m.json"], "say which machine, once"),
-        (["--gpus", "16x4090"], "at most 11 stages; use at most 11 GPUs"),
+        (["--gpus", "16x4090"], "at most 11 stages; use at most 11 devices"),
         (["--gpus", "4090", "--tokens", "0"], "zero tokens take no time"),
         (["--gpus", "4090", "--tokens", "many"], "not a count"),
         (["--gpus", "4090", "--tokens-per-step", "0"], "train.tokens_per_step: must be at least 2"),

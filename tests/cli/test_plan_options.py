@@ -100,7 +100,7 @@ def test_the_search_for_the_largest_ends_at_the_limit():
         (("--tokens-per-step", 0), "tokens_per_step"),
         (("--tokens", "0"), "zero tokens"),
         (("--gpus", "4091"), "did you mean"),
-        (("--gpus", "16x4090"), "at most 11 GPUs"),
+        (("--gpus", "16x4090"), "at most 11 devices"),
         (("--device-memory", "1MiB"), "first try"),
         (("--host-memory", "1MiB", "--home", "host"), "first try"),
     ],

@@ -1,6 +1,7 @@
 """Adapters counted from a config, held to what PEFT makes and a run measures."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,6 @@ from outsize.model.sizes.lora_from_config import MODULES, adapted_workload, pars
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.memory.memory_table import home_bytes
-from outsize.planner.predict.question import demand_of
 from outsize.planner.program.ops import Kind
 from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
 from planner.questions import CONFIG, GIB, ask
@@ -50,7 +50,7 @@ def test_a_frozen_base_comes_up_and_no_gradient_of_it_leaves():
     model = with_adapters(question.model, 8, ("q_proj", "v_proj"))
     work = adapted_workload(question.workload_of(4), model)
     options = PlanOptions(home="host", below="host", clip=True, microbatches=4)
-    demand = demand_of(question, work, 4 * work.held_bytes)
+    demand = replace(question, model=model, workload_of=lambda _: work).microbatch(4).demand
     plan = plan_step(model, demand, Budgets(device=20 * GIB, host=100 * GIB), options)
     full = plan_step(question.model, demand, Budgets(device=20 * GIB, host=100 * GIB), options)
     ran = {op.unit for op in plan.program if op.kind is Kind.BACKWARD}

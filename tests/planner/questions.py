@@ -1,9 +1,12 @@
 """Small models on small machines, for the tests of predictions."""
 
+from dataclasses import fields
+
 from outsize.hardware.presets import parse_gpus
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict.question import Question
+from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets
 
 GIB = 2**30
@@ -18,7 +21,11 @@ CONFIG = {
 }
 
 
+OPTIONS = {field.name for field in fields(PlanOptions)} - {"home", "microbatches"}
+
+
 def ask(gpus="4090", *, config=CONFIG, budgets=None, seq_len=1024, **changes):
+    options = {name: changes.pop(name) for name in OPTIONS & changes.keys()}
     machine = parse_gpus(gpus)
     shape = read_shape(config)
     return Question(
@@ -26,6 +33,7 @@ def ask(gpus="4090", *, config=CONFIG, budgets=None, seq_len=1024, **changes):
         machine=machine,
         budgets=budgets or Budgets(device=20 * GIB, host=100 * GIB, disk=1000 * GIB),
         sequences=changes.pop("sequences", 16),
+        options=PlanOptions(home="host", below="host", **options),
         seq_len=seq_len,
         workload_of=lambda count: count_workload(shape, "bf16", sequences=count, seq_len=seq_len),
         **changes,

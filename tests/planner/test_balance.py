@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Demand, offload_rooms
 from outsize.planner.passes.validate import MemoryLimits, validate
-from outsize.planner.predict.fastest import fastest
+from outsize.planner.predict.prediction import fastest
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.ops import Kind
 from outsize.planner.search.offload_balance import UnitRates, balanced, offload_order, phases
@@ -157,7 +157,7 @@ def test_a_step_of_long_sequences_gains_a_fifth_of_full_recompute():
         work = question.workload_of(count)
         return replace(work, recompute_flops=work.forward_flops)
 
-    full = fastest(replace(question, activations="recompute", workload_of=in_full))
+    full = fastest(replace(question, workload_of=in_full).deciding(activations="recompute"))
     found = fastest(question)
     assert full.step_s / found.step_s > 1.2
     assert found.bubble < 0.05

@@ -55,7 +55,7 @@ def test_threads_that_take_time_to_wake_up_do_not_end_a_chain():
 
 @pytest.mark.parametrize("lane", ["compute:w0", "compute:w1"])
 def test_causes_add_up_to_the_gaps_of_a_simulated_step(lane):
-    from outsize.planner.predict.fastest import fastest
+    from outsize.planner.predict.prediction import fastest
     from planner.questions import ask
 
     timeline = fastest(ask("2x4090", microbatches=4)).timeline

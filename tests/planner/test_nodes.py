@@ -5,12 +5,9 @@ import pytest
 from outsize.codecs.wire import Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict.fastest import fastest
-from outsize.planner.predict.one_worker import one_worker
-from outsize.planner.predict.prediction import predict
-from outsize.planner.predict.several_workers import several_workers
+from outsize.planner.predict.decision import planned_at
+from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.predict.what_if import outcome
-from outsize.planner.simulate.simulator import simulate
 from planner.questions import CONFIG, ask
 
 
@@ -30,7 +27,7 @@ def test_every_unit_s_gradient_is_reduced_and_its_weights_are_gathered_once_a_st
     question = nodes(4, gpus=gpus, clip=clip, microbatches=8)
     found = fastest(question)
     steps = 3 if gpus == "4090" else 2
-    trained = 9 if gpus == "4090" else 8  # several GPUs have the norm in the head
+    trained = 9
     for word in ("REDUCE", "GATHER"):
         assert len(exchanged(found.timeline, word)) == steps * trained
     assert found.tokens_per_s == pytest.approx(4 * 16 * 1024 / found.step_s)
@@ -39,8 +36,7 @@ def test_every_unit_s_gradient_is_reduced_and_its_weights_are_gathered_once_a_st
 
 
 def test_a_step_waits_for_its_reduction_and_the_next_load_for_its_gather():
-    candidate = one_worker(nodes(2), 4, "host")
-    done = simulate(candidate.programs, candidate.layout, candidate.costs)
+    done = planned_at(nodes(2), 4, "host").simulated.done
     ends, starts = {}, {}
     for event in done.timeline.events:
         op = event.op.partition("<")[0]
@@ -59,7 +55,7 @@ def test_the_network_costs_what_its_bytes_cost():
     """(N - 1) / N of gradients in fp32 and weights in bf16, at its rate and no faster."""
     question = nodes(4, rate=1e6)  # so slow that nothing else counts
     parameters = sum(unit.numel for unit in question.model.units)
-    found = predict(question, one_worker(question, 4, "host"))
+    found = predict(planned_at(question, 4, "host"))
     assert found.step_s == pytest.approx(0.75 * 6 * parameters / 1e6, rel=0.02)
     assert found.binding == "network"
     assert set(found.stalls) >= {"gradients of other nodes", "weights of other nodes"}
@@ -77,14 +73,12 @@ def test_a_fast_network_costs_nothing_and_steps_share_the_optimizer():
     assert many.memory["host"]["weights"] == alone.memory["host"]["weights"]
 
 
-@pytest.mark.parametrize(("gpus", "plan"), [("4090", one_worker), ("2x4090", several_workers)])
-def test_a_node_holds_its_share_of_what_the_optimizer_keeps(gpus, plan):
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_a_node_holds_its_share_of_what_the_optimizer_keeps(gpus):
     """Of several GPUs gradients are summed at home from round to round, and so they are whole."""
-    whole, shared = (
-        predict(question, plan(question, 4, "host")) for question in (nodes(1), nodes(4, gpus=gpus))
-    )
-    candidate = plan(nodes(4, gpus=gpus), 4, "host")
-    assert shared.total_bytes("host") == sum(candidate.memory["host"].values())
+    decisions = [planned_at(question, 4, "host") for question in (nodes(1), nodes(4, gpus=gpus))]
+    whole, shared = map(predict, decisions)
+    assert shared.total_bytes("host") == decisions[1].plan.total_bytes("host")
     classes = whole.memory["host"], shared.memory["host"]
     of_each = [classes[1][name] / classes[0][name] for name in ("optimizer state", "gradients")]
     assert of_each == pytest.approx([0.25, 0.25 if gpus == "4090" else 1.0], rel=0.01)
@@ -95,11 +89,11 @@ def test_most_of_what_takes_half_of_compute_is_hidden_in_a_deep_model():
     hidden = {}
     for layers in (6, 32):
         config = {**CONFIG, "num_hidden_layers": layers}
-        free = predict(question := nodes(2, rate=1e15, config=config), one_worker(question, 4, "host"))
+        free = predict(planned_at(question := nodes(2, rate=1e15, config=config), 4, "host"))
         communication_s = 0.5 * (1 - free.bubble) * free.step_s
         sent = 0.5 * 6 * sum(unit.numel for unit in question.model.units)
         question = nodes(2, rate=sent / communication_s, config=config)
-        slow = predict(question, one_worker(question, 4, "host"))
+        slow = predict(planned_at(question, 4, "host"))
         hidden[layers] = 1 - (slow.step_s - free.step_s) / communication_s
     assert hidden[32] >= 0.9
     assert 0.7 <= hidden[6] < hidden[32]
@@ -107,9 +101,8 @@ def test_most_of_what_takes_half_of_compute_is_hidden_in_a_deep_model():
 
 def test_codecs_take_time_on_the_lane_that_exchanges():
     """Bytes as those of fp32, times at least those of the codec on one core."""
-    layout = one_worker(nodes(2), 4, "host")
     question = nodes(2, rate=1e15, wire=Wire(gradients="int8-ef", weights="delta"))
-    found = simulate(layout.programs, layout.layout, one_worker(question, 4, "host").costs)
+    found = planned_at(question, 4, "host").simulated.done
     numel = question.model.units[3].numel
     (reduce, *_), (gather, *_) = (exchanged(found.timeline, f"{word} 3") for word in ("REDUCE", "GATHER"))
     half = numel // 2

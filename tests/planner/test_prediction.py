@@ -1,11 +1,8 @@
-from dataclasses import replace
-
 import pytest
 
+from outsize.planner.predict.decision import planned_at
 from outsize.planner.predict.expectation import SIMULATED_TILES
-from outsize.planner.predict.fastest import fastest
-from outsize.planner.predict.one_worker import one_worker
-from outsize.planner.predict.prediction import predict
+from outsize.planner.predict.prediction import fastest
 from planner.questions import ask
 
 
@@ -23,7 +20,7 @@ def test_a_step_takes_at_least_its_compute_and_the_shares_add_up():
 def test_a_recompute_is_not_counted_as_work_done():
     """A block's recompute comes on top of three forwards, and only those count; the head recomputes nothing."""
     question = ask(sequences=256)
-    found = fastest(replace(question, activations="recompute"))
+    found = fastest(question.deciding(activations="recompute"))
     *blocks, head = question.workload_of(1).forward_flops
     again = sum(question.workload_of(1).recompute_flops[:-1])
     counted = 3 * (sum(blocks) + head) / (3 * (sum(blocks) + head) + again)
@@ -46,18 +43,23 @@ def test_the_home_is_told_plane_by_plane():
     ]
 
 
+def tiles(question):
+    """Tiles of the largest unit that are simulated."""
+    ops = planned_at(question, 2, "disk").simulated.programs[0]
+    return 1 + max(op.tile for op in ops if op.tile is not None)
+
+
 def test_tiles_are_simulated_coarsely_and_take_the_same_time():
     question = ask(home="disk", microbatches=2)
-    candidate = one_worker(question, 2, "disk")
-    assert max(candidate.layout.tiles) == SIMULATED_TILES
-    coarse_s = predict(question, candidate).step_s
+    coarse_s = planned_at(question, 2, "disk").step_s
+    assert tiles(question) == SIMULATED_TILES
     import outsize.planner.predict.expectation as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIMULATED_TILES", 10**6)
-        fine = one_worker(question, 2, "disk")
-    assert max(fine.layout.tiles) > 4 * SIMULATED_TILES
-    assert coarse_s == pytest.approx(predict(question, fine).step_s, rel=0.05)
+        assert tiles(question) > 4 * SIMULATED_TILES
+        fine_s = planned_at(question, 2, "disk").step_s
+    assert coarse_s == pytest.approx(fine_s, rel=0.05)
 
 
 def test_a_load_hides_behind_the_tokens_of_the_break_even():

@@ -1,14 +1,15 @@
 """A trace of one machine, read with the figures of another, says what the first one does."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
 from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
-from outsize.planner.search.stage_pipeline import StageOptions
 from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
 from outsize.planner.simulate.comparison import compare
 from outsize.planner.simulate.costs import UnitTimes
@@ -36,8 +37,9 @@ def planned(home="host", workers=1, **changes):
     if workers == 1:
         plan = plan_step(model, demand, budgets, options)
     else:
-        wanted = StageOptions(num_workers=workers, forward_s=FORWARD_S, rest_users=frozenset())
-        plan = plan_stages(model, demand, budgets, options, wanted)
+        rates = UnitRates(times=TIMES, up_bytes_per_s=inf, down_bytes_per_s=inf)
+        options = replace(options, num_workers=workers, rates=rates, leaves_unasked=False)
+        plan = plan_stages(model, demand, budgets, options)
     return PlannedStep(plan=plan, model=model, boundary_bytes=demand.boundary_bytes)
 
 

@@ -6,8 +6,9 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
 from outsize.planner.predict.assumptions import figures_used
-from outsize.planner.predict.fastest import fastest, fastest_with_codecs, missing_host_bytes
-from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, simulated_cuts
+from outsize.planner.predict.decision import decide, missing_host_bytes
+from outsize.planner.predict.prediction import fastest, predict
+from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
 from outsize.planner.search.step_plan import Budgets
 from planner.questions import GIB, ask
 
@@ -57,7 +58,7 @@ def test_the_failure_that_is_short_by_the_least_is_told():
 def test_numbers_of_microbatches_of_several_gpus_are_compared():
     question = ask("4x4090", sequences=32, clip=False)
     found = fastest(question)
-    cuts = list(simulated_cuts(32, 1024, 4))
+    cuts = list(cuts_to_try(32, 1024, 4))
     assert len(cuts) > 1
     each = {count: fastest(replace(question, microbatches=count)).step_s for count in cuts}
     assert found.step_s == each[found.microbatches]
@@ -70,9 +71,9 @@ def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
     question = ask("2x4090", sequences=16)
     slow = Figure(value=1e8, source="test")
     host = replace(question.machine.host, adamw_params_per_s=slow)
-    monkeypatch.setattr("outsize.planner.predict.fastest.estimate_s", None)
+    monkeypatch.setattr("outsize.planner.predict.decision.estimate_s", None)
     found = fastest(replace(question, machine=replace(question.machine, host=host)))
-    assert found.microbatches == next(simulated_cuts(16, 1024, 2))
+    assert found.microbatches == next(cuts_to_try(16, 1024, 2))
     assert found.bubble > 0.3
 
 
@@ -99,10 +100,15 @@ def test_what_arrives_has_to_have_room():
     roomy = fastest(question)
     device = roomy.total_bytes("device")
     tight = fastest(
-        replace(question, budgets=replace(question.budgets, device=device - 1), stages=roomy.stages)
+        replace(question, budgets=replace(question.budgets, device=device - 1)).deciding(stages=roomy.stages)
     )
     assert "arrivals from devices" in roomy.memory["device"]
     assert "arrivals from devices" not in tight.memory["device"]
+
+
+def fastest_with_codecs(question):
+    found = decide(replace(question, auto=("weights",)))
+    return replace(found.question, auto=()), predict(found)
 
 
 def mostly_frozen(gpus, **changes):
@@ -132,12 +138,12 @@ def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
     assert fastest(encoded).step_s <= found.step_s
     many = ask(gpus, sequences=64)
     assert fastest_with_codecs(many) == (many, fastest(many))
-    shared = replace(slow, nodes=2, clip=True, net_bytes_per_s=Figure(value=1e11, source="test"))
+    shared = replace(slow, net_bytes_per_s=Figure(value=1e11, source="test")).deciding(nodes=2, clip=True)
     assert fastest_with_codecs(shared) == (shared, fastest(shared))
 
 
 @pytest.mark.parametrize("disk", [True, False])
-@pytest.mark.parametrize(("gpus", "short_bytes"), [("4090", 2**29), ("2x4090", 2**27)])
+@pytest.mark.parametrize(("gpus", "short_bytes"), [("4090", 2**29), ("2x4090", 100 * 2**20)])
 def test_weights_that_do_not_train_are_encoded_where_host_memory_holds_them_only_so(gpus, short_bytes, disk):
     roomy = fastest(mostly_frozen(gpus)).memory["host"]
     tight = Budgets(device=20 * GIB, host=sum(roomy.values()) - short_bytes, disk=1000 * GIB)
@@ -150,6 +156,6 @@ def test_weights_that_do_not_train_are_encoded_where_host_memory_holds_them_only
             fastest(question)
     encoded, found = fastest_with_codecs(question)
     assert found.home == "host"
-    assert encoded.transport.weights in ("lossless4", "lossless3")
+    assert encoded.options.transport.weights in ("lossless4", "lossless3")
     assert sum(found.memory["host"].values()) <= tight.host
     assert "weights" in found.memory["host"]

@@ -9,8 +9,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
 from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape
 from outsize.model.sizes.workload import count_workload
-from outsize.planner.predict.fastest import fastest
-from outsize.planner.predict.prediction import LINK_UP
+from outsize.planner.predict.prediction import LINK_UP, fastest
 from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
 from outsize.planner.search.step_plan import Budgets
 from planner.questions import CONFIG, GIB, ask
@@ -125,7 +124,7 @@ def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
 def test_what_fits_no_more_says_why():
     found = outcome(ask("15x4090"), None, "gpus=+1")
     assert found.prediction is None
-    assert "at most 15 GPUs" in found.error
+    assert "at most 15 devices" in found.error
 
 
 def test_a_rate_that_stays_keeps_stages_and_time():
@@ -180,7 +179,7 @@ def test_an_estimate_of_what_cannot_be_says_why():
     question = ask("2x4090", sequences=32, config={**CONFIG, "num_hidden_layers": 1})
     found = estimated_outcome(question, fastest(question), "gpus=+4")
     assert found.prediction is None
-    assert "at most 5 GPUs" in found.error
+    assert "at most 5 devices" in found.error
 
 
 def test_one_more_gpu_may_stay_idle():
@@ -191,7 +190,11 @@ def test_one_more_gpu_may_stay_idle():
 def test_gradients_that_several_nodes_or_a_skipped_step_need_wait_for_the_norm_of_all():
     question = ask()
     halves = replace(question, model=replace(question.model, dtype="fp16"))
-    shared = replace(question, nodes=2, net_bytes_per_s=Figure(value=1e9, source="test"))
+    shared = replace(question, net_bytes_per_s=Figure(value=1e9, source="test")).deciding(nodes=2)
     for asked, clip in ((question, False), (halves, True), (shared, True)):
         changed = parse_change("state=int8")(asked)
-        assert (changed.clip, changed.unit_clip, changed.state.moments) == (clip, not clip, "int8")
+        assert (changed.options.clip, changed.options.unit_clip, changed.options.state.moments) == (
+            clip,
+            not clip,
+            "int8",
+        )

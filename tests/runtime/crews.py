@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.passes.validate import validate
 from outsize.planner.program.activation_policy import OFFLOADED, Extent
 from outsize.planner.program.stages import Stages
+from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.stage_layout import num_handed_over
-from outsize.planner.search.stage_pipeline import StageOptions
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions
+from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.device import Device, EmulatedDevice
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.engine.engine import Engine
@@ -47,12 +49,14 @@ def plan_crew(
     count = parts.spec.num_streamed
     # What blocks of `oddities` return of products has room in this; theirs is no fused attention.
     selected = {} if kept is None else {kept: tuple(KEPT_BYTES * (unit > 0) for unit in range(count))}
+    times = UnitTimes(forward_s=(1.0,) * count, backward_s=(3.0,) * count)
     plan = plan_stages(
         parts.spec,
         Demand(
             boundary_bytes=(DEMAND_BYTES,) * count,
             selected_bytes=selected,
             selected_s=dict.fromkeys(selected, (1.0,) * count),
+            rest_users=frozenset(users),
         ),
         Budgets(device=2**28),
         PlanOptions(
@@ -62,12 +66,10 @@ def plan_crew(
             microbatches=microbatches,
             activations="auto" if kept is None else OFFLOADED[kept].value,
             peers=peers,
-        ),
-        StageOptions(
             num_workers=num_workers,
-            forward_s=(1.0,) * count,
-            rest_users=frozenset(users),
             stages=stages,
+            rates=UnitRates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf),
+            leaves_unasked=False,
         ),
     )
     for program in plan.programs:

@@ -9,12 +9,12 @@ from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
 from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
+from outsize.planner.predict import question
 from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.ops import Kind
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.session.decide import activation_choice as module
+from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
-from outsize.session.job import relative_times
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.train.run import TrainResult, foresee, train
 from support import make_run
@@ -37,7 +37,8 @@ def on_a_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
         spared_s = {Extent.ATTENTION: (0.0, *[9e-4] * (count - 2), 0.0)}
         times = UnitTimes(forward_s=(1e-3,) * count, backward_s=(3e-3,) * count, spared_s=spared_s)
         workers = prepared.machine.num_workers
-        return Rates(replace(machine, gpus=machine.gpus * workers, links=(link,) * workers), times)
+        here = replace(machine, gpus=machine.gpus * workers, links=(link,) * workers)
+        return Rates(here, times, microbatches=prepared.config.microbatches)
 
     monkeypatch.setattr(module, "measure_rates", measure_rates)
 
@@ -59,7 +60,7 @@ def tight(tmp_path: Path, **memory: Any) -> Config:
 def chosen(tmp_path: Path, **memory: Any) -> tuple[set[Kind], list[str]]:
     said: list[str] = []
     prepared = prepare(tight(tmp_path, **memory), tmp_path, lambda _: None)
-    found, _ = module.choose_activations(prepared, tmp_path, said.append, None)
+    found, _ = module.decide(prepared, tmp_path, said.append)
     return {op.kind for op in found.plan.program}, said
 
 
@@ -75,9 +76,7 @@ def test_several_workers_offload_what_their_links_carry(
     bytes_per_s: float, leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     on_a_link(monkeypatch, bytes_per_s)
-    monkeypatch.setattr(
-        relative_times, "LEAST_SELECTED_FLOPS", 0.0
-    )  # of a model this small nothing is worth it
+    monkeypatch.setattr(question, "LEAST_SELECTED_S", 0.0)  # of a model this small nothing is worth it
     memory = {**LINKED, "device": "emulated:2"}
     config = make_run(tmp_path, memory=memory, train={"microbatches": 4, "steps": 2})
     plan, _ = foresee(config)

@@ -8,7 +8,7 @@ from outsize.errors import ModelError
 from outsize.hardware.machine_spec import Figure
 from outsize.hardware.presets import parse_gpus
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.session.decide import codec_choice as module
+from outsize.session.decide import decide as module
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import prepare
@@ -21,7 +21,7 @@ EMULATED = {"device": "emulated"}
 
 def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12, down_bytes_per_s=1e12):
     """Units take a millisecond each, the optimizer nothing, and nor do gradients; weights go up at ``bytes_per_s``."""
-    machine = parse_gpus("2x4090")
+    machine = parse_gpus("4090")
     link = replace(
         machine.links[0],
         up_bytes_per_s=Figure(value=bytes_per_s, source="test"),
@@ -33,7 +33,9 @@ def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12, down_bytes_per_
     def measure_rates(prepared, _):
         count = prepared.split.spec.num_streamed
         times = UnitTimes(forward_s=(1e-3,) * count, backward_s=(3e-3,) * count)
-        return Rates(replace(machine, links=(link, link)), times)
+        workers = prepared.machine.num_workers
+        here = replace(machine, gpus=machine.gpus * workers, links=(link,) * workers)
+        return Rates(here, times, microbatches=prepared.config.microbatches)
 
     monkeypatch.setattr(module, "measure_rates", measure_rates)
     monkeypatch.setattr(
@@ -49,7 +51,7 @@ def chosen(tmp_path, device="emulated", **sections):
     config = make_run(tmp_path, memory={"device": device}, transport=AUTO, **sections)
     prepared = prepare(config, tmp_path, lambda _: None)
     assert prepared.plan.transport.weights == "raw"
-    found, _ = module.choose_codec(prepared, tmp_path, said.append)
+    found, _ = module.decide(prepared, tmp_path, said.append)
     return found.plan.transport.weights, said
 
 
@@ -73,13 +75,13 @@ def test_every_crossing_is_searched_by_itself(device, tmp_path: Path, monkeypatc
     prepared = prepare(
         make_run(tmp_path, memory={"device": device}, transport=ALL, **sections), tmp_path, lambda _: None
     )
-    found, _ = module.choose_codec(prepared, tmp_path, said.append)
+    found, _ = module.decide(prepared, tmp_path, said.append)
     assert found.plan.transport.weights == "raw"
     assert found.plan.transport.gradients == "lossless4"
     assert found.plan.transport.exact
     assert [line.partition(":")[0] for line in said] == [f"transport.{name}" for name in ALL]
     on_a_link(monkeypatch, 1e11, decode_bytes_per_s=1e5, down_bytes_per_s=1e6)
-    slow, _ = module.choose_codec(prepared, tmp_path, said.append)
+    slow, _ = module.decide(prepared, tmp_path, said.append)
     assert slow.plan.transport.gradients == "raw"
 
 
@@ -90,7 +92,7 @@ def test_what_gpus_and_rings_do_not_encode(tmp_path: Path):
         prepared = prepare(config, tmp_path, lambda _: None)
         if crossing == "activations":
             prepared = replace(prepared, machine=replace(prepared.machine, device="cuda:0"))
-        assert module.choose_codec(prepared, tmp_path, said.append) == (prepared, None)
+        assert module.decide(prepared, tmp_path, said.append) == (prepared, None)
         return said
 
     assert refused("activations") == [
@@ -120,15 +122,18 @@ def test_a_device_that_decodes_no_faster_than_its_link_is_sent_nothing_encoded(t
 
 def test_a_plan_without_room_for_a_codec_goes_without(tmp_path: Path, monkeypatch):
     on_a_link(monkeypatch, 1e6)
-    monkeypatch.setattr(module, "_with_codec", lambda *_: None)
-    assert chosen(tmp_path)[0] == "raw"
+    config = make_run(tmp_path, memory=EMULATED, transport=AUTO)
+    least = prepare(config, tmp_path, lambda _: None).plan.total_bytes("host")
+    memory = {**EMULATED, "host_memory": least}
+    prepared = prepare(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path, lambda _: None)
+    assert module.decide(prepared, tmp_path, lambda _: None)[0].plan.transport.weights == "raw"
 
 
 @pytest.mark.parametrize("memory", [{"device": "cpu"}, {"device": "emulated", "home": "disk"}])
 def test_where_there_is_no_link_auto_is_raw(memory, tmp_path: Path):
     said: list[str] = []
     prepared = prepare(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path, lambda _: None)
-    found, rates = module.choose_codec(prepared, tmp_path, said.append)
+    found, rates = module.decide(prepared, tmp_path, said.append)
     assert (found, rates) == (prepared, None)
     assert "there is no link" in said[0]
 
@@ -145,7 +150,7 @@ def test_without_a_prediction_auto_is_raw_and_says_why(tmp_path: Path, monkeypat
 def test_a_named_codec_is_not_chosen_again(tmp_path: Path):
     config = make_run(tmp_path, memory=EMULATED, transport={"weights": "lossless3"})
     prepared = prepare(config, tmp_path, lambda _: None)
-    assert module.choose_codec(prepared, tmp_path, print) == (prepared, None)
+    assert module.decide(prepared, tmp_path, print) == (prepared, None)
 
 
 def test_a_run_computes_the_same_whatever_auto_comes_to(tmp_path: Path, monkeypatch):

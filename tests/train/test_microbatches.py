@@ -8,8 +8,8 @@ import torch
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.presets import parse_gpus
-from outsize.session.job import planning
 from outsize.session.job.device_presets import assumed_machine
+from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.train.resumed_microbatches import as_before
 from outsize.train.run import plan, train
@@ -129,19 +129,14 @@ def test_files_of_other_people_say_nothing_of_microbatches(tmp_path):
     assert as_before(config, tmp_path / "run", None) == config
 
 
-def test_stages_are_cut_by_times_of_the_same_microbatch(tmp_path, monkeypatch):
+def test_stages_are_cut_by_times_of_the_same_microbatch(tmp_path):
     """A recompute takes no longer than the forward, and neither is of another number of tokens."""
-    seen = []
-    inner = planning.plan_stages
-
-    def plan_stages(model, demand, budgets, options, wanted):
-        seen.append((demand.recompute_s, wanted.forward_s))
-        return inner(model, demand, budgets, options, wanted)
-
-    monkeypatch.setattr(planning, "plan_stages", plan_stages)
-    prepared(tmp_path, memory=TWO)
-    ((recompute_s, forward_s),) = seen
-    assert all(0.5 * f < r <= f for r, f in zip(recompute_s, forward_s, strict=True) if r)
+    found = prepared(tmp_path, memory=TWO)
+    question = question_of(found.config, found.split, found.machine, found.tried, found.group)
+    one, two = (question.microbatch(count).times for count in (SEQUENCES, SEQUENCES // 2))
+    pairs = zip(one.recompute_s, one.forward_s, strict=True)
+    assert all(0.5 * forward < again <= forward for again, forward in pairs if again)
+    assert two.forward_s == pytest.approx([2 * forward for forward in one.forward_s])
 
 
 def test_numbers_of_microbatches_of_several_workers_are_compared_by_what_is_counted(tmp_path, monkeypatch):
@@ -152,11 +147,11 @@ def test_numbers_of_microbatches_of_several_workers_are_compared_by_what_is_coun
         train = {"microbatches": None, "tokens_per_step": sequences * 32}
         return prepared(tmp_path, **{**sections, "train": train, **changes}).config.microbatches
 
-    monkeypatch.setattr("outsize.session.job.prepare.step_cuts", lambda *_: [16, 32])
+    monkeypatch.setattr("outsize.planner.predict.decision.cuts_to_try", lambda *_: [16, 32])
     found = cut(128)
-    assert found > 16
+    assert found in (16, 32)
     assert cut(128) == found
-    monkeypatch.setattr("outsize.session.job.prepare.may_shorten", lambda *_: False)
+    monkeypatch.setattr("outsize.planner.predict.decision.may_shorten", lambda *_: False)
     assert cut(128) == 16
 
 

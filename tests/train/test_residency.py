@@ -1,82 +1,55 @@
+"""The home of a run whose weights may lie there encoded: in host memory before it is on disk."""
+
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outsize.config import Config
 from outsize.errors import InfeasiblePlanError
-from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.session.job.home_choice import settle_home
-from outsize.session.job.machine import describe_machine
+from outsize.session.job.prepare import prepare
+from support import make_model_dir, make_run
 
 MIB = 2**20
-# 64 MiB of bf16 that do not train: 48.2 MiB as lossless4, 45.1 as lossless3, and 2 % of room.
-MODEL = ModelSpec(
-    units=tuple(pack_unit(i, f"u{i}", "block", [("w", (8 * MIB,), False, False)]) for i in range(4)),
-    dtype="bf16",
-)
-STATE = 64 * MIB
+# Adapters alone train; the rest of the model, most of what lies at home, may rest encoded.
+LORA = {"train": {"method": "lora"}, "model": {"dtype": "bf16"}}
 
 
-def settle(tmp_path: Path, host_mib: int, needs_mib=None, **wanted):
-    """Codec and home of the run that is settled on, and what was tried; ``needs_mib`` is what plans ask of the host."""
-    home, weights = wanted.get("home", "auto"), wanted.get("weights", "auto")
-    memory = {
-        "device": wanted.get("device", "emulated"),
-        "home": home,
-        "device_memory": "1GiB",
-        "host_memory": f"{host_mib}MiB",
-        "disk_memory": "1GiB",
-    }
-    config = Config(
-        model={"path": "m"},
-        data={"path": "d", "seq_len": 8},
-        train={"steps": 1, "tokens_per_step": 8},
-        memory=memory,
-        transport={"weights": weights},
-    )
-    tried = []
-
-    def plan(run, machine):
-        codec = run.transport.weights
-        tried.append((codec, machine.home))
-        needed = (needs_mib or {}).get("raw" if codec == "auto" else codec, 0)
-        if machine.home == "host" and needed > host_mib:
-            raise InfeasiblePlanError(codec, {"host": needed})
-        return codec
-
-    machine = describe_machine(config.memory, STATE, tmp_path)
-    where, codec = settle_home(config, MODEL, machine, STATE, tmp_path, plan)
-    assert (where.device_bytes, where.host_bytes) == (2**30, host_mib * MIB)
-    return codec, where.home, tried
+def settled(tmp_path: Path, host_bytes: int | None = None, weights: str = "auto", **memory: Any) -> Any:
+    """The plan of a run with so much host memory, of a model whose planes are larger than what is rounded up."""
+    if not (tmp_path / "model").exists():
+        make_model_dir(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    memory = {"device": "emulated", "home": "auto", "disk_memory": "1GiB", **memory}
+    memory |= {} if host_bytes is None else {"host_memory": host_bytes}
+    config = make_run(tmp_path, memory=memory, transport={"weights": weights}, **LORA)
+    return prepare(config, tmp_path / "run", lambda _: None).plan
 
 
 def test_what_fits_as_it_is_stays_as_it_is(tmp_path: Path):
-    assert settle(tmp_path, 80) == ("auto", "host", [("auto", "host")])
+    plan = settled(tmp_path)
+    assert (plan.home, plan.transport.weights) == ("host", "raw")
 
 
 def test_what_would_be_on_disk_is_kept_in_memory_encoded(tmp_path: Path):
-    assert settle(tmp_path, 60)[:2] == ("lossless4", "host")
-    assert settle(tmp_path, 48)[:2] == ("lossless3", "host")
-    assert settle(tmp_path, 40) == ("auto", "disk", [("auto", "disk")])
+    whole = settled(tmp_path).total_bytes("host")
+    codecs = ("lossless4", "lossless3")
+    needs = [settled(tmp_path, weights=codec).total_bytes("host") for codec in codecs]
+    assert needs[1] < needs[0] < whole
+    for host_bytes, codec in zip(needs, codecs, strict=True):
+        plan = settled(tmp_path, host_bytes)
+        assert (plan.home, plan.transport.weights) == ("host", codec)
+        assert plan.total_bytes("host") <= host_bytes
+    assert settled(tmp_path, needs[0], weights="lossless4").home == "host"
+    assert settled(tmp_path, needs[1] - 1).home == "disk"
 
 
-def test_so_is_what_is_named(tmp_path: Path):
-    assert settle(tmp_path, 60, weights="lossless3")[:2] == ("lossless3", "host")
-    assert settle(tmp_path, 80, weights="lossless3")[2] == [("lossless3", "host")]
+@pytest.mark.parametrize("wanted", [{"weights": "raw"}, {"home": "disk"}, {"device": "cpu"}])
+def test_nobody_who_did_not_ask_gets_a_codec(wanted: dict[str, Any], tmp_path: Path):
+    host_bytes = settled(tmp_path, home="host", weights="lossless4").total_bytes("host")
+    plan = settled(tmp_path, host_bytes, **wanted)
+    assert (plan.home, plan.transport.weights) == ("disk", "raw")
 
 
-def test_nobody_who_did_not_ask_gets_a_codec(tmp_path: Path):
-    assert settle(tmp_path, 60, weights="raw") == ("raw", "disk", [("raw", "disk")])
-    assert settle(tmp_path, 60, home="disk")[:2] == ("auto", "disk")
-    assert settle(tmp_path, 60, device="cpu")[:2] == ("auto", "disk")
-
-
-def test_what_else_a_run_needs_counts(tmp_path: Path):
-    """The state fits, and not the plan; or one encoding leaves too little for it, and another enough; or none does."""
-    found = settle(tmp_path, 70, {"raw": 90, "lossless4": 75, "lossless3": 65})
-    assert found[:2] == ("lossless3", "host")
-    assert found[2] == [("auto", "host"), ("lossless4", "host"), ("lossless3", "host")]
-    found = settle(tmp_path, 60, {"lossless4": 75, "lossless3": 65})
-    assert found[:2] == ("auto", "disk")
-    with pytest.raises(InfeasiblePlanError, match="auto"):
-        settle(tmp_path, 70, {"raw": 90, "lossless4": 75, "lossless3": 75})
+def test_a_home_that_has_to_be_in_memory_says_what_it_lacks(tmp_path: Path):
+    with pytest.raises(InfeasiblePlanError) as raised:
+        settled(tmp_path, 2**16, home="host")
+    assert raised.value.short_by["host"] > 0

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ def _answer(
     """
     from outsize.cli import plan_table
     from outsize.errors import InfeasiblePlanError
-    from outsize.planner.predict.fastest import fastest, fastest_with_codecs
+    from outsize.planner.predict.decision import decide
+    from outsize.planner.predict.prediction import predict
     from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
 
     question = asked.question
@@ -54,16 +56,15 @@ def _answer(
         parse_change(change)(question)  # what is no change of this one is said before anything is searched
     with _uncollected():
         try:
-            if (
-                asked.config.transport.weights == "auto"
-            ):  # what is asked next goes on from the codec that was found
-                question, prediction = fastest_with_codecs(question)
-            else:
-                prediction = fastest(question)
+            decision = decide(question)
         except InfeasiblePlanError:
+            question = replace(question, auto=())
             for found in (outcome(question, None, change) for change in changes):
                 output.say(f"what if {found.change}: {plan_table.in_short(found)}")
             raise
+        prediction = predict(decision)
+        # What is asked next goes on from the codec that was found.
+        question = replace(decision.question, auto=())
         usual = usual_changes(question, prediction) if advice else ()
         outcomes = [outcome(question, prediction, change) for change in changes]
         # A step of several GPUs takes a second to simulate; what would help is told from estimates then, which know

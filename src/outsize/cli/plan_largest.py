@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from outsize.cli.plan_question import Asked, model_of
-from outsize.planner.predict.fastest import fits_at_all
+from outsize.planner.predict.decision import fits_at_all
 
 # A model with more layers than this, or wider by more, is none that anyone would train.
 MOST_LAYERS, WIDEST = 1024, 64

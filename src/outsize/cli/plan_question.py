@@ -17,11 +17,10 @@ from outsize.model.sizes.lora_from_config import ALL_LINEAR, adapted_workload, p
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
-from outsize.optim.optimizer_spec import StateLayout, masters_for, num_moments_of
-from outsize.planner.memory.memory_table import NO_CODECS
-from outsize.planner.predict.fastest import fits_at_all, fits_encoded
+from outsize.planner.predict.decision import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
+from outsize.session.job.job_options import options_for, question_for
 from outsize.units import parse_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
@@ -97,28 +96,25 @@ def ask(options: PlanFlags) -> Asked:
     spec, workload_of = model_of(hf_config, options.dtype, adapters, options.mlp_parts)
     seq_len = _seq_len(options.seq_len, hf_config.get("max_position_embeddings"))
     config = _config(options, path, seq_len)
-    clip = options.clip if options.max_grad_norm > 0 else "none"
-    question = Question(
-        model=spec,
-        machine=machine,
-        budgets=_budgets(machine, config),
-        home=options.home,
-        sequences=share_of(config.sequences_per_step, options.nodes),
-        seq_len=seq_len,
-        microbatches=options.microbatches,
-        # Nodes agree on the norm of all gradients whether they clip to it or not.
-        clip=options.dtype == "fp16" or options.nodes > 1 or clip == "global",
-        unit_clip=clip == "unit",
-        state=_state(config, spec, options.nodes),
+    in_parts = _in_parts(hf_config, options.dtype, adapters, seq_len) if options.mlp_parts == 1 else None
+    share_of(config.sequences_per_step, options.nodes)
+    question = question_for(
+        config,
+        spec,
+        machine,
+        _budgets(machine, config),
+        # A machine is taken to have the kernels that come with an install.
+        options_for(
+            config,
+            spec,
+            num_workers=len(machine.gpus),
+            num_ranks=options.nodes,
+            can_part=in_parts is not None,
+            wire=wire_of(options),
+        ),
         workload_of=lambda sequences: workload_of(sequences, seq_len),
-        in_mlp_parts=None
-        if options.mlp_parts > 1
-        else _in_parts(hf_config, options.dtype, adapters, seq_len),
-        nodes=options.nodes,
-        # Where they are searched, the search begins with none.
-        transport=replace(NO_CODECS, weights=options.transport_weights.replace("auto", NO_CODECS.weights)),
+        in_mlp_parts=in_parts,
         net_bytes_per_s=net_of(options),
-        wire=wire_of(options),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
         fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in machine.gpus) else 0,
     )
@@ -217,31 +213,6 @@ def _in_parts(
 def _named(modules: str) -> str | tuple[str, ...]:
     """Return adapted modules as a configuration names them, where a text by itself is a regular expression."""
     return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
-
-
-def _state(config: Config, spec: ModelSpec, nodes: int) -> StateLayout:
-    """Return how a trained unit lies at home, its gradient aside."""
-    optimizer = config.optimizer
-    if optimizer.masters == "split" and spec.dtype != "bf16":
-        raise ConfigError(
-            f"--masters: only those of bf16 weights can be split, and {spec.dtype} is trained here; leave it auto"
-        )
-    if optimizer.clip == "unit" and spec.compute_dtype == "fp16":
-        raise ConfigError(
-            "--clip: fp16 may have to skip a step, for which all its gradients are to be known; use bf16"
-        )
-    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
-    moments = optimizer.state if num_moments else "fp32"
-    # Several nodes keep separate masters unasked; a machine is taken to have the kernels that come with an install.
-    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=nodes == 1)
-    factored = optimizer.name == "adafactor"
-    if factored and nodes > 1:
-        raise ConfigError(
-            "--optimizer: adafactor steps whole parameters, and nodes share each by its elements; use lion or adamw"
-        )
-    return StateLayout(
-        dtype=spec.dtype, masters=masters, moments=moments, num_moments=num_moments, factored=factored
-    )
 
 
 def _machine(gpus: str | None, file: Path | None) -> Machine:

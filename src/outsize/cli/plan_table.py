@@ -1,7 +1,7 @@
 """A prediction for people, as tables, and for machines, as one object."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from io import StringIO
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from outsize.cli.plan_largest import Scaled
 from outsize.cli.plan_question import Asked
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
-from outsize.planner.predict.fastest import host_refusal
+from outsize.planner.predict.decision import host_refusal
 from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.what_if import Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
@@ -98,7 +98,7 @@ def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:
     question = asked.question
     if prediction.home == "host" or question.home != "auto":
         return None
-    refusal = host_refusal(replace(question, stages=prediction.stages), prediction.microbatches)
+    refusal = host_refusal(question.deciding(stages=prediction.stages), prediction.microbatches)
     return None if refusal is None else str(refusal)
 
 

@@ -26,8 +26,9 @@ from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.frozen_encoding import Decoded
+from outsize.session.job.job_options import clip_of
 from outsize.session.job.model_inputs import model_inputs, num_targets
-from outsize.session.job.optimizer_layout import clip_of, layout_for, max_norm_of
+from outsize.session.job.optimizer_layout import layout_for, max_norm_of
 from outsize.session.job.prepare import Prepared
 from outsize.session.loss_scale import LossScale
 from outsize.session.steps import schedule_of

@@ -29,12 +29,13 @@ def choose_run_dir(config: Config) -> Path:
 
 
 @contextmanager
-def claimed(run_dir: Path, config: Config) -> Iterator[None]:
+def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
     """Make a run directory and keep other runs out of it; one that stays empty is removed again.
 
     Args:
         run_dir: the directory.
-        config: says whether a run that it holds is to be continued, and where its home would be.
+        config: says whether a run that it holds is to be continued, and where its home would be; None for a loop of the
+            user's own, which continues none.
 
     Raises:
         ConfigError: it holds a run that is not to be continued.
@@ -47,7 +48,9 @@ def claimed(run_dir: Path, config: Config) -> Iterator[None]:
             raise explain(error, f"open {run_dir} (train.run_dir)") from error
         try:
             _lock(descriptor, run_dir)
-            if config.train.resume != "auto" and _holds_run(run_dir, config):
+            if config is None and _has_begun(run_dir):
+                raise ConfigError(f"{run_dir} holds a run already; choose another run_dir")
+            if config is not None and config.train.resume != "auto" and _holds_run(run_dir, config):
                 raise ConfigError(
                     f"{run_dir} holds a run already; go on with it with --resume auto (train.resume=auto), or choose "
                     "another train.run_dir"
@@ -69,6 +72,13 @@ def _lock(descriptor: int, run_dir: Path) -> None:
 
 
 def _holds_run(run_dir: Path, config: Config) -> bool:
+    return (
+        _has_begun(run_dir)
+        or (run_dir / CHECKPOINTS / LATEST).exists()
+        or has_commit(home_file(config.memory, run_dir))
+    )
+
+
+def _has_begun(run_dir: Path) -> bool:
     heartbeat = run_dir / HEARTBEAT
-    begun = heartbeat.is_file() and heartbeat.stat().st_size > 0
-    return begun or (run_dir / CHECKPOINTS / LATEST).exists() or has_commit(home_file(config.memory, run_dir))
+    return heartbeat.is_file() and heartbeat.stat().st_size > 0

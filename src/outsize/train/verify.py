@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -69,7 +69,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
                 )
         announce("resident run")
         resident_losses, resident = run_resident(prepared, batches)
-    return _compare(streamed_losses, resident_losses, streamed, resident)
+    compared = _compare(streamed_losses, resident_losses, streamed, resident)
+    return replace(compared, plan_id=prepared.plan.plan_id)
 
 
 def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:

@@ -42,6 +42,7 @@ def wrap(
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
     state: Moments = "fp32",
+    run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
     """Stream ``model`` unit by unit from now on; returns the same object, for the training loop that it was in.
@@ -69,6 +70,9 @@ def wrap(
             units that do not train rest encoded.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, 8 bytes per parameter that trains, ``bf16``, 4, or
             ``int8``, 2.03; rounded by chance. Other optimizers keep their own.
+        run_dir: directory for the files of a run: ``heartbeat.jsonl``, a line for each step of the optimizer,
+            ``plan.json``, ``run.json``, ``timeline.json``, and reports of passes that stall; for `outsize watch`,
+            `report` and `doctor`. None writes nothing.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
             ``slots``, ``prefetch``, ``offload``, ``activations``, ``tile_elements``, ``link_gb_per_s``.
 
@@ -85,9 +89,10 @@ def wrap(
 
     settings = memory_of(wrap, device, device_memory, home, memory)
     codecs = (base_codec, table_codec)
-    return _attach(
+    model = _attach(
         model, settings, microbatches, store_dir, fill, codecs, head, transport_of(transport), state
     )
+    return _recorded(model, run_dir)
 
 
 def load(
@@ -107,6 +112,7 @@ def load(
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
     state: Moments = "fp32",
+    run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
     """Return a wrapped model whose weights went from its checkpoint straight to their home, one unit at a time.
@@ -128,6 +134,7 @@ def load(
         table_codec: see `wrap`.
         transport: see `wrap`.
         state: see `wrap`.
+        run_dir: see `wrap`.
         memory: see `wrap`.
 
     Raises:
@@ -152,7 +159,7 @@ def load(
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)
 
-    return _attach(
+    model = _attach(
         model,
         settings,
         microbatches,
@@ -163,6 +170,7 @@ def load(
         transport_of(transport),
         state,
     )
+    return _recorded(model, run_dir)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -187,6 +195,17 @@ def unwrap(model: nn.Module) -> nn.Module:
                 module._parameters[attribute] = parameter
     runner.close()
     detach(model)
+    return model
+
+
+def _recorded(model: nn.Module, run_dir: str | os.PathLike[str] | None) -> nn.Module:
+    """Have a wrapped model write a run directory, where there is one; one that cannot leaves the model unwrapped."""
+    if run_dir is not None:
+        try:
+            runner_of(model).record(Path(run_dir))
+        except BaseException:
+            unwrap(model)
+            raise
     return model
 
 

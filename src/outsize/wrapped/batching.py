@@ -72,11 +72,20 @@ def divisors(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int], shifted: 
     """
     if len(parts) == 1 or parts[0].get("num_items_in_batch") is not None:
         return (1.0,) * len(parts)
-    counts = [_num_targets(part, size, shifted) for part, size in zip(parts, sizes, strict=True)]
+    counts = _targets(parts, sizes, shifted)
     total = sum(counts)
     if not total:
         return (1.0,) * len(parts)
     return tuple(total / count if count else float("inf") for count in counts)
+
+
+def num_targets(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int], shifted: bool) -> int:
+    """Return the targets of all microbatches, see `divisors`."""
+    return sum(_targets(parts, sizes, shifted))
+
+
+def _targets(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int], shifted: bool) -> list[int]:
+    return [_num_targets(part, size, shifted) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _num_targets(part: Mapping[str, Any], num_rows: int, shifted: bool) -> int:

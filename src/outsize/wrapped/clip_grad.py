@@ -41,6 +41,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
     order = {id(parameter): index for index, parameter in enumerate(iterate_parameters(model))}
     ordered = sorted(norms, key=lambda pair: order[id(runner.parameters.named[pair[0]])])
     total, coefficient = clip_coefficient([norm for _, norm in ordered], max_norm)
+    if runner.records is not None:
+        runner.records.clipped(total)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonFiniteError(f"the gradient norm is {total.item():g}; no gradient was changed")
     runner.coefficient = coefficient if math.isfinite(max_norm) else None

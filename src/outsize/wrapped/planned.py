@@ -42,6 +42,7 @@ from outsize.session.job.run_codecs import check_transport
 from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
+from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.parameters import Fill, HomeParameters
 
 RAW_TRANSPORT = Transport()
@@ -99,6 +100,7 @@ class Planned:
 
     Attributes:
         state: how a trained unit lies at home.
+        records: writes what the loop does; None where nobody asked.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Planned:
         moments: Moments = "fp32",
     ) -> None:
         self._model = weakref.ref(model)
+        self.records: LoopRecords | None = None
         self._memory, self._store_dir = memory, store_dir
         self._codecs, self._moments = codecs, moments
         self.microbatches = microbatches
@@ -140,6 +143,12 @@ class Planned:
     @property
     def _engine(self) -> Engine | None:
         return self.session.engine
+
+    def record(self, run_dir: Path) -> None:
+        """Write a run directory from now on, see `LoopRecords`."""
+        model = self._check()
+        self.records = LoopRecords(run_dir, self.session, model, self.split.spec.compute_dtype)
+        weakref.finalize(self, self.records.close)
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
@@ -175,7 +184,10 @@ class Planned:
     def close(self) -> None:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
         self._closed = True
-        with contextlib.closing(self.session):
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.session.close)
+            if self.records is not None:
+                stack.callback(self.records.close)
             self._close_engine()
 
     def _open_session(self, parts: Split, state: StateLayout) -> Session:
@@ -183,7 +195,7 @@ class Planned:
         memory, store_dir = self._memory, self._store_dir
         state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
         machine = describe_machine(memory, state_bytes, store_dir)
-        check_transport(self._transport, machine)
+        check_transport(self._transport, machine.device, machine.home)
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(
             state=state,
@@ -403,6 +415,8 @@ class Planned:
             num_threads=torch.get_num_threads(),
         )
         engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)
+        if self.records is not None:
+            self.records.planned(plan, self.split.spec, self.session)
         known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
         engine.optimizer.updates.update(known)
         self._shortened_for = None
@@ -416,6 +430,8 @@ class Planned:
             self.settle()
         finally:
             self._remember_updates()
+            if self.records is not None:
+                self.records.leaving(self._engine)
             self.session.close_engine()
 
     def _remember_updates(self) -> None:

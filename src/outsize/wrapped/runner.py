@@ -13,6 +13,7 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,10 @@ class Runner(Inferring):
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
             self._keeping = weakref.ref(passage)
-        return passage.output()
+        output = passage.output()
+        if self.records is not None:
+            self.records.scored(output, batching.num_targets(parts, sizes, self._measured.shifted))
+        return output
 
     def _number(self, model: nn.Module) -> int:
         """What the random numbers of a forward are made of: of the caller's, as long as the model draws any.
@@ -205,6 +209,8 @@ class Runner(Inferring):
         context = StepContext(number=0, learning_rate=lr, microbatches=(), touched=stepped)
         context.coefficient, self.coefficient = self.coefficient, None
         self._num_steps += 1
+        if self.records is not None:
+            self.records.counts(context)
         self._engine.submit(step_units(self._plan.layout, due), context)
         return without
 
@@ -224,9 +230,10 @@ class Runner(Inferring):
         state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         try:
-            engine.follow()
-            engine.submit(program, context)
-            engine.settle()
+            with nullcontext() if self.records is None else self.records.passing(engine, context):
+                engine.follow()
+                engine.submit(program, context)
+                engine.settle()
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()

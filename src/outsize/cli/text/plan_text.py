@@ -17,7 +17,12 @@ def print_plan(config: "Config", output: Output) -> None:
     plan, forecast = run.foresee(config, announce=output.say)
     predicted_s = None if forecast is None else forecast.step_s
     output.emit(
-        {"config": config.model_dump(mode="json"), "plan": plan.to_dict(), "predicted_step_s": predicted_s}
+        {
+            "config": config.model_dump(mode="json"),
+            "plan_id": plan.plan_id,
+            "plan": plan.to_dict(),
+            "predicted_step_s": predicted_s,
+        }
     )
     told = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
     output.print_result(f"{dump_config(config)}\n{plan.table}{told}")

@@ -84,13 +84,16 @@ class Demand:
         backward_workspace_bytes: by unit kind, the most that its recompute and backward allocate.
         saved_bytes: by streamed unit, what its backward needs of its forward besides its input, for one microbatch; of
             the last in a step that is cut only. Empty: unknown, and so never kept.
-        recompute_s: by streamed unit, how long its recompute takes beside the others', in any unit.
+        recompute_s: by streamed unit, seconds that its recompute takes.
         selected_bytes: the same as ``saved_bytes`` of what attention, or attention and products, returned.
         selected_s: the same as ``recompute_s``, of the part of a recompute that is spared where these were kept.
         least_selected_s: the least of it that is worth looking at each operation of a unit.
         num_saved: by streamed unit, tensors that its forward makes for its backward; empty where it is unknown.
         shared_bytes: ids, labels, masks and the like, for all microbatches.
         fixed_bytes: whatever else lies on the device throughout.
+        bounce_bytes: the same, of buffers for what moves between the device and a disk right below it.
+        spare_bytes: what the device should have to spare besides; given up where even the smallest plan leaves none.
+        rest_users: units whose backward adds to the gradient of a rest that trains.
     """
 
     boundary_bytes: tuple[int, ...]
@@ -104,6 +107,9 @@ class Demand:
     num_saved: tuple[int, ...] = ()
     shared_bytes: int = 0
     fixed_bytes: int = 0
+    bounce_bytes: int = 0
+    spare_bytes: int = 0
+    rest_users: frozenset[int] = frozenset()
 
     @property
     def kept_bytes(self) -> KeptBytes:
@@ -182,7 +188,7 @@ def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
     return min(STORE_BUFFER_BYTES, largest) if home == "disk" else 0
 
 
-def _device_table(demand: Demand, layout: StepLayout, activations: Live) -> dict[str, int]:
+def _device_table(demand: Demand, layout: StepLayout, activations: Live, below: Tier) -> dict[str, int]:
     """Return what the device holds besides optimizer tiles, in bytes by class."""
     resident = 0
     if layout.rest is not None:
@@ -195,7 +201,7 @@ def _device_table(demand: Demand, layout: StepLayout, activations: Live) -> dict
         "activations": activations.device_bytes,
         "workspace": demand.workspace_bytes,
         "shared": demand.shared_bytes,
-        "fixed": demand.fixed_bytes,
+        "fixed": demand.fixed_bytes + demand.bounce_bytes * (below == "disk"),
     }
 
 
@@ -237,7 +243,7 @@ def memory_table(
     """
     kept = layout_of(model.dtype if state is None else state)
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
-    table["device"] = _device_table(demand, layout, activations)
+    table["device"] = _device_table(demand, layout, activations, below)
     buffers = table["device" if below == "disk" else "host"]
     buffers.update(disk_buffer_bytes(model, layout, home, tile_elements, kept))
     table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)

@@ -5,6 +5,7 @@ forward, loss and backward in one op. Up: each unit recomputed and differentiate
 optimizer stepped. Stages go the same way, see `planner.passes.stage_passes`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
@@ -16,7 +17,7 @@ from outsize.planner.program.program import Program
 from outsize.planner.program.stages import cursor_after
 from outsize.planner.program.step_layout import StepLayout
 
-__all__ = ["StepLayout", "build_step", "build_store", "successive_steps"]
+__all__ = ["StepLayout", "build_step", "build_store", "steps_from", "successive_steps"]
 
 
 def build_step(layout: StepLayout) -> Program:
@@ -44,6 +45,17 @@ def successive_steps(layout: StepLayout) -> tuple[Program, ...]:
             return tuple(programs)
         stages = replace(stages, cursor=cursor)
         programs.append(build_step(replace(layout, stages=stages)))
+
+
+def steps_from(layout: StepLayout) -> Iterator[Program]:
+    """Yield the programs of steps that follow one another, without end."""
+    program = build_step(layout)
+    while True:
+        yield program
+        if layout.stages is not None:
+            cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
+            layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
+            program = build_step(layout)
 
 
 def build_store(layout: StepLayout) -> Program:

@@ -7,23 +7,68 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.passes.step_schedule import successive_steps
+from outsize.planner.passes.step_schedule import steps_from
 from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.comparison import Steps
 from outsize.planner.simulate.costs import UnitTimes, cost_model
-from outsize.planner.simulate.simulator import CostModel, simulate
+from outsize.planner.simulate.simulator import CostModel, Simulation, simulate
+from outsize.planner.simulate.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
 # Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
 NUM_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """Steps that follow one another, simulated.
+
+    Attributes:
+        programs: of the steps.
+        costs: of their ops.
+        num_workers: devices that compute.
+        done: what was simulated.
+    """
+
+    programs: tuple[Program, ...]
+    costs: CostModel
+    num_workers: int
+    done: Simulation
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step among others."""
+        return self.done.step_s
+
+    @cached_property
+    def steady(self) -> Timeline:
+        """The events between the decisions of the last two steps: a step among others."""
+        first_s, end_s = self.done.decided_s[-2], self.done.decided_s[-1]
+        return Timeline(tuple(e for e in self.done.between(first_s, end_s).events if e.start_s >= first_s))
+
+    @property
+    def lanes(self) -> list[str]:
+        """The lanes that compute."""
+        return [f"compute:w{worker}" for worker in range(self.num_workers)]
+
+    @cached_property
+    def busy_s(self) -> float:
+        """Seconds of such a step that devices compute, all together."""
+        return sum(self.steady.busy_s(lane) for lane in self.lanes)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they compute nothing."""
+        return max(0.0, 1 - self.busy_s / (self.num_workers * self.steady.span_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +114,22 @@ class PlannedStep:
             crossing_rates=self.crossing_rates,
         )
 
+    def simulate(self, costs: CostModel, num_steps: int) -> Simulated:
+        """Return ``num_steps`` steps where ops take ``costs``, which are those of coarse tiles."""
+        layout, _ = self._simulated()
+        programs = tuple(itertools.islice(steps_from(layout), num_steps))
+        done = simulate(programs, layout, costs, below=self.plan.below)
+        return Simulated(programs=programs, costs=costs, num_workers=layout.num_workers, done=done)
+
     def expect(self, costs: CostModel) -> Steps:
         """Return steps among others where ops take ``costs``, which are those of coarse tiles."""
-        layout, _ = self._simulated()
-        programs = itertools.islice(itertools.cycle(self._programs(layout)), NUM_STEPS)
-        done = simulate(list(programs), layout, costs, below=self.plan.below)
+        done = self.simulate(costs, NUM_STEPS).done
         began_s, *ends_s = done.steady_s
         timeline = done.between(began_s, ends_s[-1])
         return Steps(timeline=timeline, began_s=began_s, ended_s=ends_s[-1], count=len(ends_s))
 
     def _simulated(self) -> tuple[StepLayout, int]:
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
-
-    def _programs(self, layout: StepLayout) -> tuple[Program, ...]:
-        return self.plan.programs if layout is self.plan.layout else successive_steps(layout)
 
 
 def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:

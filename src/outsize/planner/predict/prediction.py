@@ -1,17 +1,19 @@
-"""What a step of a candidate would take: time, waits by cause, and which resource ends it."""
+"""What a step would take that was decided on: time, waits by cause, and which resource ends it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outsize.planner.memory.memory_table import Tier, by_class
-from outsize.planner.predict.candidate import Candidate, Table
-from outsize.planner.predict.question import Question
-from outsize.planner.program.activation_policy import Choice
+from outsize.model.sizes.model_spec import Workload
+from outsize.planner.memory.memory_table import Tier
+from outsize.planner.predict.decision import Decision, decide
+from outsize.planner.predict.expectation import Simulated
+from outsize.planner.predict.question import Question, node_assumptions
 from outsize.planner.program.stages import Stages
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.simulate.simulator import Simulation, simulate
+from outsize.planner.search.step_plan import Plan, Table
+from outsize.planner.simulate.simulator import Simulation
 from outsize.planner.simulate.timeline import Timeline
 from outsize.planner.simulate.wait_cause import waits_by_cause
 
@@ -20,6 +22,10 @@ FULL_SHARE = 0.85
 # Waits below this share of a step are not told.
 LEAST_SHARE = 0.001
 COMPUTE = "compute"
+
+SEVERAL = "several GPUs: ids and labels, masks and position tables of all microbatches lie on every GPU"
+PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"
+ENCODED = "weights go over links as {}, which keeps every bit and is decoded as fast as it arrives"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,7 @@ class Prediction:
     """What would happen.
 
     Attributes:
+        plan_id: of the plan, see `Plan.plan_id`.
         num_gpus: devices that compute.
         microbatches: of a step.
         sequences_per_microbatch: of the largest microbatch.
@@ -58,6 +65,7 @@ class Prediction:
         assumptions: what was taken for granted.
     """
 
+    plan_id: str
     num_gpus: int
     microbatches: int
     sequences_per_microbatch: int
@@ -79,12 +87,6 @@ class Prediction:
     def timeline(self) -> Timeline:
         """Of all steps simulated."""
         return self.simulation.timeline
-
-    @property
-    def recomputed(self) -> float:
-        """Share of units and microbatches whose backward recomputes everything."""
-        total = sum(self.activations.values())
-        return self.activations.get(Choice.RECOMPUTE.value, 0) / total if total else 0.0
 
     @property
     def binding(self) -> str:
@@ -115,34 +117,54 @@ class Prediction:
         return sum(self.memory[tier].values())
 
 
-def predict(question: Question, candidate: Candidate) -> Prediction:
-    """Return what the simulator says of ``candidate``."""
-    done = simulate(candidate.programs, candidate.layout, candidate.costs)
-    num_gpus, step_s = candidate.layout.num_workers, done.step_s
-    steady = _last_step(done)
-    lanes = [f"compute:w{worker}" for worker in range(num_gpus)]
-    busy_s = sum(steady.busy_s(lane) for lane in lanes)
+def fastest(question: Question) -> Prediction:
+    """Return what the decision on ``question`` would take.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    return predict(decide(question))
+
+
+def predict(decision: Decision) -> Prediction:
+    """Return what the simulator says of ``decision``, whose demand was counted."""
+    question, plan, simulated = decision.question, decision.plan, decision.simulated
+    assert question.workload_of is not None
+    sequences = question.sequences_per_microbatch(decision.microbatches)
+    work, num_gpus, step_s = question.workload_of(sequences), question.num_workers, simulated.step_s
     available = step_s * sum(
-        gpu.peak_flops_per_s[candidate.model.compute_dtype].value for gpu in question.machine.gpus[:num_gpus]
+        gpu.peak_flops_per_s[question.model.compute_dtype].value for gpu in question.machine.gpus
     )
-    scale = question.sequences * question.seq_len / candidate.work.tokens
+    scale = question.sequences * question.seq_len / work.tokens
     return Prediction(
+        plan_id=plan.plan_id,
         num_gpus=num_gpus,
-        microbatches=candidate.microbatches,
-        sequences_per_microbatch=question.sequences_per_microbatch(candidate.microbatches),
-        home=candidate.home,
-        memory=_by_plane(candidate),
+        microbatches=decision.microbatches,
+        sequences_per_microbatch=sequences,
+        home=plan.home,
+        memory=_by_plane(plan),
         step_s=step_s,
         tokens_per_s=question.tokens_per_step / step_s,
-        mfu=scale * sum(candidate.work.forward_flops + candidate.work.gradient_flops) / available,
-        bubble=max(0.0, 1 - busy_s / (num_gpus * steady.span_s)),
-        stalls=_stalls(steady, lanes),
-        usage=_usage(candidate, busy_s / num_gpus, step_s),
-        break_even=_break_even(question, candidate),
-        stages=candidate.layout.stages,
-        activations=_activations(candidate.layout),
-        simulation=done,
-        assumptions=candidate.assumptions,
+        mfu=scale * sum(work.forward_flops + work.gradient_flops) / available,
+        bubble=simulated.bubble,
+        stalls=_stalls(simulated.steady, simulated.lanes),
+        usage=_usage(simulated, simulated.busy_s / num_gpus, step_s),
+        break_even=_break_even(question, plan, work),
+        stages=plan.layout.stages,
+        activations=_activations(plan.layout),
+        simulation=simulated.done,
+        assumptions=_assumptions(decision),
+    )
+
+
+def _assumptions(decision: Decision) -> tuple[str, ...]:
+    codec = decision.chosen.get("weights")
+    return (
+        *((SEVERAL,) if decision.question.num_workers > 1 else ()),
+        *node_assumptions(decision.question),
+        *((PEERS,) if decision.plan.layout.peers else ()),
+        *((ENCODED.format(codec),) if codec else ()),
     )
 
 
@@ -155,30 +177,15 @@ def _activations(layout: StepLayout) -> dict[str, int]:
     return dict(choices.most_common())
 
 
-def _by_plane(candidate: Candidate) -> Table:
+def _by_plane(plan: Plan) -> Table:
     """Return the memory with the home split into weights, master, optimizer state and gradients."""
-    layout = candidate.layout
-    parts = by_class(
-        candidate.model,
-        candidate.state,
-        commits=layout.commits,
-        own=layout.own_elements,
-        whole=layout.whole_planes,
-        transport=candidate.transport,
-    )
     return {
         tier: {
             **{name: size for name, size in classes.items() if name != "home"},
-            **(parts if "home" in classes else {}),
+            **(plan.home_parts if "home" in classes else {}),
         }
-        for tier, classes in candidate.memory.items()
+        for tier, classes in plan.memory.items()
     }
-
-
-def _last_step(done: Simulation) -> Timeline:
-    """Return the events between the decisions of the last two steps: a step among others."""
-    first_s, end_s = done.decided_s[-2], done.decided_s[-1]
-    return Timeline(tuple(e for e in done.between(first_s, end_s).events if e.start_s >= first_s))
 
 
 def _stalls(steady: Timeline, lanes: list[str]) -> dict[str, float]:
@@ -191,20 +198,19 @@ def _stalls(steady: Timeline, lanes: list[str]) -> dict[str, float]:
     return {cause: share for cause, share in ordered if share >= LEAST_SHARE}
 
 
-def _usage(candidate: Candidate, busy_s: float, step_s: float) -> dict[str, float]:
+def _usage(simulated: Simulated, busy_s: float, step_s: float) -> dict[str, float]:
     """Return the share of a step in which each resource is in use, the busiest first.
 
     Links of a kind count as one, the busiest of them. Resources that nothing goes through are left out.
     """
     amounts: dict[str, float] = defaultdict(float)
-    program = candidate.programs[-1]
-    costs = [candidate.costs.cost_of(op) for op in program]
+    costs = [simulated.costs.cost_of(op) for op in simulated.programs[-1]]
     for cost in costs:
         for name in cost.through:
             amounts[name] += cost.amount
     shares = {COMPUTE: busy_s / step_s}
     for name, amount in amounts.items():
-        share = amount / candidate.costs.capacity[name] / step_s
+        share = amount / simulated.costs.capacity[name] / step_s
         kind = _RESOURCES.get(name.partition(":")[0], name)
         shares[kind] = max(share, shares.get(kind, 0.0))
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
@@ -220,9 +226,9 @@ _RESOURCES = {
 }
 
 
-def _break_even(question: Question, candidate: Candidate) -> BreakEven:
+def _break_even(question: Question, plan: Plan, work: Workload) -> BreakEven:
     """Return the break-even of the block that loads longest for what it computes."""
-    machine, work, model = question.machine, candidate.work, candidate.model
+    machine, model = question.machine, question.model
     rate = min(gpu.flops_per_s(model.compute_dtype) for gpu in machine.gpus)
     link = min(link.up_bytes_per_s.value for link in machine.links)
     loads_s = [unit.link_bytes(model.dtype) / link for unit in model.units[: model.num_streamed]]
@@ -231,6 +237,6 @@ def _break_even(question: Question, candidate: Candidate) -> BreakEven:
         for load_s, flops, unit in zip(loads_s, work.forward_flops, model.units, strict=False)
         if unit.kind == "block"
     )
-    stages = candidate.layout.stages
-    visits = candidate.microbatches if stages is None else min(stages.round_size, candidate.microbatches)
+    stages, microbatches = plan.layout.stages, plan.layout.num_microbatches
+    visits = microbatches if stages is None else min(stages.round_size, microbatches)
     return BreakEven(tokens=round(tokens), tokens_per_visit=visits * work.tokens)

@@ -1,28 +1,42 @@
-"""What is asked of a prediction: a model, a machine, a step, and the memory that may be used."""
+"""What is to be decided: a model, a machine, a step, what a microbatch takes, and the memory that may be used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from math import inf
+from typing import Any, TypedDict
 
-from outsize.choices import Activations, Home
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import EXACT, Wire
+from outsize.choices import Home
+from outsize.codecs.transport import CodecRates, Transport
+from outsize.codecs.wire import Wire
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.memory_table import NO_CODECS, Demand
-from outsize.planner.program.stages import Stages
+from outsize.planner.memory.memory_table import Demand, Tier
+from outsize.planner.program.activation_policy import Extent
+from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.sizing import PlanOptions, gradients_at_home
 from outsize.planner.search.step_plan import Budgets
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.gpu_times import unit_times
 
 NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
     "whole, each node steps its share of the unit, and the weights are gathered; both overlap with what else goes on",
-    "several nodes: what forwards keep leaves the GPUs where that shortens a step; ranks of a run do so only where "
-    "`memory.activations` says so",
 )
 NODES_OF_SEVERAL = (
     "several nodes of several GPUs: `outsize train` gives each process one GPU, and is told of all of them as nodes",
 )
+# Looking at each operation of a unit costs Python tens of microseconds for each: less than this is not worth it.
+LEAST_SELECTED_S = 0.002
+
+CodingRatesOf = Callable[[Transport], "CodingRates"]
+
+
+class CodingRates(TypedDict, total=False):
+    """What `cost_model` is told of codecs that somebody has measured."""
+
+    codec_rates: CodecRates | None
+    crossing_rates: dict[str, CodecRates]
 
 
 class Exchange(TypedDict):
@@ -33,6 +47,24 @@ class Exchange(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What a microbatch takes.
+
+    Attributes:
+        demand: bytes; shared ones are of all microbatches of the step.
+        times: seconds of its units.
+    """
+
+    demand: Demand
+    times: UnitTimes
+
+
+def unmeasured(_: Transport) -> CodingRates:
+    """Return the rates of codecs that nobody has measured."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """A model, a machine and a step.
 
@@ -40,21 +72,20 @@ class Question:
         model: its units.
         machine: what computes; with several GPUs their budgets are the same.
         budgets: most bytes in each tier; the device's is of each GPU.
+        options: what is decided already; home, microbatches, workers and rates are set by `options_for`.
         home: where weights and optimizer state rest; ``auto`` is the host if the plan fits there.
+        auto: crossings of which the codec is to be chosen, see `Transport`; those of ``options`` are the first tried.
         sequences: of an optimizer step, on each node.
         seq_len: tokens of a sequence.
         microbatches: of a step; None lets the search choose.
-        stages: how to cut for several GPUs; None lets the search choose.
-        clip: whether gradients are clipped by their global norm.
-        unit_clip: whether the gradient of each unit is clipped by its own norm.
-        state: how a trained unit lies at home, but for its gradient; None for the plain layout of the model's dtype.
-        workload_of: what a microbatch of so many sequences takes.
-        fixed_bytes: what else lies on each device throughout.
-        transport: codecs on the links, where the home is in host memory.
-        nodes: machines like this one that share each step, data parallel.
+        workload_of: what a microbatch of so many sequences takes, counted from a config.
+        measured: what each of so many microbatches takes, as a trial has measured it; None for what is counted.
+        fixed_bytes: what else lies on each device throughout, of a demand that is counted.
+        timed: whether rates of the machine may decide which codecs shorten a step.
+        linked: whether a link with a rate of its own lies below the device, so that things may leave it unasked.
+        shares_memory: whether the device computes in host memory, so that the disk is right below it.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
-        activations: what becomes of what backwards need of their forwards, see `planner.program.activation_policy`.
-        wire: codecs on the network.
+        coding_rates: of codecs, as far as somebody has measured them.
         in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot, or
             do already.
     """
@@ -62,31 +93,41 @@ class Question:
     model: ModelSpec
     machine: Machine
     budgets: Budgets
+    options: PlanOptions
     home: Home = "auto"
+    auto: tuple[str, ...] = ()
     sequences: int
     seq_len: int
     microbatches: int | None = None
-    stages: Stages | None = None
-    clip: bool = True
-    unit_clip: bool = False
-    state: StateLayout | None = None
-    workload_of: Callable[[int], Workload]
+    workload_of: Callable[[int], Workload] | None = None
+    measured: Callable[[int], Microbatch] | None = None
     fixed_bytes: int = 0
-    transport: Transport = NO_CODECS
-    nodes: int = 1
+    timed: bool = True
+    linked: bool = True
+    shares_memory: bool = False
     net_bytes_per_s: Figure | None = None
-    activations: Activations = "auto"
-    wire: Wire = EXACT
+    coding_rates: CodingRatesOf = unmeasured
     in_mlp_parts: Callable[[int], Callable[[int], Workload]] | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):
             raise ValueError("there is a node, and a network between several")
+        if self.workload_of is None and self.measured is None:
+            raise ValueError("what a microbatch takes is counted or measured")
 
-    def state_layout(self, *, whole_gradients: bool) -> StateLayout:
-        """Return how a trained unit lies at home; its gradient only where it is clipped globally, or must be whole."""
-        state = self.state or StateLayout(dtype=self.model.dtype)
-        return state if self.clip or whole_gradients else replace(state, gradients="none")
+    def deciding(self, **changes: Any) -> "Question":
+        """Return the question with other ``options``."""
+        return replace(self, options=replace(self.options, **changes))
+
+    @property
+    def nodes(self) -> int:
+        """Machines like this one that share each step, data parallel."""
+        return self.options.nodes
+
+    @property
+    def num_workers(self) -> int:
+        """Devices that share the step."""
+        return len(self.machine.gpus)
 
     @property
     def tokens_per_step(self) -> int:
@@ -97,24 +138,86 @@ class Question:
         """Return the sequences of the largest microbatch."""
         return -(-self.sequences // microbatches)
 
+    def microbatch(self, microbatches: int) -> Microbatch:
+        """Return what each of so many microbatches takes."""
+        if self.measured is not None:
+            return self.measured(microbatches)
+        assert self.workload_of is not None
+        work = self.workload_of(self.sequences_per_microbatch(microbatches))
+        times = unit_times(self.machine, self.model.compute_dtype, work)
+        return Microbatch(demand=_counted(self, work, times, microbatches), times=times)
 
-def demand_of(question: Question, work: Workload, shared_bytes: int) -> Demand:
-    """Return what computing takes besides weights, as `plan_step` wants it."""
-    return Demand(
+    def options_for(self, microbatches: int, home: Tier, times: UnitTimes) -> PlanOptions:
+        """Return what is decided about a plan of so many microbatches with a home there."""
+        options = self.options
+        transport = options.transport if home == "host" else replace(options.transport, weights="raw")
+        state = options.state or StateLayout(dtype=self.model.dtype)
+        peers = frozenset((peer.source, peer.target) for peer in self.machine.peers)
+        return replace(
+            options,
+            home=home,
+            below="disk" if home == "disk" and self.shares_memory else "host",
+            may_be_on_disk=self.home == "host" and self.machine.disk is not None,
+            state=gradients_at_home(
+                state, clip=options.clip, num_workers=self.num_workers, nodes=self.nodes, transport=transport
+            ),
+            microbatches=microbatches,
+            most_microbatches=self.sequences,
+            num_workers=self.num_workers,
+            transport=transport,
+            rates=self._rates(times, home),
+            peers=frozenset() if options.handover == "host" else peers,
+            leaves_unasked=self.linked and self.nodes == 1,  # nodes exchange things in the same order
+        )
+
+    def _rates(self, times: UnitTimes, home: Tier) -> UnitRates:
+        """Return what a device does while all of them do: all links at once move no more than host memory gives."""
+        machine, count = self.machine, self.num_workers
+        most = machine.host.bytes_per_s.value / count if count > 1 else inf
+        disk = machine.disk if home == "disk" else None
+        return UnitRates(
+            times=times,
+            up_bytes_per_s=min(most, *(link.up_bytes_per_s.value for link in machine.links)),
+            down_bytes_per_s=min(most, *(link.down_bytes_per_s.value for link in machine.links)),
+            home_up_bytes_per_s=inf if disk is None else disk.read_bytes_per_s.value / count,
+            home_down_bytes_per_s=inf if disk is None else disk.write_bytes_per_s.value / count,
+        )
+
+
+def in_seconds(demand: Demand, times: UnitTimes) -> Demand:
+    """Return ``demand`` with what choices of activations gain on the machine that has ``times``."""
+    selected = {
+        extent: times.spared_s[extent] for extent in demand.selected_bytes if extent in times.spared_s
+    }
+    recompute_s = times.recompute_s or times.forward_s
+    return replace(demand, recompute_s=recompute_s, selected_s=selected, least_selected_s=LEAST_SELECTED_S)
+
+
+def _counted(question: Question, work: Workload, times: UnitTimes, microbatches: int) -> Demand:
+    """Return what computing takes besides weights where a config tells it."""
+    model = question.model
+    selected = {Extent.ATTENTION: work.attention_bytes, Extent.PRODUCTS: work.products_bytes}
+    # The rest is the norm before the head, and the table of tied embeddings, which the first unit looks up.
+    tied = not model.units[0].all_tensors
+    rest_trains = any(unit.trainable for unit in model.units[model.num_streamed :])
+    users = {model.num_streamed - 1, *([0] if tied else [])} if rest_trains else set()
+    demand = Demand(
         boundary_bytes=work.boundary_bytes,
         forward_workspace_bytes=work.forward_workspace_bytes,
         backward_workspace_bytes=work.backward_workspace_bytes,
         saved_bytes=work.saved_bytes,
-        recompute_s=work.recompute_flops,
-        shared_bytes=shared_bytes,
+        selected_bytes=selected if work.attention_bytes else {},
+        shared_bytes=work.held_bytes * microbatches,
         fixed_bytes=question.fixed_bytes,
+        rest_users=frozenset(users),
     )
+    return in_seconds(demand, times)
 
 
 def exchange_of(question: Question) -> Exchange:
     """Return what `cost_model` is told of nodes."""
     rate = question.net_bytes_per_s
-    return {"net_bytes_per_s": 0.0 if rate is None else rate.value, "wire": question.wire}
+    return {"net_bytes_per_s": 0.0 if rate is None else rate.value, "wire": question.options.wire}
 
 
 def node_assumptions(question: Question) -> tuple[str, ...]:

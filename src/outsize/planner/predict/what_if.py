@@ -11,10 +11,9 @@ from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
-from outsize.planner.predict.fastest import fastest, missing_host_bytes
-from outsize.planner.predict.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction
+from outsize.planner.predict.decision import clocked_s, missing_host_bytes
+from outsize.planner.predict.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction, fastest
 from outsize.planner.predict.question import Question
-from outsize.planner.predict.several_workers import estimate_s
 from outsize.units import parse_bytes
 
 _MORE = ("vram", "ram", "gpus")
@@ -63,8 +62,8 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
         return outcome(question, base, text)
     same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
     try:
-        before_s = estimate_s(question, microbatches, base.stages)
-        after_s = min(before_s, estimate_s(changed, microbatches, same))
+        before_s = clocked_s(question.deciding(stages=base.stages), microbatches, base.home)
+        after_s = min(before_s, clocked_s(changed.deciding(stages=same), microbatches, base.home))
     except (InfeasiblePlanError, ConfigError) as error:
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     faster = _shares(question, changed)
@@ -113,7 +112,7 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     if base is not None and name == "ram":
         stays = len(changed.machine.gpus) > 1 and base.home == "host"
     if base is not None and stays:
-        changed = replace(changed, microbatches=base.microbatches, stages=base.stages)
+        changed = replace(changed, microbatches=base.microbatches).deciding(stages=base.stages)
     try:
         prediction = fastest(changed)
     except (InfeasiblePlanError, ConfigError) as error:
@@ -138,9 +137,10 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
-    encodes = base.home == "host" and question.transport.is_raw("weights")
+    options = question.options
+    encodes = base.home == "host" and options.transport.is_raw("weights")
     codec = (f"weights={LOSSLESS4.name}",) if encodes and base.binding == LINK_UP else ()
-    rounds = question.state is None or question.state.num_moments > 0
+    rounds = options.state is None or options.state.num_moments > 0
     short = on_disk and base.num_gpus == 1 and question.home != "disk"
     state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
@@ -193,7 +193,7 @@ def _with_codec(name: str) -> Change:
     transport = Transport(weights=name)
 
     def change(question: Question) -> Question:
-        return replace(question, transport=transport)
+        return question.deciding(transport=transport)
 
     return change
 
@@ -209,14 +209,15 @@ def _with_state(name: str) -> Change:
     def change(question: Question) -> Question:
         if len(question.machine.gpus) > 1:
             raise ConfigError("what-if state: priced for one GPU only; leave it out, or ask about one")
-        former = question.state or StateLayout(dtype=question.model.dtype)
+        options = question.options
+        former = options.state or StateLayout(dtype=question.model.dtype)
         if not former.num_moments:
             raise ConfigError("what-if state: this optimizer keeps no moments that could be rounded")
         masters: Masters = "split" if former.dtype == "bf16" else former.masters
         state = replace(former, moments=cast(Moments, name), masters=masters)
         if question.model.compute_dtype == "fp16" or question.nodes > 1:
-            return replace(question, state=state)
-        return replace(question, state=state, clip=False, unit_clip=question.clip or question.unit_clip)
+            return question.deciding(state=state)
+        return question.deciding(state=state, clip=False, unit_clip=options.clip or options.unit_clip)
 
     return change
 
@@ -326,7 +327,7 @@ def _nodes(question: Question, count: float) -> Question:
     """More nodes, each with as many sequences as one has now."""
     if question.net_bytes_per_s is None:
         raise ConfigError("what-if nodes: say how they are connected, with --nodes and --net")
-    return replace(question, nodes=question.nodes + int(count))
+    return question.deciding(nodes=question.nodes + int(count))
 
 
 def _times(figure: Figure, factor: float) -> Figure:

@@ -11,8 +11,10 @@ from typing import TypeVar
 
 from outsize.errors import InfeasiblePlanError
 
-# Sequences per microbatch that are simulated.
+# Sequences per microbatch that several workers try; one worker tries no more than the last, unless they are short.
 SIZES = (1, 2, 4, 8, 16)
+# Tokens of the largest microbatch of short ones: layers have long reached their rate, and memory is better spent.
+LARGEST_TOKENS = 32768
 # Several GPUs get four each at least: with fewer the filling and draining of stages shows. And microbatches are no
 # larger than what fills a GPU: on 4 x 2,048 tokens layers run at their rate (the published layer times of
 # bench/bench_bubble.py).
@@ -23,39 +25,26 @@ NEAR = 1.01
 T = TypeVar("T")
 
 
-def simulated_cuts(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
-    """Yield numbers of microbatches of equal size, the largest microbatches first.
+def cuts_to_try(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
+    """Yield numbers of microbatches, the largest microbatches first; several workers get microbatches of equal size.
 
     Args:
         sequences: of a step.
         seq_len: tokens of a sequence.
         num_workers: that share the step.
     """
-    counts = [sequences // size for size in reversed(SIZES) if sequences % size == 0]
     if num_workers == 1:
-        yield from counts
+        count, fewest = 1, min(sequences * seq_len / LARGEST_TOKENS, sequences / SIZES[-1])
+        while count < sequences:
+            if count >= fewest:
+                yield count
+            count *= 2
+        yield sequences
         return
+    counts = [sequences // size for size in reversed(SIZES) if sequences % size == 0]
     most = max(1, FULL_TOKENS // seq_len)
     enough = [count for count in counts if count >= PER_GPU * num_workers and sequences <= most * count]
     yield from enough or counts[-1:]
-
-
-def step_cuts(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
-    """Yield numbers of microbatches to run with; one device takes the first that fits, several compare them.
-
-    Args:
-        sequences: of a step.
-        seq_len: tokens of a sequence.
-        num_workers: that share the step.
-    """
-    if num_workers > 1:
-        yield from simulated_cuts(sequences, seq_len, num_workers)
-        return
-    count = 1
-    while count < sequences:
-        yield count
-        count *= 2
-    yield sequences
 
 
 def may_shorten(filling_s: float, step_s: float, microbatches: int, count: int) -> bool:

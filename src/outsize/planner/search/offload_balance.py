@@ -14,6 +14,7 @@ Whatever is not offloaded is kept on the device as far as there is room (`planne
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.activation_policy import OFFLOADED, Kept, bytes_of, merged
@@ -30,11 +31,25 @@ class UnitRates:
         times: seconds of its units, for one microbatch.
         up_bytes_per_s: of its link, towards the device.
         down_bytes_per_s: away from it.
+        home_up_bytes_per_s: of the home, towards all workers at once, the share of each.
+        home_down_bytes_per_s: towards the home, likewise.
     """
 
     times: UnitTimes
     up_bytes_per_s: float
     down_bytes_per_s: float
+    home_up_bytes_per_s: float = inf
+    home_down_bytes_per_s: float = inf
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """At which weights come up."""
+        return min(self.up_bytes_per_s, self.home_up_bytes_per_s)
+
+    @property
+    def store_bytes_per_s(self) -> float:
+        """At which gradients go down."""
+        return min(self.down_bytes_per_s, self.home_down_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,243 +1,263 @@
-"""The plan of a run on several workers: stages cut for their memory, dealt out in turn.
+"""The plan of a step on several workers: stages cut for their memory (`stage_memory`), dealt out in turn.
 
-Memory is that of each worker: slots and accumulators twice, so that one half fills while the other is used, or once
-where memory is too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches;
-workspace for all units of a backward stage, which are recomputed before the first of them is differentiated. Where
-several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
+Where several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
 microbatches: sums are then taken use by use, as everywhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.memory.link_bytes import device_bytes, host_bytes
+from outsize.optim.shares import largest_share
 from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.memory.traffic import count_traffic
-from outsize.planner.passes.step_schedule import successive_steps
+from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.smaller import smaller_microbatches
-from outsize.planner.search.stage_layout import (
-    ARRIVALS,
-    activation_bytes,
-    arrival_bytes,
-    num_handed_over,
-    single_units,
-    staged_layout,
-)
-from outsize.planner.search.stage_offload import Way, away_in, most_on_its_way, ways_of
-from outsize.planner.search.stage_pipeline import (
-    StageOptions,
-    bottom_of,
-    pipeline_of,
-    resident_bytes,
-    round_size_of,
-    workspace_bytes,
-)
-from outsize.planner.search.stage_room import HostRoom, bytes_below, in_room, rooms, state_of
-from outsize.planner.search.step_plan import Budgets, Plan, Table
+from outsize.planner.search.stage_layout import single_units, staged_layout
+from outsize.planner.search.stage_memory import StageMemory
+from outsize.planner.search.stage_offload import Way, ways_of
+from outsize.planner.search.stage_pipeline import bottom_of, pipeline_of, round_size_of
+from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of
+from outsize.planner.search.step_plan import Budgets, Plan
 from outsize.planner.search.upgrades import ENOUGH
-from outsize.units import align_up, format_bytes
+from outsize.units import format_bytes
 
-# Visits that the search times: enough for an answer in less than a second.
-MAX_VISITS = 50_000
-_EXTENT_BYTES = 4096
+# Visits that the search times: enough for an answer in a second or two. A visit of many units takes longer, and gains
+# less. `BRIEF_VISITS` are for a look at whether other microbatches gain.
+MAX_VISITS, MANY_UNITS, BRIEF_VISITS = 200_000, 48, 50_000
 
 
 def plan_stages(
-    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, wanted: StageOptions
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, max_visits: int | None = None
 ) -> Plan:
     """Return the plan of the fastest stages found that fit ``budgets``, the device's for each worker.
 
+    Args:
+        model: that is trained.
+        demand: of it.
+        budgets: most bytes in each tier.
+        options: what is decided; with the rates of a worker.
+        max_visits: that the search times; None for as many as pay.
+
     Raises:
-        ConfigError: more workers than there can be stages.
+        ConfigError: more workers than there can be stages, or activations that stages cannot have.
         InfeasiblePlanError: nothing fits; says by how much, and what to try first.
     """
-    bottom = bottom_of(model, wanted)
-    most = 2 * model.num_streamed - 1 - bottom
-    if wanted.num_workers > most:
-        raise ConfigError(
-            f"memory.device has {wanted.num_workers} workers, but {model.num_streamed} units make at most {most} "
-            f"stages; use at most {most} workers"
-        )
-    *roomier, least = rooms(model, options, wanted.num_workers)
-
-    def holds(layout: StepLayout, room: HostRoom) -> bool:
-        return not budgets.short_by(_memory(model, demand, layout, options, room))
-
-    def holds_stages(make: Callable[[Stages], StepLayout], stages: Stages) -> bool:
-        return holds(make(stages), least)
-
-    def fits(way: Way) -> bool:
-        return holds(_layout(model, options, wanted, way, least, single), least)
-
-    below = range(bottom, model.num_streamed - 1)
-    for halves in HALVES:
-        single = single_units(model.num_streamed, bottom, round_size_of(options, wanted), halves)
-        ways = ways_of(options.activations, below, demand, options.rates, fits, turns=not options.cut)
-        smallest = _layout(model, options, wanted, ways[-1], least, single)
-        memory = _memory(model, demand, smallest, options, least)
-        short_by = budgets.short_by(memory)
-        if not short_by:
-            break
-    else:
-        raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
-
-    found: list[tuple[float, StepLayout]] = []
-    for way in ways:
-        layout = partial(_layout, model, options, wanted, way, least)
-        pipeline = pipeline_of(model, demand, options, wanted, bottom, budgets.device, halves, way)
-        pipeline = replace(pipeline, holds=partial(holds_stages, layout))
-        stages = _cut(pipeline, options, wanted)
-        if stages is not None:
-            # What moves unasked has to gain what lanes lose that fill and drain.
-            unasked = bool(way.away) and not ways[-1].away
-            found.append((pipeline.step_s(stages) / (ENOUGH if unasked else 1.0), layout(stages)))
-    chosen = min(found, key=lambda pair: pair[0])[1] if found else smallest
-    chosen = _with_peers(
-        chosen, options, lambda layout: budgets.short_by(_memory(model, demand, layout, options, least))
-    )
-    room = next((room for room in roomier if holds(in_room(model, chosen, options, room), room)), least)
-    return _make(model, demand, budgets, options, in_room(model, chosen, options, room), room)
+    planner = _Planner(model, demand, budgets, options)
+    _, layout = planner.fit(_effort(model) if max_visits is None else max_visits)
+    return planner.make(layout)
 
 
-def _with_peers(
-    layout: StepLayout, options: PlanOptions, short_by: Callable[[StepLayout], dict[str, int]]
-) -> StepLayout:
-    """Return ``layout`` with copies between the devices that can, where there is room for what arrives.
+def estimate_s(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> float:
+    """Return what the partitioner makes of a step, seconds: compute, hand-over and copies, each link by itself.
 
-    Raises:
-        InfeasiblePlanError: they are asked for, and there is none.
+    No simulation: what shares host memory, and the optimizer at the end of a step, is not in it. `plan_stages` has the
+    arguments and errors.
     """
-    candidate = replace(layout, peers=options.peers & layout.neighbours)
-    missing = short_by(candidate)
-    if not missing:
-        return candidate
-    if options.handover == "peer":
-        raise InfeasiblePlanError(
-            f"parallel.handover=peer needs room for {candidate.num_places} microbatches that arrive on each device; "
-            "first try parallel.handover=auto, which goes by way of host memory where there is none",
-            missing,
-        )
-    return layout
+    return _Planner(model, demand, budgets, options).fit(BRIEF_VISITS)[0]
 
 
-def _cut(pipeline: Pipeline, options: PlanOptions, wanted: StageOptions) -> Stages | None:
-    """Return the stages that were asked for, or the fastest found; None where they, or all, do not fit."""
-    if wanted.stages is not None:
-        return wanted.stages if pipeline.holds(wanted.stages) else None
-    whole = round_size_of(options, wanted) > 1
-    round_sizes = (options.microbatches,) if whole else ()
+def fits_stages(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
+    """Return whether stages of single units, which need the least memory, fit."""
     try:
-        return partition(pipeline, round_sizes, max_visits=MAX_VISITS)
-    except ValueError:
-        return None
+        _Planner(model, demand, budgets, options).least()
+    except (ConfigError, InfeasiblePlanError):
+        return False
+    return True
 
 
-def _layout(
-    model: ModelSpec, options: PlanOptions, wanted: StageOptions, way: Way, room: HostRoom, stages: Stages
-) -> StepLayout:
-    layout = staged_layout(model, options, wanted.num_workers, way, stages, wanted.rest_users)
-    return in_room(model, layout, options, room)
+def without_peers(plan: Plan, model: ModelSpec, demand: Demand, options: PlanOptions) -> Plan:
+    """Return ``plan`` with stages that hand over by way of host memory."""
+    planner = _Planner(model, demand, plan.budgets, options)
+    return planner.make(replace(plan.layout, peers=frozenset()))
 
 
-def _make(
-    model: ModelSpec,
-    demand: Demand,
-    budgets: Budgets,
-    options: PlanOptions,
-    layout: StepLayout,
-    room: HostRoom,
-) -> Plan:
-    programs = successive_steps(layout)
-    state = state_of(model, options)
-    return Plan(
-        home=options.home,
-        below=options.below,
-        layout=layout,
-        program=programs[0],
-        host_buffer_bytes=room.host_buffer_bytes,
-        tile_elements=room.tile_elements,
-        tile_buffer_bytes=state.tile_bytes(model, room.tile_elements, whole=layout.tiles_on_disk),
-        store_buffer_bytes=store_buffer_bytes(model, options.home),
-        memory=_memory(model, demand, layout, options, room),
-        budgets=budgets,
-        traffic=count_traffic(
-            programs[0],
-            model,
-            layout,
-            demand.boundary_bytes,
+class _Planner:
+    def __init__(self, model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> None:
+        self._model, self._demand, self._budgets, self._options = model, demand, budgets, options
+        self._bottom = bottom_of(model, demand)
+        most = 2 * model.num_streamed - 1 - self._bottom
+        if options.num_workers > most:
+            raise ConfigError(
+                f"{options.num_workers} devices, but {model.num_streamed} units make at most {most} stages; use at "
+                f"most {most} devices"
+            )
+        self._memory = StageMemory(model=model, demand=demand, options=options)
+        *self._roomier, self._least = rooms(model, options, options.num_workers)
+
+    def fit(self, max_visits: int) -> tuple[float, StepLayout]:
+        """Return the time of the fastest stages found, and the step that they make."""
+        halves, single, ways = self.least()
+        found: list[tuple[float, StepLayout]] = []
+        for way in ways:
+            if not self._holds(self._layout(way, single)):
+                continue
+            cut = self._cut(way, halves, max_visits)
+            if cut is not None:
+                # What moves unasked has to gain what lanes lose that fill and drain.
+                unasked = bool(way.away) and not ways[-1].away
+                found.append((cut[0] / (ENOUGH if unasked else 1.0), self._layout(way, cut[1])))
+        if not found:
+            found.append((self._pipeline(ways[-1], single).step_s(single), self._layout(ways[-1], single)))
+        step_s, layout = min(found, key=lambda pair: pair[0])
+        return step_s, self._with_peers(layout)
+
+    def make(self, layout: StepLayout) -> Plan:
+        """Return the plan of ``layout``, with as much of host memory for a home on disk as it has room for."""
+        model, options, demand = self._model, self._options, self._demand
+        fitting = (room for room in self._roomier if self._holds(layout, room))
+        room = next(fitting, self._least)
+        layout = in_room(model, self._shared_out(layout), options, room)
+        program, state = build_step(layout), state_of(model, options)
+        return Plan(
             home=options.home,
             below=options.below,
+            layout=layout,
+            program=program,
+            host_buffer_bytes=room.host_buffer_bytes,
             tile_elements=room.tile_elements,
+            tile_buffer_bytes=state.tile_bytes(model, room.tile_elements, whole=layout.tiles_on_disk),
+            store_buffer_bytes=store_buffer_bytes(model, options.home),
+            memory=self._memory.table(layout, room),
+            budgets=self._budgets,
+            traffic=count_traffic(
+                program,
+                model,
+                layout,
+                demand.boundary_bytes,
+                home=options.home,
+                below=options.below,
+                tile_elements=room.tile_elements,
+                transport=options.transport,
+                state=state,
+                kept_bytes=demand.kept_bytes,
+            ),
             transport=options.transport,
+            offload_rooms=offload_rooms(layout, demand),
+            wire=options.wire,
             state=state,
-            kept_bytes=demand.kept_bytes,
-        ),
-        later_programs=programs[1:],
-        transport=options.transport,
-        offload_rooms=offload_rooms(layout, demand),
-        state=state,
-        home_parts=by_class(model, state, commits=layout.commits, transport=options.transport),
-    )
+            home_parts=by_class(
+                model,
+                state,
+                commits=layout.commits,
+                own=layout.own_elements,
+                whole=layout.whole_planes,
+                transport=options.transport,
+            ),
+        )
+
+    def least(self) -> tuple[tuple[int, int], Stages, list[Way]]:
+        """Return the sets of places that fit, stages of single units in them, and what may become of what is kept.
+
+        Raises:
+            InfeasiblePlanError: not even these fit.
+        """
+        options, demand = self._options, self._demand
+        below = range(self._bottom, self._model.num_streamed - 1)
+        rates = options.rates if options.leaves_unasked else None
+        for halves in HALVES:
+            single = options.stages if options.stages is not None else self._single_units(halves)
+
+            def fits(way: Way, single: Stages = single) -> bool:
+                return self._holds(self._layout(way, single))
+
+            ways = ways_of(options.activations, below, demand, rates, fits, turns=not options.cut)
+            memory = self._table(self._layout(ways[-1], single))
+            short_by = self._budgets.short_by(memory)
+            if not short_by:
+                return halves, single, ways
+        raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
+
+    def _single_units(self, halves: tuple[int, int]) -> Stages:
+        size = round_size_of(self._options, self._demand)
+        return single_units(self._model.num_streamed, self._bottom, size, halves)
+
+    def _cut(self, way: Way, halves: tuple[int, int], max_visits: int) -> tuple[float, Stages] | None:
+        """Return the stages that were asked for, or the fastest found, and their time; None where none fit."""
+        options, budget = self._options, self._budgets.device
+        if options.stages is not None:
+            return self._pipeline(way, options.stages).step_s(options.stages), options.stages
+        pipeline = pipeline_of(self._memory, budget, halves, way)
+        pipeline = replace(pipeline, holds=lambda stages: self._memory.device_bytes(stages, way) <= budget)
+        whole = round_size_of(options, self._demand) > 1
+        try:
+            stages = partition(pipeline, (options.microbatches,) if whole else (), max_visits=max_visits)
+        except ValueError:
+            return None
+        return pipeline.step_s(stages), stages
+
+    def _pipeline(self, way: Way, stages: Stages) -> Pipeline:
+        halves = (stages.slot_halves, stages.accumulator_halves)
+        return pipeline_of(self._memory, self._budgets.device, halves, way)
+
+    def _with_peers(self, layout: StepLayout) -> StepLayout:
+        """Return ``layout`` with copies between the devices that can, where there is room for what arrives.
+
+        Raises:
+            InfeasiblePlanError: they are asked for, and there is none.
+        """
+        candidate = replace(layout, peers=self._options.peers & layout.neighbours)
+        missing = self._budgets.short_by(self._table(candidate))
+        if not missing:
+            return candidate
+        if self._options.handover == "peer":
+            raise InfeasiblePlanError(
+                f"parallel.handover=peer needs room for {candidate.num_places} microbatches that arrive on each "
+                "device; first try parallel.handover=auto, which goes by way of host memory where there is none",
+                missing,
+            )
+        return layout
+
+    def _layout(self, way: Way, stages: Stages) -> StepLayout:
+        return staged_layout(self._model, self._options, way, stages, self._demand.rest_users)
+
+    def _shared_out(self, layout: StepLayout) -> StepLayout:
+        """Return ``layout`` as that of one of the nodes that share the step: the one that steps most."""
+        nodes = self._options.nodes
+        if nodes == 1:
+            return layout
+        return replace(layout, num_nodes=nodes, own_elements=largest_share(self._model, nodes))
+
+    def _table(self, layout: StepLayout, room: HostRoom | None = None) -> Mapping[str, Mapping[str, int]]:
+        room = room or self._least
+        layout = in_room(self._model, self._shared_out(layout), self._options, room)
+        return self._memory.table(layout, room)
+
+    def _holds(self, layout: StepLayout, room: HostRoom | None = None) -> bool:
+        return not self._budgets.short_by(self._table(layout, room))
 
 
-def _memory(
-    model: ModelSpec, demand: Demand, layout: StepLayout, options: PlanOptions, room: HostRoom
-) -> dict[str, dict[str, int]]:
-    """Return bytes by tier and class; the device's are those of each worker."""
-    stages, transport = layout.stages, options.transport
-    assert stages is not None
-    spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
-    deepest = max(end - first for (first, end), _ in spans)
-    extents = num_handed_over(layout) * align_up(max(1, *demand.boundary_bytes), _EXTENT_BYTES)
-    keeps = any(layout.keeps_anything(unit) for unit in layout.keepable)
-    away = away_in(layout)
-    leaving = most_on_its_way(stages, away, demand.kept_bytes)
-    waiting = offload_rooms(layout, demand) if away else {}
-    table = {
-        "device": {
-            "weight slots": sum(layout.slot_bytes),
-            "gradient accumulators": sum(layout.accumulator_bytes),
-            "resident": resident_bytes(model),
-            "activations": activation_bytes(deepest, max(demand.boundary_bytes)) + leaving,
-            ARRIVALS: arrival_bytes(layout, max(demand.boundary_bytes)),
-            "workspace": max(workspace_bytes(model, demand, *span, keeps) for span in spans),
-            "shared": demand.shared_bytes,
-            "fixed": demand.fixed_bytes,
-            "codecs": device_bytes(transport, model, demand.boundary_bytes),
-        },
-        "host": {
-            "encoded weights": host_bytes(transport, model),
-            "saved activations": extents,
-            "offloaded activations": sum(count * size for count, size in waiting.values()),
-        },
-        "disk": {},
-    }
-    for tier, classes in bytes_below(model, layout, options, room).items():
-        table[tier] |= classes
-    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+def _effort(model: ModelSpec) -> int:
+    return MAX_VISITS if len(model.units) <= MANY_UNITS else MAX_VISITS // 2
 
 
 def _what_to_try(
-    memory: Table, short_by: dict[str, int], options: PlanOptions, largest_kind: str | None
+    memory: Mapping[str, Mapping[str, int]],
+    short_by: Mapping[str, int],
+    options: PlanOptions,
+    largest_kind: str | None,
 ) -> str:
     tier = next(iter(short_by))
     classes = memory[tier]
     largest = max(classes, key=lambda name: classes[name])
+    needed = format_bytes(sum(classes.values()))
     advice = {
         "offloaded activations": "memory.activations=auto, which keeps what has room",
-        "weight slots": "devices with more memory",
-        "gradient accumulators": "devices with more memory",
-        "home": "the home on disk" if options.home == "host" else "a larger disk budget",
-    }.get(largest) or smaller_microbatches(options, largest_kind if largest == "workspace" else None)
-    needed = format_bytes(sum(classes.values()))
-    where = "each worker" if tier == "device" else f"the {tier}"
+        "weight slots": f"devices with {needed}",
+        "gradient accumulators": f"devices with {needed}",
+        "saved activations": "fewer tokens per step",
+    }.get(largest)
+    if advice is None and tier == "device":
+        advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
+    elif advice is None:
+        on_host = largest == "home" and options.home == "host" and options.may_be_on_disk
+        advice = "the home on disk" if on_host else f"a {tier} budget of {needed}"
+    where = "each device" if tier == "device" else f"the {tier}"
     return (
         f"the smallest stages need {needed} on {where}, {format_bytes(classes[largest])} of it for {largest}; "
         f"first try {advice}"

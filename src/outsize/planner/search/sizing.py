@@ -16,6 +16,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.shares import largest_share, shares
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.program.activation_policy import Kept
+from outsize.planner.program.stages import Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.units import align_up
@@ -42,6 +43,7 @@ class PlanOptions:
     Attributes:
         home: where weights and optimizer state rest, ``host`` or ``disk``.
         below: the tier next to the device, ``host`` or ``disk``.
+        may_be_on_disk: whether a home in host memory could be on disk instead, and nobody has tried.
         clip: whether gradients are clipped by their global norm.
         unit_clip: whether the gradient of each unit is clipped by its own norm.
         may_skip: whether a step may be skipped, for which the gradients of all units are to be known.
@@ -60,16 +62,20 @@ class PlanOptions:
         activations: what becomes of what backwards need of their forwards, see `planner.program.activation_policy`;
             ``auto`` keeps on the
             device what has room when all else has, and offloads where that is known to be faster.
-        rates: of the worker; None leaves what waits on the device and offloads nothing unasked.
+        rates: of a worker; several are needed for stages. None leaves what waits on the device.
         nodes: processes that share the step.
         rank: number of this one; None for the one that steps most.
         wire: codecs between them.
+        num_workers: devices that share the step, all alike.
+        stages: how the step is cut for several workers; None leaves it to the planner.
+        leaves_unasked: whether ``auto`` may offload: a link with rates of its own lies below the device.
         peers: of several workers, pairs (source, target) of which one can copy to the other by itself.
         handover: how stages hand over; ``peer`` must go between all ``peers``, ``auto`` where there is room.
     """
 
     home: Tier
     below: Tier
+    may_be_on_disk: bool = True
     clip: bool = True
     unit_clip: bool = False
     may_skip: bool = False
@@ -89,6 +95,9 @@ class PlanOptions:
     nodes: int = 1
     rank: int | None = None
     wire: Wire = EXACT
+    num_workers: int = 1
+    stages: Stages | None = None
+    leaves_unasked: bool = True
     peers: frozenset[tuple[int, int]] = frozenset()
     handover: Handover = "auto"
 
@@ -284,6 +293,18 @@ AFTER_INPUTS: tuple[Upgrade, ...] = (
     lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
 )
 UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
+
+
+def gradients_at_home(
+    state: StateLayout, *, clip: bool, num_workers: int, nodes: int, transport: Transport
+) -> StateLayout:
+    """Return ``state`` without a gradient at home where a unit can step on its own as its gradient arrives.
+
+    It cannot where the global norm is to be known first, where workers sum gradients at home from round to round, where
+    nodes reduce whole gradients, and where gradients arrive encoded.
+    """
+    whole = clip or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
+    return state if whole else replace(state, gradients="none")
 
 
 def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:

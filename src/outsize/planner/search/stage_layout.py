@@ -34,17 +34,15 @@ def single_units(num_streamed: int, bottom: int, round_size: int, halves: tuple[
 def staged_layout(
     model: ModelSpec,
     options: PlanOptions,
-    num_workers: int,
     way: Way,
     stages: Stages,
-    rest_users: frozenset[int] = frozenset(),
+    rest_users: frozenset[int],
 ) -> StepLayout:
     """Return the step, its home, nodes and copies between devices apart.
 
     Args:
         model: its units.
         options: what is decided.
-        num_workers: devices.
         way: what becomes of what forwards keep.
         stages: of the step.
         rest_users: units whose backward adds to the gradient of a rest that trains.
@@ -64,7 +62,7 @@ def staged_layout(
         clip=options.clip,
         unit_clip=options.unit_clip,
         tiles=(0,) * len(model.units),
-        num_workers=num_workers,
+        num_workers=options.num_workers,
         stages=stages,
         kept=kept_in_stages(stages, count, options.microbatches, way),
         rest_users=rest_users,

@@ -4,10 +4,12 @@ The search starts from the plan that needs the least memory. If that does not fi
 memory to spare is spent where it brings the most (`planner.search.upgrades`).
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from outsize.codecs.transport import Transport
@@ -26,7 +28,7 @@ from outsize.planner.memory.memory_table import (
 )
 from outsize.planner.memory.traffic import Traffic, count_traffic
 from outsize.planner.passes.cycle import insert_saves, v_cycle
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_schedule import build_step, successive_steps
 from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
 from outsize.planner.program.step_layout import StepLayout
@@ -42,6 +44,8 @@ from outsize.units import format_bytes
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
 
 Table = Mapping[str, Mapping[str, int]]
+# Of `Plan.to_dict`, what follows from budgets and from bytes that were measured, and not the other way round.
+_MEASURED = frozenset({"budget_bytes", "memory_bytes", "home_bytes", "bytes_per_step"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +89,12 @@ class Plan:
         memory: bytes by tier and class.
         budgets: what they had to fit.
         traffic: bytes that cross links in one step.
-        later_programs: of the steps that follow, where they begin with other workers; then it starts over.
         transport: codecs on the link.
         offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
         wire: codecs between nodes.
         state: how a trained unit lies at home.
         home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
+        heap: whether the device has `Demand.spare_bytes` besides.
     """
 
     home: Tier
@@ -105,16 +109,28 @@ class Plan:
     budgets: Budgets
     traffic: Traffic
     state: StateLayout
-    later_programs: tuple[Program, ...] = ()
     transport: Transport = field(default_factory=Transport)
     wire: Wire = EXACT
     home_parts: Mapping[str, int] = field(default_factory=dict)
     offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
+    heap: bool = True
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs that steps follow by turns."""
-        return (self.program, *self.later_programs)
+        """The programs that steps follow by turns, where each begins with the worker that the one before left free."""
+        return (self.program,) if self.layout.stages is None else _programs_of(self.layout)
+
+    @property
+    def plan_id(self) -> str:
+        """The layout and the programs of a step as a hash, 16 hexadecimal digits.
+
+        Budgets and bytes that a model was measured to need are left out: plans with one id compute and move the same.
+        """
+        told = {name: value for name, value in self.to_dict().items() if name not in _MEASURED}
+        told["kept"] = [list(choices) for choices in self.layout.kept]
+        told["peers"] = sorted(self.layout.peers)
+        text = json.dumps(told, sort_keys=True, separators=(",", ":"), default=sorted)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def resident_slot_bytes(self) -> tuple[int, ...]:
@@ -183,6 +199,11 @@ class Plan:
             **({"nodes": layout.num_nodes, "wire": asdict(self.wire)} if layout.num_nodes > 1 else {}),
             "program": render(self.program).splitlines(),
         }
+
+
+@lru_cache(maxsize=4)
+def _programs_of(layout: StepLayout) -> tuple[Program, ...]:
+    return successive_steps(layout)
 
 
 def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
@@ -340,7 +361,10 @@ def _what_to_try(
         advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=lion, which steps units piece by piece"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
-        otherwise = "fewer tokens per step" if room and not options.cut else "the home on disk"
+        otherwise = (
+            "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
+        )
+        otherwise = "fewer tokens per step" if room and not options.cut else otherwise
         advice = _smaller_state(memory, options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (

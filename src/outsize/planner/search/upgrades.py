@@ -49,7 +49,7 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
         return replace(knobs, kept=most_kept(layout, order, partial(_fits_with, fits, knobs)))
 
     ways = [kept(inputs_first)]
-    rates = options.rates
+    rates = options.rates if options.leaves_unasked else None
     if rates is None or _keeps_all(sizing.layout(ways[0])):
         return ways[0]
 

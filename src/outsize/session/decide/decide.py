@@ -1,20 +1,32 @@
 """The decision of a run: what it computes and moves, found once, by the same call wherever a run is told or begun.
 
-`outsize train`, its dry run and `outsize verify` prepare a run and call `decide`; nothing else chooses.
+`outsize train`, its dry run and `outsize verify` prepare a run and call `decide`. `prepare` has asked the planner with
+data sheets for rates, which say the same whenever a run starts. Where a codec, or what leaves a device, is to be chosen
+by what its link carries, units and lanes are timed, and the planner is asked again (`planner.predict.decision`).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from outsize.session.decide.activation_choice import choose_activations
-from outsize.session.decide.codec_choice import choose_codec
-from outsize.session.decide.rates import Rates
-from outsize.session.job.prepare import Prepared
+from outsize.codecs.transport import Transport
+from outsize.errors import OutsizeError
+from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision import decide as planner_decides
+from outsize.planner.predict.question import CodingRates
+from outsize.planner.program.activation_policy import Choice
+from outsize.session.decide.codec_rates import codec_rates, crossing_rates
+from outsize.session.decide.rates import Rates, measure_rates
+from outsize.session.job.job_options import AUTO, open_crossings
+from outsize.session.job.planning import is_linked, question_of
+from outsize.session.job.prepare import Prepared, planned_so
+from outsize.units import format_seconds
+
+Announce = Callable[[str], None]
+OFFLOAD = "memory.activations"
 
 
-def decide(
-    prepared: Prepared, run_dir: Path, announce: Callable[[str], None]
-) -> tuple[Prepared, Rates | None]:
+def decide(prepared: Prepared, run_dir: Path, announce: Announce) -> tuple[Prepared, Rates | None]:
     """Return the run with the plan that it follows, and the rates that the plan was found with.
 
     Args:
@@ -23,7 +35,100 @@ def decide(
         announce: told what was chosen and why.
 
     Returns:
-        The run, and rates; None where nothing depended on rates.
+        The run, and rates of its microbatches; None where nothing depended on rates.
     """
-    prepared, rates = choose_codec(prepared, run_dir, announce)
-    return choose_activations(prepared, run_dir, announce, rates)
+    open_keys = [
+        f"transport.{name}" for name in open_crossings(prepared.config) if _searched(prepared, name, announce)
+    ]
+    if _may_offload(prepared):
+        open_keys.append(OFFLOAD)
+    if not open_keys:
+        return prepared, None
+    try:
+        rates = measure_rates(prepared, run_dir)
+        decision = decision_of(prepared, rates)
+        decision.simulated  # noqa: B018  # before anything is said
+    except (OutsizeError, RuntimeError) as error:
+        for key in open_keys:
+            nothing = "offloads nothing" if key == OFFLOAD else "is raw"
+            announce(f"{key}: auto {nothing}: nothing could be predicted: {error}")
+        return prepared, None
+    for line in _told(decision, open_keys):
+        announce(line)
+    timed, count = prepared.config.microbatches, decision.microbatches
+    rates = replace(rates, times=decision.microbatch.times, microbatches=count) if count != timed else rates
+    return planned_so(prepared, decision.plan, run_dir), rates
+
+
+def decision_of(prepared: Prepared, rates: Rates) -> Decision:
+    """Return what the planner decides of a run that reaches ``rates``.
+
+    Raises:
+        OutsizeError: nothing fits, or nothing could be simulated.
+    """
+
+    def coding_rates(transport: Transport) -> CodingRates:
+        crossings = crossing_rates(prepared, transport)
+        return {"codec_rates": codec_rates(prepared, transport), "crossing_rates": crossings}
+
+    question = question_of(
+        prepared.config, prepared.split, prepared.machine, prepared.tried, prepared.group, rates, coding_rates
+    )
+    crossings = tuple(name for name in question.auto if not _why_raw(prepared, name))
+    return planner_decides(replace(question, auto=crossings))
+
+
+def _searched(prepared: Prepared, crossing: str, announce: Announce) -> bool:
+    """Return whether the codec of a crossing is to be searched, or say why not."""
+    reason = _why_raw(prepared, crossing)
+    if reason:
+        announce(f"transport.{crossing}: auto is raw{reason}")
+    return not reason
+
+
+def _why_raw(prepared: Prepared, crossing: str) -> str:
+    """Return why nothing may be encoded at a crossing, to follow "raw"; empty where it may."""
+    machine = prepared.machine
+    if prepared.group.size > 1:
+        return " where several ranks share each step"
+    if machine.device == "cpu" or (crossing == "weights" and machine.home == "disk"):
+        return ": there is no link between host memory and a device"
+    if crossing != "weights" and machine.device.startswith("cuda"):
+        return ": a GPU decodes what keeps every bit, and does not encode it"
+    if crossing == "gradients" and prepared.plan.layout.ring:
+        return ": gradients pass through a ring, tile by tile"
+    return ""
+
+
+def _may_offload(prepared: Prepared) -> bool:
+    """Return whether something that is computed again could go over a link instead.
+
+    Several ranks exchange things in the same order, and have plans of one form for that.
+    """
+    layout = prepared.plan.layout
+    units = {*layout.keepable, *layout.leavable}
+    cells = ((unit, m) for unit in units for m in range(layout.num_microbatches))
+    recomputes = any(layout.choice(unit, microbatch) is not Choice.KEEP for unit, microbatch in cells)
+    linked = is_linked(prepared.config, prepared.machine)
+    return prepared.config.memory.activations == AUTO and linked and prepared.group.size == 1 and recomputes
+
+
+def _told(decision: Decision, open_keys: list[str]) -> list[str]:
+    """Return what was chosen and why, line by line."""
+    lines = []
+    for key in open_keys:
+        crossing, former_s = key.partition(".")[2], decision.former_s.get(key)
+        if key == OFFLOAD:
+            chosen = "auto offloads" if decision.plan.layout.any_leaves else ""
+            reason = "since the link carries what would be computed again"
+        else:
+            name = getattr(decision.plan.transport, crossing)
+            chosen, reason = f"auto is {name}", "since it waits for the link"
+            if decision.plan.transport.is_raw(crossing):
+                lines.append(f"{key}: auto is raw: a step does not wait for the link")
+                continue
+        if chosen:
+            found = f": a step is predicted to take {format_seconds(decision.step_s)}"
+            before = "" if former_s is None else f" instead of {format_seconds(former_s)}"
+            lines.append(f"{key}: {chosen}{found}{before}, {reason}")
+    return lines

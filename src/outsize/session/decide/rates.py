@@ -29,7 +29,7 @@ from outsize.session.decide.lane_rates import kept_rates, lane_rates
 from outsize.session.job.machine import home_file
 from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.prepare import Prepared
-from outsize.session.job.relative_times import recompute_shares, selections, shape_of
+from outsize.session.job.relative_times import recompute_shares, shape_of, spared_flops
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
 TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -216,7 +216,7 @@ def _spared_s(
             seconds * min(1.0, spared / work) if work else 0.0
             for seconds, spared, work in zip(forward_s, spared_by_unit, flops, strict=True)
         )
-        for extent, spared_by_unit in selections(prepared.measured).get("selected_s", {}).items()
+        for extent, spared_by_unit in spared_flops(prepared.measured).items()
     }
 
 

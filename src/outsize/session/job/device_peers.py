@@ -13,7 +13,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure, Peer
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.peer_copies import can_copy
-from outsize.session.job.home_choice import AUTO
+from outsize.session.job.job_options import AUTO
 from outsize.session.job.machine import RunMachine
 
 Pairs = frozenset[tuple[int, int]]

@@ -1,5 +1,7 @@
 """The figures of data sheets for the devices of a run, by what the driver calls them."""
 
+import contextlib
+
 import torch
 
 from outsize.hardware.machine_spec import Gpu, Machine
@@ -26,5 +28,8 @@ def assumed_machine(device: str) -> Machine:
     names = device_names(device)
     gpu = GPUS[USUAL]
     if device.startswith("cuda"):
-        gpu = preset_of(torch.cuda.get_device_name(int(names[0].partition(":")[2]))) or gpu
+        with contextlib.suppress(
+            AssertionError, RuntimeError
+        ):  # torch without CUDA: of a run on another machine
+            gpu = preset_of(torch.cuda.get_device_name(int(names[0].partition(":")[2]))) or gpu
     return parse_gpus(f"{len(names)}x{gpu.name}")

@@ -94,8 +94,7 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
     home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
     below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
     if home == "disk":
-        check_not_a_device(store_dir)
-        check_not_a_device(store_dir.parent)
+        check_directory(store_dir)
     return RunMachine(
         device=device,
         home=home,
@@ -104,6 +103,16 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
         host_bytes=host,
         disk_bytes=memory.disk_memory or int(_free_disk_bytes(store_dir) * DISK_SHARE),
     )
+
+
+def check_directory(store_dir: Path) -> None:
+    """Check where the disk home would be, its directory or its file.
+
+    Raises:
+        StorageError: it is a zram device instead of a directory on one.
+    """
+    check_not_a_device(store_dir)
+    check_not_a_device(store_dir.parent)
 
 
 def _default_device_bytes(device: str, available: int) -> int:

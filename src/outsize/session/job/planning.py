@@ -1,33 +1,43 @@
-"""The plan of a step, of what the model was measured to need and what the machine has."""
+"""The question that a run asks the planner: what a trial has measured of the model, and what the machine has."""
 
-import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from math import inf
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from outsize.codecs.wire import EXACT
 from outsize.config import Config
-from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.errors import ConfigError
 from outsize.group.group import Group
-from outsize.hardware.machine_spec import CUBLAS_BYTES
+from outsize.hardware.machine_spec import CUBLAS_BYTES, Figure, Peer
+from outsize.hardware.machine_spec import Machine as Figures
+from outsize.hardware.presets import NVME
 from outsize.model.split import Split
 from outsize.model.tiled_mlp import can_take_in_parts
 from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.validate import validate
+from outsize.planner.predict.decision import plan_within
+from outsize.planner.predict.question import CodingRatesOf, Microbatch, Question, in_seconds, unmeasured
 from outsize.planner.program.activation_policy import Choice, Extent
-from outsize.planner.program.stages import Stages
-from outsize.planner.search.partition import Pipeline
-from outsize.planner.search.plan_stages import plan_stages
-from outsize.planner.search.stage_pipeline import StageOptions, clock_of
-from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
+from outsize.planner.search.microbatch_search import cuts_to_try
+from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.step_plan import Budgets, Plan, PlanOptions
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.crowding import scaled
 from outsize.runtime.device.allocator import HEAP_WORKSPACES
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.device_peers import peers_of
 from outsize.session.job.device_presets import assumed_machine
+from outsize.session.job.job_options import named_transport, options_for, question_for
 from outsize.session.job.machine import RunMachine
-from outsize.session.job.optimizer_layout import clip_of, layout_for, may_skip
-from outsize.session.job.relative_times import forward_times, recompute_times, selections
-from outsize.session.job.run_codecs import transport_of, wire_of
+from outsize.session.job.optimizer_layout import has_kernel
+from outsize.session.job.relative_times import counted_times, selected_bytes
+from outsize.session.job.run_codecs import check_transport, wire_of
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 
@@ -36,66 +46,129 @@ BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
 # What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
 # up to a third where oneDNN multiplies bf16 or fp16.
 KERNEL_SHARE, HALF_KERNEL_SHARE = 0.125, 0.375
+# Of ranks whose network nobody has measured yet; it decides between numbers of microbatches only.
+_NETWORK = Figure(value=25e9 / 8, source="assumed: 25 Gb/s")
 
 
-def choose_plan(
-    config: Config, parts: Split, machine: RunMachine, measured: Measured, group: Group | None = None
-) -> tuple[Plan, bool]:
-    """Plan a step, and say whether the plan has room for a heap with holes, which saves page faults.
+class Timed(Protocol):
+    """What a machine was timed to reach."""
 
-    Room for the heap comes before more slots or larger tiles; where even the smallest plan leaves none, it is given up.
+    @property
+    def machine(self) -> Figures:
+        """Rates of its lanes."""
+
+    @property
+    def times(self) -> UnitTimes:
+        """Of the units, for a microbatch."""
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, of which that is one."""
+
+
+class Trial(NamedTuple):
+    """What a microbatch needs, tried on the model.
+
+    Attributes:
+        measured: bytes on the device.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+    """
+
+    measured: Measured
+    chunk_tokens: int | None
+
+
+Tried = Callable[[int], Trial]
+"""What each of a number of microbatches needs."""
+
+
+def question_of(
+    config: Config,
+    parts: Split,
+    machine: RunMachine,
+    tried: Tried,
+    group: Group,
+    rates: Timed | None = None,
+    coding_rates: CodingRatesOf = unmeasured,
+) -> Question:
+    """Return the question that a run asks the planner.
+
+    Args:
+        config: of the run.
+        parts: its model.
+        machine: device and budgets.
+        tried: what microbatches need.
+        group: ranks that share the step; each makes a plan of its own.
+        rates: that units and lanes reach; None where nobody has timed them, and data sheets stand for them. Then
+            nothing is decided that only rates of this machine can tell: what leaves the device, and codecs that shorten
+            a step.
+        coding_rates: of codecs, likewise.
 
     Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
+        ConfigError: settings that do not go with the model, the machine, or each other.
     """
-    options = options_of(config, parts, machine, measured, group)
-    return plan_with_heap(parts, machine, measured, options, measured.held_bytes)
-
-
-def options_of(
-    config: Config, parts: Split, machine: RunMachine, measured: Measured, group: Group | None = None
-) -> PlanOptions:
-    """What ``config`` and the machine decide about the plan; of several ranks in ``group``, each makes its own.
-
-    Raises:
-        ConfigError: a codec that does not go with the machine, or several devices of one of several ranks.
-    """
-    memory, num_ranks = config.memory, 1 if group is None else group.size
-    if num_ranks > 1 and machine.num_workers > 1:
+    if group.size > 1 and machine.num_workers > 1:
         raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, and {num_ranks} ranks share each step; start as many "
+            f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
             "ranks as there are devices, with one device each"
         )
-    clip, state = clip_of(config, parts.spec, num_ranks), layout_for(config, parts.spec, num_ranks)
-    return PlanOptions(
-        home=machine.home,
-        below=machine.below,
-        clip=clip == "global",
-        unit_clip=clip == "unit",
-        may_skip=may_skip(config, parts.spec),
-        state=state,
-        microbatches=config.microbatches,
-        most_microbatches=-(-config.sequences_per_step // num_ranks),
-        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
-        slots=memory.slots,
-        prefetch=memory.prefetch,
-        tile_elements=_tile_elements(memory.tile_elements, state, machine),
-        offload=False if measured.inputs_shared else memory.offload,
-        commits=memory.commits == "step",
-        transport=transport_of(config, machine),
-        activations=memory.activations,
-        nodes=num_ranks,
-        rank=group.rank if group is not None else None,
-        wire=wire_of(config, parts.spec, machine) if num_ranks > 1 else EXACT,
-        peers=peers_of(config, machine),
-        handover=config.parallel.handover,
+    spec, memory, sequences = parts.spec, config.memory, -(-config.sequences_per_step // group.size)
+    check_transport(named_transport(config), machine.device, memory.home)
+    figures = _assumed(config, machine) if rates is None else rates.machine
+    first = config.train.microbatches or next(
+        cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
     )
+    options = options_for(
+        config,
+        spec,
+        num_workers=machine.num_workers,
+        num_ranks=group.size,
+        rank=group.rank if group.size > 1 else None,
+        kernels=has_kernel(config.optimizer),
+        inputs_shared=tried(first).measured.inputs_shared,
+        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
+        wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
+    )
+    assert options.state is not None
+    _check_tiles(memory.tile_elements, options.state, machine)
+
+    @cache
+    def measured(microbatches: int) -> Microbatch:
+        found = tried(microbatches).measured
+        _check(options.activations, found, parts, machine)
+        demand = demand_of(parts, machine, found, options.activations, found.held_bytes * microbatches)
+        if rates is None:
+            times = counted_times(parts, found, figures.gpus[0].flops_per_s(spec.compute_dtype))
+        else:
+            share = -(-sequences // microbatches) / -(-sequences // rates.microbatches)
+            times = rates.times if share == 1 else scaled(rates.times, share)
+        return Microbatch(demand=in_seconds(demand, times), times=times)
+
+    return question_for(
+        config,
+        spec,
+        figures,
+        Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes),
+        options,
+        measured=measured,
+        timed=rates is not None,
+        linked=rates is not None and is_linked(config, machine),
+        shares_memory=machine.device == "cpu",
+        net_bytes_per_s=_NETWORK,
+        coding_rates=coding_rates,
+    )
+
+
+def is_linked(config: Config, machine: RunMachine) -> bool:
+    """Return whether a link with a rate of its own lies between host memory and the devices of a run."""
+    emulated = machine.device.startswith("emulated") and config.memory.link_gb_per_s is not None
+    return machine.device.startswith("cuda") or emulated
 
 
 def plan_with_heap(
     parts: Split, machine: RunMachine, measured: Measured, options: PlanOptions, held_bytes: int
 ) -> tuple[Plan, bool]:
-    """Plan a step as `choose_plan` does.
+    """Plan a step that somebody else cuts, and say whether the plan has room for a heap with holes.
 
     Args:
         parts: the model.
@@ -107,94 +180,82 @@ def plan_with_heap(
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    if machine.device != "cpu":
-        return make_plan(parts, machine, measured, options, held_bytes), True
-    workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-    share = KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE
-    with contextlib.suppress(InfeasiblePlanError):
-        roomy = int(workspace * (share + HEAP_WORKSPACES))
-        return make_plan(parts, machine, measured, options, held_bytes, roomy), True
-    return make_plan(parts, machine, measured, options, held_bytes, int(workspace * share)), False
-
-
-def make_plan(
-    parts: Split,
-    machine: RunMachine,
-    measured: Measured,
-    options: PlanOptions,
-    held_bytes: int,
-    unseen_bytes: int = 0,
-) -> Plan:
-    """Plan a step within the machine's budgets, less ``unseen_bytes`` of the device's; see `plan_with_heap`.
-
-    Raises:
-        InfeasiblePlanError: no plan fits, and by how much.
-    """
-    demand = _demand_of(
-        parts,
-        measured,
-        held_bytes * options.microbatches,
-        unseen_bytes + fixed_bytes(parts.model, machine, options) + decoding_bytes(parts.spec),
-    )
-    _check_choice(options.activations, demand)
+    _check(options.activations, measured, parts, machine)
+    gpu = assumed_machine(machine.device).gpus[0]
+    times = counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
+    demand = demand_of(parts, machine, measured, options.activations, held_bytes * options.microbatches)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
-    if machine.num_workers > 1:
-        plan = plan_stages(parts.spec, demand, budgets, options, stage_options(parts, machine, measured))
-    else:
-        plan = plan_step(parts.spec, demand, budgets, options)
+    rates = UnitRates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf)
+    options = replace(options, num_workers=machine.num_workers, rates=rates, leaves_unasked=False)
+    plan = plan_within(parts.spec, in_seconds(demand, times), budgets, options)
     for program in plan.programs:
         validate(program, plan.layout)
-    return plan
+    return plan, plan.heap
 
 
-def stage_clock(
-    config: Config, parts: Split, machine: RunMachine, measured: Measured, plan: Plan
-) -> tuple[Pipeline, Stages]:
-    """Return the partitioner's clock for the stages of ``plan``, and these.
-
-    It goes by operations that are counted and by data sheets, so that it says the same whenever it is asked.
-    """
-    stages = plan.layout.stages
-    assert stages is not None
-    assumed = assumed_machine(machine.device)
-    rate = assumed.gpus[0].flops_per_s(parts.spec.compute_dtype)
-    link = min(assumed.links[0].up_bytes_per_s.value, assumed.host.bytes_per_s.value / machine.num_workers)
-    options = options_of(config, parts, machine, measured)
-    wanted = stage_options(parts, machine, measured)
-    demand = _demand_of(parts, measured, 0, 0)
-    return clock_of(parts.spec, demand, options, wanted, plan.layout, rate, link), stages
-
-
-def _demand_of(parts: Split, measured: Measured, shared_bytes: int, fixed_bytes: int) -> Demand:
-    """Return what a microbatch needs as it was measured; times are FLOPs."""
+def demand_of(
+    parts: Split, machine: RunMachine, measured: Measured, activations: str, shared_bytes: int
+) -> Demand:
+    """Return what a microbatch takes besides weights, as it was measured."""
+    fixed, spare = fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec), 0
+    if machine.device == "cpu":
+        workspace = max(*measured.forward_bytes, *measured.backward_bytes)
+        fixed += int(workspace * (KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE))
+        spare = int(workspace * HEAP_WORKSPACES)
+    scratches = 1 + (activations != "auto" and Choice(activations).leaves)
     return Demand(
         boundary_bytes=measured.boundary_bytes,
         forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
         backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
         saved_bytes=measured.saved_bytes,
-        recompute_s=recompute_times(parts, measured, measured.num_sequences, measured.seq_len),
-        **selections(measured),
+        selected_bytes=selected_bytes(measured),
+        num_saved=measured.num_saved if measured.products else (),
         shared_bytes=shared_bytes,
-        fixed_bytes=fixed_bytes,
+        fixed_bytes=fixed,
+        bounce_bytes=scratches * BOUNCE_BYTES,
+        spare_bytes=spare,
+        rest_users=measured.rest_users,
     )
 
 
-def _check_choice(activations: str, demand: Demand) -> None:
-    """Check that there is something that a user's choice could keep.
+def _assumed(config: Config, machine: RunMachine) -> Figures:
+    """Return the data sheets of the devices of a run, with copies between those that can."""
+    figures = assumed_machine(machine.device)
+    rate = config.memory.peer_gb_per_s
+    usual = (
+        figures.links[0].up_bytes_per_s
+        if rate is None
+        else Figure(value=rate * 1e9, source="memory.peer_gb_per_s")
+    )
+    peers = tuple(
+        figures.peer(*pair) or Peer(source=pair[0], target=pair[1], bytes_per_s=usual, own_wire=True)
+        for pair in sorted(peers_of(config, machine))
+    )
+    return replace(figures, peers=peers, disk=figures.disk or NVME)
+
+
+def _check(activations: str, measured: Measured, parts: Split, machine: RunMachine) -> None:
+    """Check that the model can have what the user chose, on several workers if there are several.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: it cannot.
     """
     extent = None if activations == "auto" else Choice(activations).extent
-    if extent is not None and not any(demand.kept_bytes.get(extent, ())):
+    kept = {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
+    if extent is not None and not any(kept.get(extent, ())):
         advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
         raise ConfigError(
             f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
         )
+    if machine.num_workers > 1 and measured.inputs_shared:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, but units of {type(parts.model).__name__} receive "
+            "activations that other units receive too; use one device"
+        )
 
 
-def _tile_elements(wanted: int | None, state: StateLayout, machine: RunMachine) -> int | None:
-    """Return the elements of a tile, where the user gave them.
+def _check_tiles(wanted: int | None, state: StateLayout, machine: RunMachine) -> None:
+    """Check the elements of a tile, where the user gave them.
 
     Raises:
         ConfigError: a tile would be no whole sectors in every plane.
@@ -204,34 +265,12 @@ def _tile_elements(wanted: int | None, state: StateLayout, machine: RunMachine) 
             f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
             f"are; try {-(-wanted // state.quantum) * state.quantum}"
         )
-    return wanted
 
 
-def stage_options(parts: Split, machine: RunMachine, measured: Measured) -> StageOptions:
-    """What is to be known of a model that several workers train.
-
-    Raises:
-        ConfigError: its units share activations, which one worker can do only.
-    """
-    if measured.inputs_shared:
-        raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, but units of {type(parts.model).__name__} receive "
-            "activations that other units receive too; use one device"
-        )
-    return StageOptions(
-        num_workers=machine.num_workers,
-        forward_s=forward_times(parts, measured.num_sequences, measured.seq_len),
-        rest_users=measured.rest_users,
-    )
-
-
-def fixed_bytes(model: nn.Module, machine: RunMachine, options: PlanOptions) -> int:
+def fixed_bytes(model: nn.Module, machine: RunMachine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
-    scratches = 1 + (options.activations != "auto" and Choice(options.activations).leaves)
-    fixed = scratches * BOUNCE_BYTES if machine.below == "disk" else 0
-    if machine.device.startswith("cuda"):
-        fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
-    return fixed
+    on_gpu = CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
+    return on_gpu if machine.device.startswith("cuda") else 0
 
 
 def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:

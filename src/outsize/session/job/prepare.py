@@ -1,8 +1,8 @@
 """Everything that must be known before the first step: the model's units, their sizes, the plan that fits them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,27 @@ from outsize.model.walk import Boundaries
 from outsize.optim.decay_groups import decay_parameter_names
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
-from outsize.planner.program.stages import Stages
-from outsize.planner.search.microbatch_search import may_shorten, search_cuts, step_cuts
-from outsize.planner.search.partition import Pipeline
+from outsize.planner.passes.validate import validate
+from outsize.planner.predict.decision import decide
 from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes, trim
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
-from outsize.session.job.home_choice import settle_home
 from outsize.session.job.home_masters import with_masters_of
-from outsize.session.job.machine import RunMachine, choose_device, choose_dtype, describe_machine, home_file
+from outsize.session.job.job_options import named_transport
+from outsize.session.job.machine import (
+    RunMachine,
+    check_directory,
+    choose_device,
+    choose_dtype,
+    describe_machine,
+    home_file,
+)
 from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.optimizer_layout import layout_for
-from outsize.session.job.planning import choose_plan, stage_clock
+from outsize.session.job.planning import Trial, Tried, question_of
+from outsize.session.job.run_codecs import check_transport
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -58,7 +65,7 @@ class Prepared:
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         plan: memory sizes and the program of a step.
         before_bytes: resident memory of the process, its imports included, before it did anything.
-        heap: whether the plan has room for what the C allocator keeps of freed memory.
+        tried: what microbatches need, of any number of them.
         adapters: that train beside a frozen model; None where the model itself trains.
         group: the ranks that share the steps; of one, where none do.
     """
@@ -74,9 +81,14 @@ class Prepared:
     chunk_tokens: int | None
     plan: Plan
     before_bytes: int
-    heap: bool
+    tried: Tried
     adapters: Adapters | None = None
     group: Group = field(default_factory=SingleGroup)
+
+    @property
+    def heap(self) -> bool:
+        """Whether the plan has room for what the C allocator keeps of freed memory."""
+        return self.plan.heap
 
     @property
     def own(self) -> tuple[range, ...] | None:
@@ -142,19 +154,16 @@ def prepare(
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
-    machine, (config, measured, chunk_tokens, (plan, heap)) = settle_home(
-        config,
-        spec,
-        machine,
-        state_bytes,
-        home_file(config.memory, run_dir),
-        lambda config, machine: _measure_and_plan(config, hf_config, parts, machine, announce, group),
-    )
+    tried = _tried(config, hf_config, parts, announce, group.size)
+    plan = decide(question_of(config, parts, machine, tried, group)).plan
+    sequences, count = -(-config.sequences_per_step // group.size), plan.layout.num_microbatches
+    if config.train.microbatches is None and count > 1:
+        announce(f"steps of {sequences} sequences are cut into {count} microbatches")
     announce(
-        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {machine.home}; device budget "
+        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
     )
-    return Prepared(
+    prepared = Prepared(
         config=config,
         machine=machine,
         directory=directory,
@@ -162,13 +171,37 @@ def prepare(
         dtype=dtype,
         split=parts,
         source=source,
+        measured=tried(count).measured,
+        chunk_tokens=tried(count).chunk_tokens,
+        plan=plan,
+        before_bytes=before_bytes,
+        tried=tried,
+        adapters=adapters,
+        group=group,
+    )
+    return planned_so(prepared, plan, run_dir)
+
+
+def planned_so(prepared: Prepared, plan: Plan, run_dir: Path) -> Prepared:
+    """Return the run with ``plan``: its microbatches, its home, and what the microbatches need.
+
+    Raises:
+        ConfigError: codecs that the user has named do not go with the home.
+    """
+    config, machine = prepared.config.in_microbatches(plan.layout.num_microbatches), prepared.machine
+    check_transport(named_transport(config), machine.device, plan.home)
+    for program in plan.programs:
+        validate(program, plan.layout)
+    if plan.home == "disk":
+        check_directory(home_file(config.memory, run_dir))
+    measured, chunk_tokens = prepared.tried(config.microbatches)
+    return replace(
+        prepared,
+        config=config,
+        machine=replace(machine, home=plan.home, below=plan.below),
         measured=measured,
         chunk_tokens=chunk_tokens,
         plan=plan,
-        before_bytes=before_bytes,
-        heap=heap,
-        adapters=adapters,
-        group=group,
     )
 
 
@@ -248,61 +281,18 @@ def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A step in so many microbatches, measured and planned."""
+def _tried(config: Config, hf_config: Any, parts: Split, announce: Announce, num_ranks: int) -> Tried:
+    """Return what tries microbatches on the model, each number of them once."""
 
-    config: Config
-    measured: Measured
-    chunk_tokens: int | None
-    planned: tuple[Plan, bool]
-
-
-def _measure_and_plan(
-    config: Config, hf_config: Any, parts: Split, machine: RunMachine, announce: Announce, group: Group
-) -> tuple[Config, Measured, int | None, tuple[Plan, bool]]:
-    """Measure and plan with the microbatches that ``config`` names, or else with those that are found.
-
-    One device takes the first number that fits, several what `search_cuts` finds among them.
-
-    Raises:
-        InfeasiblePlanError: none fit; of the plan that is short by the least.
-    """
-    named = config.train.microbatches
-    sequences = -(-config.sequences_per_step // group.size)
-    counts = step_cuts(sequences, config.data.seq_len, machine.num_workers)
-
-    def take(count: int) -> _Cut:
-        chosen = config.in_microbatches(count)
+    @cache
+    def tried(microbatches: int) -> Trial:
+        chosen = config.in_microbatches(microbatches)
         with Boundaries(parts.modules) as boundaries:
-            measured, chunk_tokens = _measure(chosen, hf_config, parts, boundaries, announce, group.size)
+            found = _measure(chosen, hf_config, parts, boundaries, announce, num_ranks)
         trim()
-        return _Cut(chosen, measured, chunk_tokens, choose_plan(chosen, parts, machine, measured, group))
+        return found
 
-    def clock(cut: _Cut) -> tuple[Pipeline, Stages]:
-        return stage_clock(cut.config, parts, machine, cut.measured, cut.planned[0])
-
-    def step_s(cut: _Cut) -> float:
-        pipeline, stages = clock(cut)
-        return pipeline.step_s(stages)
-
-    def may_gain(best: _Cut, count: int) -> bool:
-        pipeline, stages = clock(best)
-        filling_s = pipeline.filling_and_draining_s(stages)
-        return may_shorten(filling_s, pipeline.step_s(stages), best.config.microbatches, count)
-
-    found = search_cuts(
-        counts if named is None else (named,),
-        take,
-        step_s,
-        may_gain=may_gain,
-        is_enough=lambda _: machine.num_workers == 1,
-        may_fit=lambda error: "device" in error.short_by,
-    )
-    count = found.config.microbatches
-    if named is None and count > 1:
-        announce(f"steps of {sequences} sequences are cut into {count} microbatches")
-    return found.config, found.measured, found.chunk_tokens, found.planned
+    return tried
 
 
 def _measure(
@@ -312,7 +302,7 @@ def _measure(
     boundaries: Boundaries,
     announce: Announce,
     num_ranks: int,
-) -> tuple[Measured, int | None]:
+) -> Trial:
     share = -(-config.sequences_per_step // num_ranks)
     sequences = -(-share // config.microbatches)
 
@@ -335,4 +325,4 @@ def _measure(
             "loss: the model's own, with all logits of a microbatch, since more than cross-entropy follows its head"
         )
         wanted = None
-    return measured, wanted
+    return Trial(measured, wanted)

@@ -1,7 +1,6 @@
 """How long units compute beside each other, and what is spared by keeping what a forward made: counted, not timed."""
 
 import contextlib
-from typing import Any
 
 from outsize.errors import ModelError
 from outsize.model.sizes.spec_from_config import (
@@ -14,6 +13,7 @@ from outsize.model.sizes.spec_from_config import (
 from outsize.model.split import Split
 from outsize.model.tiled_mlp import parts_of
 from outsize.planner.program.activation_policy import Extent, KeptBytes
+from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.trial.measured import Measured
 
 # A length at which the operations of units are compared.
@@ -21,9 +21,8 @@ SAMPLE_TOKENS = 1024
 # What a processor multiplies and adds while it reads a byte and writes one: 10 to 20 on a core with AVX, 250 on an RTX
 # 4090. It ranks what is kept of a unit; the exact number only decides between choices that are as good.
 FLOPS_PER_BYTE = 20
-# Looking at each operation of a unit costs Python tens of microseconds for each. A few cores compute so much in ten
-# milliseconds; less is recomputed, or kept whole.
-LEAST_SELECTED_FLOPS = 1e9
+# A backward takes about two forwards, besides what it recomputes.
+GRADIENT_FORWARDS = 2.0
 
 
 def shape_of(parts: Split) -> Shape:
@@ -70,14 +69,35 @@ def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
     return tuple(recompute / forward if forward else 1.0 for recompute, forward in pairs)
 
 
+def counted_times(parts: Split, measured: Measured, flops_per_s: float) -> UnitTimes:
+    """Return the times of units for a microbatch as it was measured, by operations, where nobody has timed them."""
+    rows, length = measured.num_sequences, measured.seq_len
+    forward = forward_times(parts, rows, length)
+    # The last unit runs forward before its backward, all of it.
+    recompute = (*recompute_times(parts, measured, rows, length)[:-1], forward[-1])
+    backward = (again + GRADIENT_FORWARDS * once for again, once in zip(recompute, forward, strict=True))
+    seconds = [tuple(flops / flops_per_s for flops in each) for each in (forward, backward, recompute)]
+    spared_s = {e: tuple(flops / flops_per_s for flops in each) for e, each in spared_flops(measured).items()}
+    return UnitTimes(forward_s=seconds[0], backward_s=seconds[1], recompute_s=seconds[2], spared_s=spared_s)
+
+
 def kept_bytes(measured: Measured) -> KeptBytes:
     """What forwards keep, by its extent."""
-    found = selections(measured).get("selected_bytes", {})
-    return {Extent.WHOLE: measured.saved_bytes, **found}
+    return {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
 
 
-def selections(measured: Measured) -> dict[str, Any]:
-    """What may be kept of forwards, as `Demand` wants it; what it spares is counted in FLOPs.
+def selected_bytes(measured: Measured) -> dict[Extent, tuple[int, ...]]:
+    """What forwards keep where they keep what attention, or attention and products, returned."""
+    if not measured.products:
+        return {}
+    return {
+        Extent.ATTENTION: tuple(y.num_bytes for y in measured.attention),
+        Extent.PRODUCTS: tuple(y.num_bytes for y in measured.products),
+    }
+
+
+def spared_flops(measured: Measured) -> dict[Extent, tuple[float, ...]]:
+    """Return the operations that keeping these spares a recompute.
 
     Where products are kept, what lies between them is made again, each byte of it at the cost of `FLOPS_PER_BYTE`.
     """
@@ -89,14 +109,6 @@ def selections(measured: Measured) -> dict[str, Any]:
     ]
     spared = [max(0.0, y.flops - rest) for y, rest in zip(measured.products, between, strict=True)]
     return {
-        "selected_bytes": {
-            Extent.ATTENTION: tuple(y.num_bytes for y in measured.attention),
-            Extent.PRODUCTS: tuple(y.num_bytes for y in measured.products),
-        },
-        "selected_s": {
-            Extent.ATTENTION: tuple(float(y.flops) for y in measured.attention),
-            Extent.PRODUCTS: tuple(spared),
-        },
-        "least_selected_s": LEAST_SELECTED_FLOPS,
-        "num_saved": measured.num_saved,
+        Extent.ATTENTION: tuple(float(y.flops) for y in measured.attention),
+        Extent.PRODUCTS: tuple(spared),
     }

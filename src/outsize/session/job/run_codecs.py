@@ -1,45 +1,30 @@
 """The codecs of a run, on the link and between ranks, checked against its machine."""
 
-from outsize.codecs.codec_spec import RAW
+from outsize.choices import Home
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import Wire
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.session.job.home_choice import AUTO
 from outsize.session.job.machine import RunMachine
 
 
-def transport_of(config: Config, machine: RunMachine) -> Transport:
-    """Return the codecs on the link; ``auto`` is raw until `outsize.session.decide.codec_choice` has chosen.
-
-    Raises:
-        ConfigError: there is no such link on this machine, or the codec does not run there.
-    """
-    named = config.transport.model_dump()
-    transport = Transport(
-        **{crossing: RAW.name if name == AUTO else name for crossing, name in named.items()}
-    )
-    check_transport(transport, machine)
-    return transport
-
-
-def check_transport(transport: Transport, machine: RunMachine) -> None:
-    """Check that the codecs run where ``machine`` wants them.
+def check_transport(transport: Transport, device: str, home: Home) -> None:
+    """Check that the codecs run on ``device``, and with a home there.
 
     Raises:
         ConfigError: there is no such link on this machine, or the codec does not run there.
     """
     if transport == Transport():
         return
-    if machine.device == "cpu":
+    if device == "cpu":
         raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
-    if machine.home == "disk" and not transport.is_raw("weights"):
+    if home == "disk" and not transport.is_raw("weights"):
         raise ConfigError(
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if machine.device.startswith("cuda"):
+    if device.startswith("cuda"):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
                 raise ConfigError(

@@ -4,10 +4,13 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 
 from outsize import __version__
 from outsize.hardware.inventory import take_inventory
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.runtime.device.device_group import device_names
+from outsize.session.job.machine import RunMachine
 from outsize.session.job.prepare import Prepared
 from outsize.train.metrics.flops import Peak
 
@@ -22,22 +25,41 @@ def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]
         flops: of forward and backward of a step; None where they are not known.
         peak: of all devices.
     """
-    config, spec, machine = prepared.config, prepared.split.spec, prepared.machine
+    config = prepared.config
+    return {
+        **describe(prepared.split.model, prepared.split.spec, prepared.machine, prepared.dtype, flops, peak),
+        "steps": config.train.steps,
+        "plan_id": prepared.plan.plan_id,
+        "tokens_per_step": config.tokens_per_step,
+        "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
+    }
+
+
+def describe(
+    model: nn.Module, spec: ModelSpec, machine: RunMachine, dtype: str, flops: float | None, peak: Peak
+) -> dict[str, Any]:
+    """Return what JSON knows of a model that is trained from now on, whoever writes the loop.
+
+    Args:
+        model: the model.
+        spec: its units.
+        machine: device and budgets.
+        dtype: in which the model computes.
+        flops: of forward and backward of a step; None where they are not known.
+        peak: of all devices.
+    """
     return {
         "schema": SCHEMA_VERSION,
         "started": time.time(),
         "outsize": __version__,
-        "model": type(prepared.split.model).__name__,
+        "model": type(model).__name__,
         "num_parameters": spec.num_parameters,
         "num_trainable": spec.num_trainable,
-        "dtype": prepared.dtype,
+        "dtype": dtype,
         "units": [
             {"index": u.index, "name": u.name, "kind": u.kind, "weight_bytes": u.weight_bytes(spec.dtype)}
             for u in spec.units
         ],
-        "steps": config.train.steps,
-        "tokens_per_step": config.tokens_per_step,
-        "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
         "device": machine.device,
         "device_names": _names(machine.device),
         "num_workers": machine.num_workers,

@@ -134,6 +134,7 @@ class VerifyResult:
         differing: names of the parameters that differ, the largest difference first.
         digest_streamed: SHA-256 of all weights of the streamed run, by name, as hexadecimal text.
         digest_resident: the same of the resident run.
+        plan_id: of the plan that the streamed run followed, see `outsize.planner.search.step_plan.Plan`.
     """
 
     equal: bool
@@ -145,6 +146,7 @@ class VerifyResult:
     differing: list[str] = field(default_factory=list)
     digest_streamed: str = ""
     digest_resident: str = ""
+    plan_id: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""

@@ -1,6 +1,5 @@
 import pytest
-
-from outsize.planner.simulate.classical import (
+from classical import (
     Layers,
     Schedule,
     gpipe,

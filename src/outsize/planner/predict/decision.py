@@ -1,0 +1,324 @@
+"""What a run does, decided in one place: codecs, home, microbatches, stages, and what is kept of forwards.
+
+`decide` is a pure function of a `Question`. ``outsize plan`` asks it with what a config tells of a model and data
+sheets of a machine, ``outsize train`` with what a trial and a clock have found; the decision is the same where these
+are.
+
+Homes are tried from the fastest: host memory, host memory with weights encoded that do not train, disk. Microbatches
+are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain. Stages of
+several devices are searched for a second each; so smaller microbatches are looked at only where the filling and
+draining of stages leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
+one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
+from outsize.codecs.transport import Transport
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.memory.link_bytes import packed_bytes
+from outsize.planner.memory.memory_table import Demand, Tier
+from outsize.planner.predict.expectation import PlannedStep, Simulated
+from outsize.planner.predict.question import Microbatch, Question, exchange_of
+from outsize.planner.program.activation_policy import Choice
+from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.stage_pipeline import clock_of
+from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
+
+# Of a step that a codec must save: predictions of two plans of one model on one machine differ by less.
+GAIN = 0.03
+# Codecs that keep every bit, the faster first.
+CODECS = (LOSSLESS4.name, LOSSLESS3.name)
+# Steps that are simulated: the first starts from rest, the last tells the time. Of several devices they take longer.
+NUM_STEPS, NUM_STEPS_OF_SEVERAL = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What was decided.
+
+    Attributes:
+        question: that was asked, with the codecs that were chosen.
+        plan: of the step.
+        microbatch: what one of its microbatches takes.
+        chosen: crossings whose codec the search has chosen, with that codec.
+        former_s: what a step takes without what the search has chosen of a setting, by its key, seconds.
+    """
+
+    question: Question
+    plan: Plan
+    microbatch: Microbatch
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    former_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return self.plan.layout.num_microbatches
+
+    @property
+    def options(self) -> PlanOptions:
+        """What the plan was made with."""
+        return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times)
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        """Some steps, on the machine of the question."""
+        question, demand = self.question, self.microbatch.demand
+        step = PlannedStep(
+            plan=self.plan,
+            model=question.model,
+            boundary_bytes=demand.boundary_bytes,
+            kept_bytes=demand.kept_bytes,
+            net_bytes_per_s=exchange_of(question)["net_bytes_per_s"],
+            **question.coding_rates(self.plan.transport),
+        )
+        num_steps = NUM_STEPS if question.num_workers == 1 else NUM_STEPS_OF_SEVERAL
+        return step.simulate(step.costs(question.machine, self.microbatch.times), num_steps)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, as simulated."""
+        return self.simulated.step_s
+
+    @property
+    def recomputed(self) -> float:
+        """Share of units and microbatches whose backward recomputes everything."""
+        layout = self.plan.layout
+        units = range(layout.first_backward, layout.last)
+        choices = [layout.choice(unit, m) for unit in units for m in range(layout.num_microbatches)]
+        return choices.count(Choice.RECOMPUTE) / len(choices) if choices else 0.0
+
+
+def decide(question: Question) -> Decision:
+    """Return what a run does.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits; of the plan that is short by the least.
+    """
+    best: Decision | None = None
+    failure: InfeasiblePlanError | None = None
+    try:
+        best = _fastest(question)
+    except InfeasiblePlanError as error:
+        failure = error
+    for crossing in question.auto:
+        best = _encoded(question if best is None else best.question, best, crossing)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def worth_it(former_s: float, step_s: float) -> bool:
+    """Return whether steps of ``step_s`` are enough shorter than those of ``former_s``, seconds, to add a codec."""
+    return step_s < former_s * (1 - GAIN)
+
+
+def _encoded(question: Question, best: Decision | None, crossing: str) -> Decision | None:
+    """Return ``best``, or with a codec at ``crossing`` what is enough faster, or fits where nothing does."""
+    raw = best
+    for name in CODECS:
+        candidate = question.deciding(transport=_with(question.options.transport, crossing, name))
+        if raw is not None and (raw.plan.home == "host" or crossing != "weights"):
+            # Nodes encode no more than it takes to have the home in host memory.
+            if question.nodes > 1 or not question.timed:
+                break
+            candidate = replace(candidate, microbatches=raw.microbatches)
+        elif crossing != "weights" or question.home == "disk":
+            break
+        elif not packed_bytes(candidate.options.transport, question.model):
+            break  # nothing that does not train would rest encoded, and may fit host memory so
+        try:
+            found = _fastest(candidate)
+        except (InfeasiblePlanError, ConfigError):
+            continue
+        if best is None or worth_it(best.step_s, found.step_s):
+            # What is asked next goes on from the codec that was found, and searches microbatches anew.
+            best = replace(found, question=replace(found.question, microbatches=question.microbatches))
+            best = replace(best, chosen={crossing: name})
+            if raw is not None:
+                former_s = {**raw.former_s, f"transport.{crossing}": raw.step_s}
+                best = replace(best, chosen={**raw.chosen, crossing: name}, former_s=former_s)
+            if not question.timed:  # the faster to write, of those that fit
+                break
+    return best
+
+
+def _with(transport: Transport, crossing: str, name: str) -> Transport:
+    return replace(transport, **{crossing: name})
+
+
+def _fastest(question: Question) -> Decision:
+    """Return the decision whose step is the shortest that is found.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits; of the plan that is short by the least.
+    """
+    named, several = question.microbatches, question.num_workers > 1
+    cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
+
+    def is_enough(best: Decision) -> bool:
+        little = 1 - 1 / NEAR
+        return best.simulated.bubble <= little if several else best.recomputed <= little
+
+    return search_cuts(
+        cuts if named is None else (named,),
+        lambda microbatches: _handed_over(_offloading(planned(question, microbatches))),
+        lambda decision: decision.step_s,
+        may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
+        is_enough=is_enough if named is None else lambda _: True,
+        may_fit=lambda error: "device" in error.short_by,
+    )
+
+
+def planned(question: Question, microbatches: int) -> Decision:
+    """Return the decision with so many microbatches, and the first home that was asked for and fits.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    tiers = _tiers(question)
+    for tier in tiers[:-1]:
+        try:
+            return planned_at(question, microbatches, tier)
+        except InfeasiblePlanError as error:
+            if "host" not in error.short_by:
+                raise
+    return planned_at(question, microbatches, tiers[-1])
+
+
+def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
+    """Return the decision with so many microbatches, and the home there.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    microbatch = question.microbatch(microbatches)
+    options = question.options_for(microbatches, home, microbatch.times)
+    plan = plan_within(question.model, microbatch.demand, question.budgets, options)
+    return Decision(question=question, plan=plan, microbatch=microbatch)
+
+
+def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
+    """Return the plan of a step, on one worker or several.
+
+    What the device should have to spare comes before more slots or larger tiles; where even the smallest plan leaves
+    none, it is given up.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    make = plan_stages if options.num_workers > 1 else plan_step
+    if demand.spare_bytes:
+        roomy = replace(demand, fixed_bytes=demand.fixed_bytes + demand.spare_bytes)
+        try:
+            return make(model, roomy, budgets, options)
+        except InfeasiblePlanError:
+            return replace(make(model, demand, budgets, options), heap=False)
+    return make(model, demand, budgets, options)
+
+
+def _offloading(decision: Decision) -> Decision:
+    """Return ``decision``, or where things leave the device unasked what keeps them there, if that is no slower.
+
+    Stages are compared with both where they are cut.
+    """
+    question, plan = decision.question, decision.plan
+    if question.options.activations != "auto" or question.num_workers > 1 or not plan.layout.any_leaves:
+        return decision
+    staying = planned(replace(question, linked=False), decision.microbatches)
+    if not worth_it(staying.step_s, decision.step_s):
+        return replace(staying, question=question)
+    return replace(decision, former_s={**decision.former_s, "memory.activations": staying.step_s})
+
+
+def _handed_over(decision: Decision) -> Decision:
+    """Return ``decision``, handing over from device to device where that can be and is not slower."""
+    plan, question = decision.plan, decision.question
+    if not plan.layout.peers or question.options.handover == "peer":
+        return decision
+    by_host = replace(
+        decision, plan=without_peers(plan, question.model, decision.microbatch.demand, decision.options)
+    )
+    return decision if decision.step_s <= by_host.step_s else by_host
+
+
+def _may_gain(best: Decision, microbatches: int) -> bool:
+    """Return whether stages of several devices could take a percent less with more microbatches than ``best``."""
+    question, model, stages = best.question, best.question.model, best.plan.layout.stages
+    assert stages is not None
+    clock = clock_of(model, best.microbatch.demand, best.options, best.plan)
+    filling_s = clock.filling_and_draining_s(stages)
+    if not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
+        return False
+    try:
+        gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)
+    except InfeasiblePlanError:
+        return False
+    return gained_s >= best.step_s * (1 - 1 / NEAR)
+
+
+def clocked_s(question: Question, microbatches: int, home: Tier) -> float:
+    """Return what the partitioner makes of a step of several devices, seconds, in a fraction of the time of a decision.
+
+    Raises:
+        ConfigError: more devices than there can be stages.
+        InfeasiblePlanError: nothing fits.
+    """
+    one = question.microbatch(microbatches)
+    options = question.options_for(microbatches, home, one.times)
+    return estimate_s(question.model, one.demand, question.budgets, options)
+
+
+def _tiers(question: Question) -> tuple[Tier, ...]:
+    """Return where the home may be, the fastest first."""
+    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
+    if question.home == "disk" and question.machine.disk is None:
+        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
+    return homes[question.home] if question.machine.disk is not None else ("host",)
+
+
+def fits_at_all(question: Question) -> bool:
+    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
+    count = question.microbatches
+    assert count is not None
+    one = question.microbatch(count)
+
+    def fits(tier: Tier) -> bool:
+        options = question.options_for(count, tier, one.times)
+        if options.num_workers > 1:
+            return fits_stages(question.model, one.demand, question.budgets, options)
+        return not shortage_of(question.model, one.demand, question.budgets, options)
+
+    return any(fits(tier) for tier in _tiers(question))
+
+
+def fits_encoded(question: Question) -> bool:
+    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
+    return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))
+
+
+def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
+    """Return why the home is not in host memory, with what to try; None where it fits there."""
+    try:
+        planned_at(question, microbatches, "host")
+    except InfeasiblePlanError as error:
+        return error
+    return None
+
+
+def missing_host_bytes(question: Question, microbatches: int) -> int:
+    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
+    refusal = host_refusal(question, microbatches)
+    return 0 if refusal is None else refusal.short_by.get("host", 0)

@@ -1,0 +1,139 @@
+"""What stages of several workers take in each tier: what a run of them sets aside.
+
+On each worker: slots and accumulators twice, so that one half fills while the other is used, or once where memory is
+too tight for that (`stages.HALVES`); the rest beside them; inputs and gradients of two microbatches; what forwards
+keep, where it leaves (`leaving`); workspace for all units of a backward stage, which are recomputed before the first
+of them is differentiated. Below the workers: what stages hand over, and the home.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.memory.link_bytes import device_bytes, host_bytes
+from outsize.planner.memory.memory_table import Demand, offload_rooms
+from outsize.planner.program.stages import Span, Stages, slots_for
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.stage_layout import ARRIVALS, activation_bytes, arrival_bytes, num_handed_over
+from outsize.planner.search.stage_offload import Away, Way, away_in, most_on_its_way
+from outsize.planner.search.stage_room import HostRoom, bytes_below
+from outsize.units import align_up
+
+_EXTENT_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Counts the memory of stages.
+
+    Attributes:
+        model: its units.
+        demand: of a microbatch.
+        options: what is decided.
+    """
+
+    model: ModelSpec
+    demand: Demand
+    options: PlanOptions
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """Bytes of the weights of each streamed unit."""
+        return tuple(
+            unit.weight_bytes(self.model.dtype) for unit in self.model.units[: self.model.num_streamed]
+        )
+
+    @cached_property
+    def gradients(self) -> tuple[int, ...]:
+        """Bytes of the gradient of each streamed unit."""
+        return tuple(
+            unit.gradient_bytes * unit.trainable for unit in self.model.units[: self.model.num_streamed]
+        )
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """Bytes of the largest input of a unit."""
+        return max(self.demand.boundary_bytes)
+
+    @cached_property
+    def constant(self) -> dict[str, int]:
+        """Bytes by class that lie on a worker whatever its stages."""
+        model, demand = self.model, self.demand
+        rest = model.units[model.num_streamed :]
+        resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
+        return {
+            "resident": sum(resident),
+            "shared": demand.shared_bytes,
+            "fixed": demand.fixed_bytes,
+            "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),
+        }
+
+    @cached_property
+    def _workspaces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        kinds = [unit.kind for unit in self.model.units[: self.model.num_streamed]]
+        by_kind = self.demand.forward_workspace_bytes, self.demand.backward_workspace_bytes
+        forward, backward = (tuple(sizes.get(kind, 0) for kind in kinds) for sizes in by_kind)
+        return forward, backward
+
+    def workspace_bytes(self, span: Span, backward: bool, keeps: bool) -> int:
+        """Return what the units of a stage allocate while they run.
+
+        Those of a backward stage keep their graphs. The stage that turns around recomputes its units one by one, where
+        it recomputes them.
+        """
+        forward, both = (sizes[slice(*span)] for sizes in self._workspaces)
+        if not backward:
+            return max(forward)
+        return max(*forward, *both) if span[1] == self.model.num_streamed and not keeps else sum(both)
+
+    def on_device(self, stages: Stages, keeps: bool, away: Away) -> dict[str, int]:
+        """Return the bytes on each worker by class, arrivals from other workers apart.
+
+        Args:
+            stages: of the step.
+            keeps: whether the stage that turns around keeps what its forwards make.
+            away: what leaves of what other forwards keep.
+        """
+        spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
+        deepest = max(end - first for (first, end), _ in spans)
+        leaving = most_on_its_way(stages, away, self.demand.kept_bytes) if away else 0
+        return {
+            "weight slots": sum(slots_for(stages, self.weights)),
+            "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
+            "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
+            "workspace": max(self.workspace_bytes(*span, keeps) for span in spans),
+            **self.constant,
+        }
+
+    def device_bytes(self, stages: Stages, way: Way) -> int:
+        """Return all bytes on a worker of stages that hand over by way of host memory."""
+        return sum(self.on_device(stages, way.keeps, way.away).values())
+
+    def table(self, layout: StepLayout, room: HostRoom) -> dict[str, dict[str, int]]:
+        """Return bytes by tier and class; the device's are those of each worker.
+
+        Args:
+            layout: of stages, in ``room``.
+            room: that host memory gives a home on disk.
+        """
+        stages = layout.stages
+        assert stages is not None
+        keeps = any(layout.keeps_anything(unit) for unit in layout.keepable)
+        waiting = offload_rooms(layout, self.demand) if layout.kept else {}
+        table = {
+            "device": {
+                **self.on_device(stages, keeps, away_in(layout)),
+                ARRIVALS: arrival_bytes(layout, self.boundary_bytes),
+            },
+            "host": {
+                "encoded weights": host_bytes(self.options.transport, self.model),
+                "saved activations": num_handed_over(layout)
+                * align_up(max(1, self.boundary_bytes), _EXTENT_BYTES),
+                "offloaded activations": sum(count * size for count, size in waiting.values()),
+            },
+            "disk": {},
+        }
+        for tier, classes in bytes_below(self.model, layout, self.options, room).items():
+            table[tier] |= classes
+        return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}

@@ -1,0 +1,206 @@
+"""From what a user says to what the planner is asked: the layout of a trained unit at home, options, the question.
+
+`outsize plan` and a run use the same functions; nothing here needs torch.
+"""
+
+from typing import Any
+
+from outsize.choices import Clip
+from outsize.codecs.codec_spec import RAW
+from outsize.codecs.transport import Transport
+from outsize.codecs.wire import EXACT, Wire
+from outsize.config import Config
+from outsize.errors import ConfigError
+from outsize.hardware.machine_spec import Machine
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for, num_moments_of
+from outsize.planner.predict.question import Question
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.step_plan import Budgets
+
+AUTO = "auto"
+# The one that moves most first.
+CROSSINGS = ("weights", "gradients", "activations")
+
+
+def options_for(
+    config: Config,
+    spec: ModelSpec,
+    *,
+    num_workers: int,
+    num_ranks: int = 1,
+    rank: int | None = None,
+    kernels: bool = True,
+    inputs_shared: bool = False,
+    can_part: bool = False,
+    wire: Wire = EXACT,
+) -> PlanOptions:
+    """Return what is decided about a plan before anything is searched.
+
+    Args:
+        config: of the run.
+        spec: its model.
+        num_workers: devices that share the step.
+        num_ranks: processes that do.
+        rank: of this one; None for the one that steps most.
+        kernels: whether a kernel steps exact state, see `masters_for`.
+        inputs_shared: whether units receive what other units receive too.
+        can_part: whether MLPs could take their tokens in parts, and do not yet.
+        wire: codecs between ranks.
+
+    Raises:
+        ConfigError: settings that do not go together.
+    """
+    memory, clip = config.memory, clip_of(config, spec, num_ranks)
+    return PlanOptions(
+        home="host",
+        below="host",
+        clip=clip == "global",
+        unit_clip=clip == "unit",
+        may_skip=may_skip(config, spec),
+        state=state_layout(config, spec, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels),
+        can_part=can_part,
+        slots=memory.slots,
+        prefetch=memory.prefetch,
+        tile_elements=memory.tile_elements,
+        offload=False if inputs_shared else memory.offload,
+        commits=memory.commits == "step",
+        transport=named_transport(config),
+        activations=memory.activations,
+        nodes=num_ranks,
+        rank=rank,
+        wire=wire,
+        handover=config.parallel.handover,
+    )
+
+
+def question_for(
+    config: Config, spec: ModelSpec, figures: Machine, budgets: Budgets, options: PlanOptions, **facts: Any
+) -> Question:
+    """Return the question that ``config`` makes, whoever asks it.
+
+    Args:
+        config: of the run.
+        spec: its model.
+        figures: of the machine.
+        budgets: most bytes in each tier.
+        options: what is decided already, see `options_for`.
+        facts: what else is known of model and machine, attributes of `Question`.
+    """
+    in_place = facts.get("shares_memory", False)  # where nothing goes over a link that could be encoded
+    return Question(
+        model=spec,
+        machine=figures,
+        budgets=budgets,
+        options=options,
+        home=config.memory.home,
+        auto=() if in_place else open_crossings(config),
+        sequences=-(-config.sequences_per_step // options.nodes),
+        seq_len=config.data.seq_len,
+        microbatches=config.train.microbatches,
+        **facts,
+    )
+
+
+def named_transport(config: Config) -> Transport:
+    """Return the codecs on the link that ``config`` names; raw where it leaves the choice open."""
+    named = config.transport.model_dump()
+    return Transport(**{crossing: RAW.name if name == AUTO else name for crossing, name in named.items()})
+
+
+def open_crossings(config: Config) -> tuple[str, ...]:
+    """Return the crossings whose codec ``config`` leaves open."""
+    return tuple(name for name in CROSSINGS if getattr(config.transport, name) == AUTO)
+
+
+def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
+    """Return by which norm the gradients of a run are clipped.
+
+    To skip a step is to know all its gradients before the first unit steps: the global norm is taken, if need be to
+    clip to no limit. So it is where several ranks share a step: they have to agree on what is skipped.
+
+    Raises:
+        ConfigError: units are to be clipped by their own norm, and the run may have to skip a step, or has ranks.
+    """
+    optimizer = config.optimizer
+    clip = optimizer.clip if optimizer.max_grad_norm else "none"
+    if clip == "unit" and num_ranks > 1:
+        raise ConfigError(
+            "optimizer.clip: several ranks clip by the norm of all gradients; use global, or none"
+        )
+    if not may_skip(config, spec) and num_ranks == 1:
+        return clip
+    if clip == "unit":
+        raise ConfigError(
+            "optimizer.clip: unit steps a unit before the gradients of all are known, so fp16 cannot skip a step that "
+            "overflows; use bf16, or optimizer.clip=global"
+        )
+    return "global"
+
+
+def may_skip(config: Config, spec: ModelSpec) -> bool:
+    """Return whether a run may have to skip a step: where it is told to, or where fp16 overflows."""
+    return "fp16" in spec.dtypes or config.train.on_nonfinite == "skip"
+
+
+def state_layout(
+    config: Config, spec: ModelSpec, *, num_workers: int, num_ranks: int, kernels: bool
+) -> StateLayout:
+    """Return how a trained unit lies at home, with its gradient, see `options_for`.
+
+    Raises:
+        ConfigError: the masters cannot be split, or gradients not be rounded.
+    """
+    optimizer = config.optimizer
+    if optimizer.masters == "split" and spec.dtype != "bf16":
+        raise ConfigError(
+            f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
+            "here; leave it auto, or set model.dtype=bf16"
+        )
+    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
+    moments = optimizer.state if num_moments else "fp32"
+    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=num_ranks == 1 and kernels)
+    tile = config.memory.tile_elements or 0
+
+    def layout(masters: Masters) -> StateLayout:
+        return StateLayout(
+            dtype=spec.dtype,
+            masters=masters,
+            moments=moments,
+            gradients=optimizer.gradients,
+            num_moments=num_moments,
+            factored=optimizer.name == "adafactor",
+        )
+
+    found = layout(masters)
+    if found.factored:
+        _check_whole(config, spec, num_ranks)
+    if optimizer.masters == "auto" and found.exact and tile % found.quantum:
+        found = layout("separate")  # whose tiles may be smaller
+    if num_ranks > 1 and found.gradients != "fp32":
+        raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
+    if num_workers > 1 and found.gradients != "fp32":
+        raise ConfigError(
+            "optimizer.gradients: several workers sum gradients at home, in fp32; leave it fp32"
+        )
+    return found
+
+
+def _check_whole(config: Config, spec: ModelSpec, num_ranks: int) -> None:
+    """Check that nothing cuts units into parts, where the optimizer steps whole parameters.
+
+    Raises:
+        ConfigError: something does.
+    """
+    if num_ranks > 1:
+        raise ConfigError(
+            "optimizer.name: adafactor steps whole parameters, and ranks share each by its elements; use a single "
+            "process, or lion or adamw with optimizer.state=int8"
+        )
+    tile = config.memory.tile_elements
+    largest = max((unit.numel for unit in spec.units if unit.trainable), default=0)
+    if tile is not None and tile < largest:
+        raise ConfigError(
+            f"memory.tile_elements: adafactor steps whole parameters, and the largest unit has {largest} elements, "
+            f"more than {tile}; leave it out"
+        )

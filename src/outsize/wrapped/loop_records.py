@@ -1,0 +1,257 @@
+"""What a loop of the user's own tells in a run directory: the files that `outsize train` writes there.
+
+1. Each plan is written as it is made, with what the run is of.
+2. A step is what lies between two steps of an optimizer of torch's kind over parameters of the model: any number of
+   forwards and backwards. Its line goes to the heartbeat when the next step is known, since the optimizer goes on
+   moving bytes until then.
+3. While a pass runs a watchdog watches it. Between passes the loop does what it likes, and that counts as progress.
+"""
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from outsize.config.train_section import TrainConfig
+from outsize.hardware.gpus import import_nvml
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.search.step_plan import Plan
+from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.report.chrome import to_chrome
+from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.engine.engine import Engine
+from outsize.runtime.engine.executor import Waiting
+from outsize.runtime.ops.context import StepContext
+from outsize.session.session import Session
+from outsize.session.steps import StepOutcome
+from outsize.telemetry.nvml import GpuSampler
+from outsize.train.loop import TIMELINE_STEP
+from outsize.train.metrics.flops import peak_of
+from outsize.train.metrics.heartbeat import Heartbeat, write_json
+from outsize.train.metrics.run_info import describe, gpu_uuids
+from outsize.train.metrics.run_records import StepRecord
+from outsize.train.metrics.step_metrics import Accounts
+from outsize.train.resumed_microbatches import PLAN_FILE
+from outsize.train.run_dir import claimed
+from outsize.train.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+
+class _Passes:
+    """The engine while a pass is under way; between passes there is progress at every look."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._looks = 0
+
+    @property
+    def num_ended(self) -> int:
+        """See `Watched.num_ended`."""
+        engine = self.engine
+        self._looks -= 1
+        return self._looks if engine is None else engine.num_ended
+
+    def waiting(self) -> Mapping[str, Waiting]:
+        """See `Watched.waiting`."""
+        engine = self.engine
+        return {} if engine is None else engine.waiting()
+
+    def position(self) -> str:
+        """See `Watched.position`."""
+        engine = self.engine
+        return "" if engine is None else engine.position()
+
+    def give_up(self, error: BaseException) -> None:
+        """See `Watched.give_up`."""
+        engine = self.engine
+        if engine is not None:
+            engine.give_up(error)
+
+
+class LoopRecords:
+    """Writes the run directory of a wrapped model; closed with the model.
+
+    Args:
+        run_dir: made if need be; nobody else's.
+        session: of the model.
+        model: the model.
+        dtype: in which it computes.
+
+    Raises:
+        ConfigError: the directory holds a run.
+        StorageError: it cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, session: Session, model: nn.Module, dtype: str) -> None:
+        self._run_dir, self._session, self._dtype = run_dir, session, dtype
+        self._model = weakref.ref(model)
+        self._passes = _Passes()
+        self._accounts: Accounts | None = None
+        self._unwritten: tuple[StepRecord, StepOutcome] | None = None
+        self._number = 0
+        self._began_s = time.perf_counter()
+        # Of the step under way:
+        self._asked_s: float | None = None
+        self._moved: list[Mapping[tuple[str, str], Moved]] = []
+        self._losses: list[tuple[Tensor, int]] = []
+        self._tokens = 0
+        self._norm: Tensor | None = None
+        self._events: list[Event] = []
+        train = TrainConfig()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(claimed(run_dir))
+            self._heartbeat = stack.enter_context(Heartbeat(run_dir))
+            stack.callback(self._write_line)
+            self._watchdog = stack.enter_context(
+                Watchdog(
+                    run_dir,
+                    _log.warning,
+                    action="report",  # what becomes of a process that is not ours is not ours to say
+                    factor=train.stall_factor,
+                    floor_s=train.stall_floor_s,
+                    links_are_disk=session.machine.below == "disk",
+                )
+            )
+            uuids = gpu_uuids(session.machine.device)
+            self._sampler = stack.enter_context(GpuSampler(uuids, import_nvml))
+            stack.callback(register_optimizer_step_post_hook(_hook(weakref.ref(self))).remove)
+            self._stack = stack.pop_all()
+        self._watchdog.watch(self._passes, 1)
+
+    def planned(self, plan: Plan, spec: ModelSpec, session: Session) -> None:
+        """Write the plan of a new engine, and at the first one of a session what the loop is of."""
+        moved, self._session = session is not self._session, session  # to another home, with its own budgets
+        engine = session.engine
+        model = self._model()
+        assert engine is not None
+        assert model is not None
+        write_json(self._run_dir / PLAN_FILE, plan.to_dict())
+        if self._accounts is not None and not moved:
+            return
+        machine = self._session.machine
+        peak = peak_of(machine.device, self._dtype)
+        self._accounts = Accounts(
+            machine.device,
+            machine.num_workers,
+            tuple(engine.moved()),
+            self._session.ledger,
+            self._session.fallbacks,
+            self._sampler,
+            None,
+            peak,
+        )
+        facts = describe(model, spec, machine, self._dtype, None, peak)
+        write_json(self._run_dir / "run.json", {**facts, "num_ranks": 1})
+
+    def leaving(self, engine: Engine) -> None:
+        """Take what an engine knows of the step under way, before it is closed."""
+        self._events += engine.take_timeline().events
+
+    @contextlib.contextmanager
+    def passing(self, engine: Engine, context: StepContext) -> Iterator[None]:
+        """Watch a pass, and count what it moves."""
+        if self._asked_s is None:
+            self._asked_s = time.perf_counter()
+        self.counts(context)
+        self._passes.engine = engine
+        try:
+            yield
+        finally:
+            self._passes.engine = None
+
+    def counts(self, context: StepContext) -> None:
+        """Book what the ops of ``context`` move on the step under way."""
+        self._moved.append(context.moved)
+
+    def scored(self, output: Any, tokens: int) -> None:
+        """Take what the model returned for a batch that it is trained on, of so many targets."""
+        self._tokens += tokens
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and tokens:
+            self._losses.append((loss.detach(), tokens))
+
+    def clipped(self, norm: Tensor) -> None:
+        """Take the norm of all gradients."""
+        self._norm = norm
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """End the step, where ``optimizer`` steps parameters of the model."""
+        model, accounts = self._model(), self._accounts
+        if model is None or accounts is None or not self._moved:
+            return
+        own = {id(parameter) for parameter in nn.Module.parameters(model)}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        ended_s = time.perf_counter()
+        outcome = self._outcome(float(optimizer.param_groups[0]["lr"]), ended_s)
+        engine = self._session.engine
+        events = (*self._events, *(engine.take_timeline().events if engine is not None else ()))
+        timeline = Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
+        self._watchdog.step_ended(outcome.seconds)
+        self._write_line()
+        self._unwritten = accounts.record(outcome, timeline, 0, {}), outcome
+        if outcome.number == TIMELINE_STEP:
+            write_json(self._run_dir / "timeline.json", to_chrome(timeline))
+        self._number, self._began_s = self._number + 1, ended_s
+        self._forget()
+
+    def close(self) -> None:
+        """Write what is known, and watch no longer; idempotent."""
+        self._stack.close()
+
+    def _outcome(self, lr: float, ended_s: float) -> StepOutcome:
+        asked_s = self._asked_s or ended_s
+        scored = sum(tokens for _, tokens in self._losses)
+        total = sum(float(loss) * tokens for loss, tokens in self._losses)
+        return StepOutcome(
+            number=self._number,
+            loss=total / scored if scored else float("nan"),
+            gradient_norm=float("nan") if self._norm is None else float(self._norm),
+            learning_rate=lr,
+            tokens=self._tokens,
+            seconds=ended_s - self._began_s,
+            data_s=asked_s - self._began_s,
+            between_s=0.0,
+            ended_s=ended_s,
+            skipped=False,
+            moved=partial(_sum, tuple(self._moved)),
+        )
+
+    def _forget(self) -> None:
+        """Begin to count anew, for the next step."""
+        self._asked_s, self._norm, self._tokens = None, None, 0
+        self._moved, self._losses, self._events = [], [], []
+
+    def _write_line(self) -> None:
+        """Write the line of the step that was known last: by now all of its bytes have moved."""
+        if self._unwritten is not None and self._accounts is not None:
+            (record, outcome), self._unwritten = self._unwritten, None
+            self._heartbeat.beat(self._accounts.counted(record, outcome))
+
+
+def _hook(records: "weakref.ref[LoopRecords]") -> Any:
+    """Return what torch calls after each step of any optimizer."""
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = records()
+        if found is not None:
+            found.stepped(optimizer)
+
+    return stepped
+
+
+def _sum(counted: tuple[Mapping[tuple[str, str], Moved], ...]) -> dict[str, Moved]:
+    """Return the bytes that all passes of a step have moved so far, by what they crossed."""
+    found: dict[str, Moved] = {}
+    for moved in counted:
+        for (_, crossed), size in dict(moved).items():
+            found[crossed] = found.get(crossed, Moved()).and_then(*size)
+    return found

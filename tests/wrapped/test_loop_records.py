@@ -1,0 +1,106 @@
+"""A run directory of a loop of one's own is that of a run: heartbeat, plan, report, doctor, watchdog."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outsize
+import zoo
+from outsize.doctor.run_record import read_run
+from outsize.errors import ConfigError
+from outsize.report.collect import collect
+from outsize.wrapped.module import runner_of
+from reference import num_targets
+from wrapped.loops import ROOM, streamed_backward, train, wrapped
+
+BATCHES = [zoo.batch("llama", seed=seed, num_sequences=4) for seed in range(4)]
+PLACES: dict[str, dict[str, Any]] = {
+    "link": {"device": "emulated:1"},
+    "disk": {"home": "disk"},
+    "workers": {"device": "emulated:2"},
+}
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "heartbeat.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+def test_a_loop_writes_what_report_and_doctor_read(place: dict[str, Any], tmp_path: Path):
+    run_dir = tmp_path / "run"
+    with wrapped(zoo.build("llama"), microbatches=2, run_dir=run_dir, **place) as model:
+        losses = train(
+            model,
+            BATCHES,
+            lambda model: outsize.AdamW(model, lr=0.01),
+            streamed_backward,
+            lambda model: outsize.clip_grad_norm_(model, 1.0),
+        )
+        plan = runner_of(model)._plan
+        assert plan is not None
+        assert json.loads((run_dir / "plan.json").read_text()) == json.loads(json.dumps(plan.to_dict()))
+    steps = lines(run_dir)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["loss"] for step in steps] == losses
+    assert [step["tokens"] for step in steps] == [num_targets(batch, True) for batch in BATCHES]
+    assert all(step["lr"] == 0.01 and step["grad_norm"] > 0 for step in steps)
+    assert all(0 <= step["data_s"] < step["seconds"] for step in steps)
+    # Loads, gradients and the optimizer of every step: as many bytes in each but the first, which is planned in.
+    moved = "bytes_read" if place.get("home") == "disk" else "bytes_up"
+    assert len({step[moved] for step in steps}) == 1
+    assert steps[0][moved] > 0
+    record = read_run(run_dir)
+    assert record.about["num_workers"] == plan.layout.num_workers
+    assert record.waits()
+    assert collect(run_dir)["timeline"] is not None
+
+
+def test_steps_of_an_optimizer_of_torch_and_of_several_backwards(tmp_path: Path):
+    with wrapped(zoo.build("llama"), run_dir=tmp_path / "run", device="emulated:1") as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        means, targets = [], [num_targets(batch, True) for batch in BATCHES[:2]]
+        for _ in range(2):
+            losses = [streamed_backward(model, batch) for batch in BATCHES[:2]]
+            other.step()  # of nothing that is the model's
+            optimizer.step()
+            optimizer.zero_grad()
+            means.append(sum(float(x) * n for x, n in zip(losses, targets, strict=True)) / sum(targets))
+    steps = lines(tmp_path / "run")
+    assert [step["loss"] for step in steps] == pytest.approx(means)
+    assert [(step["lr"], step["tokens"], step["grad_norm"]) for step in steps] == [
+        (0.1, sum(targets), None)
+    ] * 2
+
+
+def test_a_directory_that_holds_a_run_is_refused_and_the_model_is_as_it_was(tmp_path: Path):
+    (tmp_path / "heartbeat.jsonl").write_text("{}\n")
+    model = zoo.build("llama")
+    with pytest.raises(ConfigError, match="choose another run_dir"):
+        outsize.wrap(model, **ROOM, run_dir=tmp_path)
+    model(**BATCHES[0]).loss.backward()
+
+
+def test_only_passes_are_watched(tmp_path: Path):
+    with wrapped(zoo.build("llama"), run_dir=tmp_path / "run") as model:
+        records = runner_of(model).records
+        assert records is not None
+        passes, seen = records._passes, []
+        before = [passes.num_ended for _ in range(2)]
+        assert before[0] != before[1]  # between passes there is progress at every look
+        streamed_backward(model, BATCHES[0])
+        engine = runner_of(model)._engine
+        inner = engine.submit  # type: ignore[union-attr]
+
+        def submit(*given: Any) -> Any:
+            seen.append(passes.engine is engine)
+            return inner(*given)
+
+        engine.submit = submit  # type: ignore[method-assign, union-attr]
+        model(**BATCHES[0])
+        assert seen
+        assert all(seen)
+        assert passes.engine is None
