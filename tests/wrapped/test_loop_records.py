@@ -11,7 +11,7 @@ import outsize
 import zoo
 from outsize.doctor.run_record import read_run
 from outsize.errors import ConfigError
-from outsize.report.collect import collect
+from outsize.reporting.collect import collect
 from outsize.wrapped.module import runner_of
 from reference import num_targets
 from wrapped.loops import ROOM, streamed_backward, train, wrapped
