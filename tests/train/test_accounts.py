@@ -2,12 +2,16 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from outsize.session.job.prepare import prepare
 from outsize.telemetry.heartbeat_schema import Line
 from outsize.training.metrics import flops
+from outsize.training.metrics.run_info import about
 from outsize.training.run import train
 from support import make_run
 
@@ -98,6 +102,18 @@ def test_a_run_says_what_it_is(tmp_path: Path):
     assert told["peak_flops_per_s"] > 1e6
     assert "512 x 512" in told["peak_source"]
     assert told["tokens_per_microbatch"] == 32
+
+
+def test_a_rank_says_what_its_own_microbatches_hold(tmp_path: Path):
+    config = make_run(tmp_path, train={"microbatches": 2})
+    alone = prepare(config, tmp_path, lambda _: None)
+    nobody = flops.Peak(flops_per_s=None, source="nobody")
+
+    def tokens(size: int) -> int:
+        prepared = replace(alone, group=SimpleNamespace(rank=0, size=size))
+        return int(about(prepared, None, nobody)["tokens_per_microbatch"])
+
+    assert (tokens(1), tokens(2)) == (config.tokens_per_step // 2, config.tokens_per_step // 4)
 
 
 def test_peaks_are_those_of_data_sheets():

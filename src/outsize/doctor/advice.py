@@ -54,14 +54,14 @@ def home_in_host_memory(facts: Facts) -> str | None:
 
 def home_on_disk(facts: Facts) -> str | None:
     """The home on disk, which reads in order what swap reads page by page."""
-    if facts.recorded is not None and facts.recorded.plan.get("home") == "disk":
+    if _is_replicated(facts) or (facts.recorded is not None and facts.recorded.plan.get("home") == "disk"):
         return None
     return "memory.home: disk, which reads in order what swap reads page by page"
 
 
 def smaller_host_budget(facts: Facts) -> str | None:
     """Less host memory for what the run keeps there; a home in it is as large as it is."""
-    if facts.recorded is not None and facts.recorded.plan.get("home") == "host":
+    if _is_replicated(facts) or (facts.recorded is not None and facts.recorded.plan.get("home") == "host"):
         return None
     return "a smaller memory.host_memory"
 
@@ -134,6 +134,12 @@ def is_on_cpu_alone(facts: Facts) -> bool:
     return str(facts.recorded.about.get("device", "")) == "cpu" or (
         is_on_cpu(facts) and not str(_of(facts, "memory", "device")).startswith("emulated")
     )
+
+
+def _is_replicated(facts: Facts) -> bool:
+    """Whether each rank of the run held the whole model on its device, and had no home."""
+    several = facts.recorded is not None and int(facts.recorded.about.get("num_ranks", 1)) > 1
+    return several and _of(facts, "parallel", "mode") == "ddp"
 
 
 def _of(facts: Facts, section: str, key: str) -> Any:

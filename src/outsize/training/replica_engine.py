@@ -156,10 +156,10 @@ class ReplicaEngine:
             ExecutionError: the replicas have come apart.
         """
         self._check_same(saving.step)
-        units = len(self._replica.spec.units)
-        for resting in self._replica.at_rest() if self._group.rank == 0 else itertools.repeat(None, units):
-            if resting is not None:
-                saving(resting)
+        resting = self._replica.at_rest() if self._group.rank == 0 else iter(())
+        for _ in self._replica.spec.units:
+            for unit in itertools.islice(resting, 1):
+                saving(unit)
             self._group.barrier()  # a rank that waits sees unit by unit that it is no stall
             self.note_progress()
         return StoreHandle(saving, [], [])

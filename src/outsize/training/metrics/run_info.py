@@ -31,7 +31,7 @@ def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]
         "steps": config.train.steps,
         "plan_id": prepared.plan.plan_id,
         "tokens_per_step": config.tokens_per_step,
-        "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
+        "tokens_per_microbatch": -(-prepared.num_sequences // config.microbatches) * config.data.seq_len,
     }
 
 
