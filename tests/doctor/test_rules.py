@@ -434,6 +434,13 @@ def test_other_ways_to_the_same_finding(tmp_path):
     turning = reading(disk_place(cpu_machine(tmp_path), rotational=True), 2e8)
     assert "reads 200.00 MB/s and says that it turns" in found(turning)["disk-unsuitable"].evidence
     assert found(cpu_machine(tmp_path, memory__cgroup_limit_bytes=GIB))["cgroup-memory"].severity == "info"
+    cached = {
+        "cgroup_limit_bytes": 4 * GIB,
+        "cgroup_usage_bytes": int(3.9 * GIB),
+        "cgroup_free_bytes": 3 * GIB,
+    }
+    full_of_files = cpu_machine(tmp_path, **{f"memory__{name}": size for name, size in cached.items()})
+    assert found(full_of_files)["cgroup-memory"].severity == "info"
     small = cpu_machine(tmp_path, memory__cgroup_limit_bytes=4 * GIB)
     report = found((small, run(tmp_path / "run")))
     assert report["cgroup-memory"].severity == "error"

@@ -30,7 +30,8 @@ def group_limit(facts: Facts) -> Seen | None:
             evidence=f"{evidence}; the run plans for {format_bytes(int(planned))} of it",
             expected="a plan within the limit; beyond it the kernel kills the process",
         )
-    if used > _FULL * allowed:
+    free = memory.cgroup_free_bytes.number()  # with the page cache, which fills any group that reads much
+    if used > _FULL * allowed and (free is None or free < (1 - _FULL) * allowed):
         return Seen(
             severity="warning",
             evidence=f"{evidence} ({used / allowed:.0%}), page cache included",
