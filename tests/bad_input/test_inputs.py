@@ -150,7 +150,7 @@ def test_a_model_that_cannot_even_try_is_refused(world: World, monkeypatch: pyte
     monkeypatch.setattr(LlamaAttention, "forward", raise_it)
     world.fails(
         ModelError,
-        "LlamaForCausalLM raised in a trial on sequences of 12 tokens: IndexError: position 12 of 12; is data.seq_len",
+        "LlamaForCausalLM raised in a trial on sequences of 12 tokens: IndexError: position 12 of 12; is the length",
     )
     monkeypatch.undo()
 

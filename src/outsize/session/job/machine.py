@@ -138,11 +138,9 @@ def _check_budgets(memory: MemoryConfig, device: str, ram: HostMemory, store_dir
             torch.cuda.mem_get_info(int(name.partition(":")[2]))[1] // names.count(name) for name in names
         )
         most["device_memory"] = (min(totals), f"memory on {device}")
-    if memory.disk_memory:
-        most["disk_memory"] = (
-            shutil.disk_usage(_existing(store_dir)).total,
-            f"disk at {_existing(store_dir)}",
-        )
+    disk_bytes = shutil.disk_usage(_existing(store_dir)).total if memory.disk_memory else 0
+    if disk_bytes and memory.home != "host":  # what is no disk at all is refused where it is written to
+        most["disk_memory"] = (disk_bytes, f"disk at {_existing(store_dir)}")
     for key, (least, what) in most.items():
         budget = getattr(memory, key)
         if budget and least is not None and budget > least:
