@@ -1,6 +1,8 @@
 """A run directory of a loop of one's own is that of a run: heartbeat, plan, report, doctor, watchdog."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,15 @@ def test_only_passes_are_watched(tmp_path: Path):
         assert seen
         assert all(seen)
         assert passes.engine is None
+
+
+def test_a_model_that_is_dropped_is_not_kept_by_its_records(tmp_path: Path):
+    model = outsize.wrap(zoo.build("llama"), **ROOM, run_dir=tmp_path / "run")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamed_backward(model, BATCHES[0])
+    optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert [step["step"] for step in lines(tmp_path / "run")] == [1]

@@ -148,7 +148,7 @@ class Planned:
         """Write a run directory from now on, see `LoopRecords`."""
         model = self._check()
         self.records = LoopRecords(run_dir, self.session, model, self.split.spec.compute_dtype)
-        weakref.finalize(self, self.records.close)
+        weakref.finalize(self, self.records.close).atexit = False  # at exit `close` comes first, and ends lanes
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
