@@ -57,7 +57,7 @@ def least(args: argparse.Namespace, directory: Path) -> dict[str, int]:
 
 def streamed(args: argparse.Namespace, directory: Path, activations: str, budget: str) -> dict[str, object]:
     from outsize.config import load_config
-    from outsize.train.run import train
+    from outsize.training.run import train
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     overrides = [

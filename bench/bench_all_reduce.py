@@ -19,8 +19,8 @@ import torch
 from common import finish, machine, print_table
 
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, crossing_bytes
-from outsize.probe.all_reduce import measure_all_reduce
-from outsize.probe.effort import FULL
+from outsize.probing.all_reduce import measure_all_reduce
+from outsize.probing.effort import FULL
 
 # The lesson's table, 8 GPUs, fp16 gradients: parameters in 1e9, milliseconds by the GB/s that it names.
 PRINTED_MS = {

@@ -110,7 +110,7 @@ def run_case(case: Case, directory: Path, run_dir: Path, budget: int) -> dict[st
     import_everything(directory / case.model / "model")
     from outsize.config import load_config
     from outsize.errors import InfeasiblePlanError
-    from outsize.train.run import train
+    from outsize.training.run import train
 
     base = common.rss_bytes()
     config = load_config(None, [*case.settings(directory, run_dir), f"memory.device_memory={budget}"])
@@ -143,7 +143,7 @@ def import_everything(model: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import outsize.cli.app
-    import outsize.train.run  # noqa: F401
+    import outsize.training.run  # noqa: F401
 
     AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(model))]
 
@@ -152,7 +152,7 @@ def find_least(case: Case, directory: Path, run_dir: Path) -> dict[str, Any]:
     """Return the smallest budget that a plan fits, and the error one page below it."""
     from outsize.config import load_config
     from outsize.errors import InfeasiblePlanError
-    from outsize.train.run import plan
+    from outsize.training.run import plan
 
     def refusal(budget: int) -> InfeasiblePlanError:
         try:

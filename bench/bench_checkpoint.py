@@ -37,7 +37,7 @@ def cost(args: argparse.Namespace, directory: Path, home: str, dtype: str) -> di
     from outsize.session.job.prepare import prepare
     from outsize.session.run_state import Position
     from outsize.session.stream import StreamedTrainer
-    from outsize.train.run_data import open_dataset
+    from outsize.training.run_data import open_dataset
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     overrides = [*bench_speed.settings(args, directory), "memory.device_memory=4GiB", "train.save_every=1"]

@@ -33,7 +33,7 @@ from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
 from outsize.storage.record import HASH, checksum
-from outsize.train.run_data import open_dataset
+from outsize.training.run_data import open_dataset
 
 TARGET = 1.05
 VARIANTS = ("step", "none")

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from common import Spread, finish, machine, print_table
 
-from outsize.probe.effort import QUICK
-from outsize.probe.feed import measure_feed
-from outsize.probe.link import measure_links
+from outsize.probing.effort import QUICK
+from outsize.probing.feed import measure_feed
+from outsize.probing.link import measure_links
 
 CLAIMS = (
     (

@@ -32,7 +32,7 @@ PROGRAMS = {
     "import outsize": "import outsize",
     "outsize --help": "import sys; sys.argv = ['outsize', '--help']; from outsize.cli import main; main()",
     "import outsize.config": "import outsize.config",
-    "import outsize.train.run": "import outsize.train.run",
+    "import outsize.training.run": "import outsize.training.run",
 }
 REPORT = """
 import atexit, json, sys, threading

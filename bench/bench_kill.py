@@ -34,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 
 import outsize.checkpoint.home_file
-import outsize.train.run
+import outsize.training.run
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.saving import Saving
 from outsize.config import Config, parse_config
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import CommittedHome
-from outsize.train.run import train
+from outsize.training.run import train
 
 SEQ_LEN, VOCABULARY = 16, 97
 # Where a child is, as the parent reads it from memory that they share.
@@ -155,7 +155,7 @@ def mark_phases(phase: mmap.mmap) -> None:
     run_checkpoint.restore = marking(1, run_checkpoint.restore)
     CommittedHome.commit = marking(3, CommittedHome.commit)  # type: ignore[method-assign]
     Saving.__call__ = marking(4, Saving.__call__)  # type: ignore[method-assign]
-    outsize.train.run.remove_home = marking(5, outsize.checkpoint.home_file.remove_home, None)
+    outsize.training.run.remove_home = marking(5, outsize.checkpoint.home_file.remove_home, None)
 
 
 def reference_child(config: Config, phase: mmap.mmap, times: Path) -> None:

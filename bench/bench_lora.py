@@ -52,7 +52,7 @@ def settings(directory: Path, path: Path, **changes: Any) -> dict[str, Any]:
 def pretrained(directory: Path, steps: int) -> Path:
     """A model that has learnt something."""
     from outsize.config.load import parse_config
-    from outsize.train.run import train
+    from outsize.training.run import train
 
     shapes.write("llama-10m", directory)
     changes = {"steps": steps, "run_dir": str(directory / "pretraining")}
@@ -67,7 +67,7 @@ def adapt(directory: Path, model: Path, base: str, table: str) -> dict[str, Any]
     from outsize.config.load import parse_config
     from outsize.session.job.prepare import prepare
     from outsize.session.stream import StreamedTrainer
-    from outsize.train.run_data import open_dataset
+    from outsize.training.run_data import open_dataset
 
     lora = {"r": 8, "target_modules": "all-linear", "base_codec": base, "table_codec": table}
     train = {"method": "lora", "steps": STEPS}

@@ -133,7 +133,7 @@ class Rank:
         from outsize.runtime.device.allocator import begin_run
         from outsize.session.decide.rates import measure_rates
         from outsize.session.stream import StreamedTrainer
-        from outsize.train.run_data import open_dataset
+        from outsize.training.run_data import open_dataset
 
         job, group, config = self.job, self.group, self.config
         rates = measure_rates(self.prepared, self.own) if job["rounds"] else None
@@ -189,7 +189,7 @@ class Rank:
     def _throttle(self, free: list["Phase"], rates: Any) -> dict[str, Any]:
         """Throttle the network, find out what that gives, and predict a step."""
         from outsize.session.decide.rates import measure_exchange, of_slowest
-        from outsize.train.forecast import Forecast
+        from outsize.training.forecast import Forecast
 
         compute_s = max(self.group.gather_objects(statistics.median(free[0].computes)))
         rate = self.job["rate"] or sum(free[0].logical.values()) / (SHARE * compute_s)
@@ -209,7 +209,7 @@ class Rank:
     def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:
         """Return what the simulator makes of a network of ``rate``, where all other ops take as long as they took."""
         from outsize.planner.simulate.recalibrate import read_trace
-        from outsize.train.forecast import Forecast
+        from outsize.training.forecast import Forecast
 
         planned = Forecast(self.prepared, replace(rates, net_bytes_per_s=rate)).planned
         trace = read_trace(timeline, planned.costs(rates.machine, rates.times, coarse=False))

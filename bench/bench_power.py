@@ -43,7 +43,7 @@ from outsize.session.job.optimizer_layout import layout_for
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.pool import IOPool
-from outsize.train.run import train
+from outsize.training.run import train
 
 SECTOR = 4096
 # Of what is not yet durable: all gone, all there, any subset, one missing, any sectors.

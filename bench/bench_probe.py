@@ -41,15 +41,15 @@ from common import Spread, finish, machine, print_table
 
 from outsize.config import load_config
 from outsize.hardware.machine_file import parse
-from outsize.probe.disk_probe import measure_disk
-from outsize.probe.effort import QUICK, Effort
-from outsize.probe.host_probe import measure_adamw_beside, measure_dram
-from outsize.probe.optimizer_probe import measure_adamw
+from outsize.probing.disk_probe import measure_disk
+from outsize.probing.effort import QUICK, Effort
+from outsize.probing.host_probe import measure_adamw_beside, measure_dram
+from outsize.probing.optimizer_probe import measure_adamw
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
-from outsize.train.metrics.lane_times import lane_times
-from outsize.train.run_data import open_dataset
+from outsize.training.metrics.lane_times import lane_times
+from outsize.training.run_data import open_dataset
 
 # As the engine's buffers have: requests into small pages are cut up, which halves the rate of direct I/O.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -83,7 +83,7 @@ def run_case(case: Case, directory: Path, steps: int, parameters: int) -> dict[s
 
     from outsize import native
     from outsize.config import load_config
-    from outsize.train.run import train
+    from outsize.training.run import train
 
     AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(directory / "model"))]
     base = common.rss_bytes()

@@ -33,7 +33,7 @@ def soak(home: str, steps: int) -> dict[str, Any]:
     """Train in this process, and say what it held after each step."""
     import torch
 
-    from outsize.train.run import train
+    from outsize.training.run import train
     from tiny import tiny_run
 
     torch.set_num_threads(1)

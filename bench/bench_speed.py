@@ -57,7 +57,7 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 def streamed(args: argparse.Namespace, directory: Path) -> dict[str, object]:
     """Train streamed; seconds per step come from the heartbeat."""
     from outsize.config import load_config
-    from outsize.train.run import train
+    from outsize.training.run import train
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     overrides = [
@@ -83,8 +83,8 @@ def resident(args: argparse.Namespace, directory: Path, checkpointing: bool) -> 
 
     from outsize.config import load_config
     from outsize.session.job.prepare import prepare
-    from outsize.train.resident import ResidentTrainer, materialise
-    from outsize.train.run_data import open_dataset
+    from outsize.training.resident import ResidentTrainer, materialise
+    from outsize.training.run_data import open_dataset
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     config = load_config(None, [*settings(args, directory), "memory.device_memory=8GiB"])

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
-from outsize.train.loop import TIMELINE_STEP
-from outsize.train.metrics.heartbeat import Heartbeat
-from outsize.train.metrics.step_metrics import Accounts
-from outsize.train.run import train
+from outsize.training.loop import TIMELINE_STEP
+from outsize.training.metrics.heartbeat import Heartbeat
+from outsize.training.metrics.step_metrics import Accounts
+from outsize.training.run import train
 from tiny import tiny_model, tiny_run
 
 TARGET_SHARE, TARGET_BOOKED = 0.01, 0.02

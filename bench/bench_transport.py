@@ -25,8 +25,8 @@ import torch
 from outsize.config import load_config
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.stream import StreamedTrainer
-from outsize.train.forecast import forecast
-from outsize.train.run_data import open_dataset
+from outsize.training.forecast import forecast
+from outsize.training.run_data import open_dataset
 
 LAYERS, HIDDEN, VOCABULARY, SEQ_LEN = 8, 512, 4096, bench_truth.SEQ_LEN
 FROZEN = '["*embed_tokens*", "*layers.[0-6].*"]'

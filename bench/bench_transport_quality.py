@@ -22,7 +22,7 @@ from quality import SEQ_LEN, SEQUENCES
 from outsize.config import load_config
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
-from outsize.train.run_data import open_dataset
+from outsize.training.run_data import open_dataset
 
 TRANSPORTS: dict[str, dict[str, str]] = {
     "exact": {},

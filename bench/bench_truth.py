@@ -1,9 +1,9 @@
 """How near does the simulator come to measured steps, from lane rates of a short calibration?
 
-The calibration is that of `outsize train` (`outsize.train.forecast`): part of a second for host memory, optimizer and
-disk, and the time of each unit of a model, forward and backward, on a few random tokens. Then, for each configuration,
-the plan of the run is simulated with those rates, and the run is made. Nothing of a run goes into its prediction.
-Emulated links have the rate that they are given. Beside it: what a run expects after its own first steps.
+The calibration is that of `outsize train` (`outsize.training.forecast`): part of a second for host memory, optimizer
+and disk, and the time of each unit of a model, forward and backward, on a few random tokens. Then, for each
+configuration, the plan of the run is simulated with those rates, and the run is made. Nothing of a run goes into its
+prediction. Emulated links have the rate that they are given. Beside it: what a run expects after its own first steps.
 
     OMP_NUM_THREADS=1 python bench/bench_truth.py
 
@@ -26,8 +26,8 @@ from outsize.config import load_config
 from outsize.runtime.device.allocator import begin_run
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.stream import StreamedTrainer
-from outsize.train.forecast import Forecast, forecast
-from outsize.train.run_data import open_dataset
+from outsize.training.forecast import Forecast, forecast
+from outsize.training.run_data import open_dataset
 
 MODELS = {"small": (6, 256, 4096), "wide": (4, 512, 4096)}
 SEQ_LEN = 256

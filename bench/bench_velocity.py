@@ -28,8 +28,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from outsize.data import PackedDataset, Prefetcher, open_data
 from outsize.model.sizes.model_spec import pack_unit
 from outsize.optim.adamw import PlaneAdamW, step_planes
-from outsize.probe.compute import measure_matmul
-from outsize.probe.effort import FULL
+from outsize.probing.compute import measure_matmul
+from outsize.probing.effort import FULL
 from outsize.storage.arena import Arena
 
 VOCABULARY = 128_256

@@ -30,14 +30,14 @@ import common
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.tokens import ArrayReader
 from outsize.planner.program.hazards import Hazards
-from outsize.report.collect import collect
+from outsize.reporting.collect import collect
 from outsize.runtime.device.device import EmulatedDevice
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.disk_file import DirectFile
 from outsize.telemetry.heartbeat_schema import HostSample
 from outsize.telemetry.host import HostSampler
-from outsize.train.run import train
+from outsize.training.run import train
 from tiny import tiny_model, tiny_run
 
 TARGET = 15

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, An
     """Seconds and losses of each step."""
     from outsize.config import load_config
     from outsize.session.job.prepare import prepare
-    from outsize.train.run_data import open_dataset
+    from outsize.training.run_data import open_dataset
 
     config = load_config(None, settings(args, directory))
     run_dir = Path(config.train.run_dir)

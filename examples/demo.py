@@ -29,7 +29,7 @@ MIB = 2**20
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 # Prints the memory of a process that has imported what a run imports, and done nothing else.
 IMPORTS = (
-    "import outsize.cli, outsize.train.run, transformers.models.llama.modeling_llama; "
+    "import outsize.cli, outsize.training.run, transformers.models.llama.modeling_llama; "
     "print(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])"
 )
 

@@ -14,7 +14,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.session.job.prepare import prepare
-from outsize.train.verify import verify
+from outsize.training.verify import verify
 from planner.layouts import first_kept
 from reference import Recipe
 from runtime.engines import train as train_engine

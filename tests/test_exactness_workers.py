@@ -7,8 +7,8 @@ import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
-from outsize.train.run import train
-from outsize.train.verify import verify
+from outsize.training.run import train
+from outsize.training.verify import verify
 from support import make_model_dir, make_run
 from test_exactness import compare
 

@@ -28,7 +28,7 @@ from random_weights import RandomWeights
 from outsize.config import Config, load_config
 from outsize.data.batch import Batch
 from outsize.planner.simulate.timeline import Timeline
-from outsize.report.chrome import to_chrome
+from outsize.reporting.chrome import to_chrome
 from outsize.session.job.machine import available_ram_bytes
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.steps import StepOutcome

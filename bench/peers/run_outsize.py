@@ -3,8 +3,8 @@
 from harness import ADAMW, Job, Recorder
 
 from outsize.config import Config, load_config
-from outsize.train.metrics.run_records import StepRecord
-from outsize.train.run import train
+from outsize.training.metrics.run_records import StepRecord
+from outsize.training.run import train
 
 
 def configuration(job: Job) -> Config:

@@ -23,6 +23,8 @@ from outsize.errors import (
 )
 
 if TYPE_CHECKING:
+    from outsize.config import Config
+    from outsize.functions import export, plan, probe, report, train, verify
     from outsize.wrapped.api import load, unwrap, wrap
     from outsize.wrapped.clip_grad import clip_grad_norm_
     from outsize.wrapped.optimizer import AdamW
@@ -34,6 +36,7 @@ __all__ = [
     "BudgetExceededError",
     "CheckpointError",
     "CodecError",
+    "Config",
     "ConfigError",
     "DataError",
     "ExecutionError",
@@ -46,13 +49,21 @@ __all__ = [
     "StalledError",
     "StorageError",
     "clip_grad_norm_",
+    "export",
     "load",
+    "plan",
+    "probe",
+    "report",
+    "train",
     "unwrap",
+    "verify",
     "wrap",
 ]
 
 # What needs torch comes with the first use of its name.
 _LATER = {
+    **dict.fromkeys(("export", "plan", "probe", "report", "train", "verify"), "outsize.functions"),
+    "Config": "outsize.config",
     "AdamW": "outsize.wrapped.optimizer",
     "clip_grad_norm_": "outsize.wrapped.clip_grad",
     "load": "outsize.wrapped.api",

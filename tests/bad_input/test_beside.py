@@ -12,8 +12,8 @@ from bad_input.world import World, change_weight, command, half_written, names_b
 from outsize import files
 from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, DataError, InfeasiblePlanError, OutsizeError, StorageError
-from outsize.train.run import train
-from outsize.train.verify import verify
+from outsize.training.run import train
+from outsize.training.verify import verify
 
 # --- verify -------------------------------------------------------------------------------------------------
 

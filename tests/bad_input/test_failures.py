@@ -24,9 +24,9 @@ from outsize.session.job.prepare import Prepared
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
-from outsize.train import run
-from outsize.train.metrics.heartbeat import Heartbeat
-from outsize.train.run import train
+from outsize.training import run
+from outsize.training.metrics.heartbeat import Heartbeat
+from outsize.training.run import train
 
 DIRECT = {"device": "cpu", "home": "disk", "offload": True}
 STAGED = {"device": "emulated:1", "home": "disk", "offload": True}

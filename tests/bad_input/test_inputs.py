@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import zoo
 from bad_input.world import WEIGHTS, World, command, make_model, names_below, run_well
 from outsize.errors import CheckpointError, ConfigError, DataError, InfeasiblePlanError, ModelError
-from outsize.train.run import plan, train
+from outsize.training.run import plan, train
 from support import save_model
 
 

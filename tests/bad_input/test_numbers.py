@@ -24,7 +24,7 @@ from outsize.session.job.prepare import prepare
 from outsize.session.steps import StepOutcome
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
-from outsize.train.run import train
+from outsize.training.run import train
 
 NAN = float("nan")
 POISONED = 50  # the row of the embedding that is NaN

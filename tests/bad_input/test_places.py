@@ -17,8 +17,8 @@ from bad_input.traps import while_saving
 from bad_input.world import STEPS, World, half_written, names_below, process_state, run_well
 from outsize.errors import ConfigError, StorageError
 from outsize.session.job.machine import home_file
-from outsize.train.run import train
-from outsize.train.verify import verify
+from outsize.training.run import train
+from outsize.training.verify import verify
 
 KIB = 1024
 

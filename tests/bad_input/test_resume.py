@@ -10,7 +10,7 @@ import pytest
 
 from bad_input.world import World, make_model, names_below, run_well
 from outsize.errors import CheckpointError, ConfigError
-from outsize.train.run import train
+from outsize.training.run import train
 
 RESUME = {"resume": "auto"}
 

@@ -22,8 +22,8 @@ from outsize.config import Config, dump_config
 from outsize.config.load import parse_config
 from outsize.errors import OutsizeError
 from outsize.storage.record import has_commit
-from outsize.train.metrics.run_records import TrainResult
-from outsize.train.run import train
+from outsize.training.metrics.run_records import TrainResult
+from outsize.training.run import train
 from support import save_model
 
 STEPS = 3

@@ -14,7 +14,7 @@ from outsize.cli.text.options import FLAGS
 from outsize.cli.text.progress import Progress, describe
 from outsize.config.messages import all_keys
 from outsize.errors import InfeasiblePlanError, NonFiniteError
-from outsize.train.metrics.run_records import StepRecord, TrainResult, VerifyResult
+from outsize.training.metrics.run_records import StepRecord, TrainResult, VerifyResult
 
 PATHS = ["--model", "m", "--data", "d"]
 
@@ -61,7 +61,9 @@ class Backend:
     def foresee(self, config, announce):
         self.calls.append(config)
         announce("note: a setting has no effect")
-        return SimpleNamespace(table="slots 4", to_dict=lambda: {"slots": 4}), SimpleNamespace(step_s=1.5)
+        return SimpleNamespace(
+            plan_id="0" * 64, table="slots 4", to_dict=lambda: {"slots": 4}
+        ), SimpleNamespace(step_s=1.5)
 
     def verify(self, config, announce=print):
         self.calls.append(config)
@@ -84,20 +86,21 @@ class Backend:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """Modules `outsize.train.run`, `.verify` and `.export` that need no model and no torch."""
-    import outsize.train
+    """Modules of `outsize.training` and `outsize.checkpoint` that need no model and no torch."""
+    import outsize.checkpoint
+    import outsize.training
 
     fake = Backend()
-    parts = {
-        "run": {"train": fake.train, "foresee": fake.foresee},
-        "verify": {"verify": fake.verify},
-        "export": {"export": fake.export},
-    }
-    for name, functions in parts.items():
-        module = ModuleType(f"outsize.train.{name}")
+    parts = (
+        (outsize.training, "run", {"train": fake.train, "foresee": fake.foresee}),
+        (outsize.training, "verify", {"verify": fake.verify}),
+        (outsize.checkpoint, "export", {"export": fake.export}),
+    )
+    for room, name, functions in parts:
+        module = ModuleType(f"{room.__name__}.{name}")
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(outsize.train, name, module, raising=False)
+        monkeypatch.setattr(room, name, module, raising=False)
     return fake
 
 

@@ -93,7 +93,7 @@ def test_without_a_record_the_machine_is_probed(directory, monkeypatch, capsys):
         announce("host memory and optimizer", 0, 4)
         return cpu_machine(directory)
 
-    monkeypatch.setattr("outsize.probe.run_probe.probe", stand_in)
+    monkeypatch.setattr("outsize.probing.run_probe.probe", stand_in)
     assert doctor() == 0
     streams = capsys.readouterr()
     assert asked == ["quick"]

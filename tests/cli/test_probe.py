@@ -26,7 +26,7 @@ def found(tmp_path, monkeypatch):
         announce("host memory and optimizer", 0, 4)
         return found
 
-    monkeypatch.setattr("outsize.probe.run_probe.probe", stand_in)
+    monkeypatch.setattr("outsize.probing.run_probe.probe", stand_in)
     monkeypatch.chdir(tmp_path)
     return found, asked
 

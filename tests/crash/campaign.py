@@ -18,7 +18,7 @@ from pathlib import Path
 from crash.faults import LANE, Fault, Key, Layer, Operation, faults_of, layered
 from outsize.config import Config
 from outsize.errors import ExecutionError, OutsizeError
-from outsize.train.run import train
+from outsize.training.run import train
 from tiny import tiny_run
 
 # What a run writes under another name first, or under a name that is gone at once.

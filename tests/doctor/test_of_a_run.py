@@ -8,7 +8,7 @@ from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
 from outsize.telemetry.heartbeat_schema import HostSample
 from outsize.telemetry.host import HostSampler
-from outsize.train.run import train
+from outsize.training.run import train
 from tiny import tiny_run
 
 

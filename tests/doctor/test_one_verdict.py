@@ -17,7 +17,7 @@ from outsize.cli.train_command import _verdict
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import KEPT_LINES, read_run
-from outsize.report.collect import collect
+from outsize.reporting.collect import collect
 from report.recorded import line, make_run
 
 pytestmark = pytest.mark.hypothesis

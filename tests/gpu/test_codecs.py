@@ -13,7 +13,7 @@ from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.open import open_codec
 from outsize.testing import CodecContract, same_bits
 from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
-from outsize.train.verify import verify
+from outsize.training.verify import verify
 from support import make_run
 
 DEVICE = os.environ.get("OUTSIZE_TEST_DEVICE", "cuda:0")

@@ -15,8 +15,8 @@ import torch
 from outsize.planner.program.activation_policy import Choice
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
-from outsize.train.run import train
-from outsize.train.verify import verify
+from outsize.training.run import train
+from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
 DEVICE = os.environ.get("OUTSIZE_TEST_DEVICE", "cuda:0")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outsize.hardware.machine_file import parse
-from outsize.probe.run_probe import probe
+from outsize.probing.run_probe import probe
 from probe.efforts import TINY
 
 pytestmark = [

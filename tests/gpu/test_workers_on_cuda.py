@@ -13,7 +13,7 @@ import torch
 
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.peer_copies import can_copy
-from outsize.train.verify import verify
+from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
 DEVICES = os.environ.get("OUTSIZE_TEST_DEVICES") or (

@@ -17,7 +17,7 @@ from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.session.job.prepare import prepare
-from outsize.train.run import train
+from outsize.training.run import train
 from support import make_model_dir, make_run
 
 BLOCK, NESTED = 64, 4

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from outsize.probe.effort import QUICK
+from outsize.probing.effort import QUICK
 
 MIB = 2**20
 TINY = replace(

@@ -3,8 +3,8 @@ import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
-from outsize.probe import all_reduce
-from outsize.probe.all_reduce import measure_all_reduce
+from outsize.probing import all_reduce
+from outsize.probing.all_reduce import measure_all_reduce
 from patience import PATIENCE_S
 from probe.efforts import MIB, TINY
 

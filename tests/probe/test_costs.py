@@ -12,11 +12,11 @@ from hardware.fake_machine import measured
 from outsize.hardware.cpu import NumaNode
 from outsize.hardware.readings import Fact
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.probe import host_costs, several_gpus
-from outsize.probe.data_probe import measure_data
-from outsize.probe.host_costs import measure_numa, measure_pinning
-from outsize.probe.several_gpus import measure_peers, measure_together, read_loaded_link
-from outsize.probe.shapes import measure_shapes, shapes_of
+from outsize.probing import host_costs, several_gpus
+from outsize.probing.data_probe import measure_data
+from outsize.probing.host_costs import measure_numa, measure_pinning
+from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
+from outsize.probing.shapes import measure_shapes, shapes_of
 from probe.efforts import MIB, TINY
 
 

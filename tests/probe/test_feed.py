@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from outsize.probe.feed import feed_through_ring, measure_feed
+from outsize.probing.feed import feed_through_ring, measure_feed
 from patience import PATIENCE_S
 from probe.efforts import TINY
 

@@ -9,13 +9,13 @@ from outsize.cli.text.probe_rows import streaming_rows
 from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.readings import Measurement
 from outsize.hardware.streaming import FeedRates, Overlap
-from outsize.probe import run_probe
-from outsize.probe.compute import measure_attention, measure_matmul
-from outsize.probe.disk_probe import measure_disk
-from outsize.probe.effort import FULL, shared, within_memory
-from outsize.probe.link import measure_links, sizes
-from outsize.probe.run_probe import Wishes, probe
-from outsize.probe.timing import sample
+from outsize.probing import run_probe
+from outsize.probing.compute import measure_attention, measure_matmul
+from outsize.probing.disk_probe import measure_disk
+from outsize.probing.effort import FULL, shared, within_memory
+from outsize.probing.link import measure_links, sizes
+from outsize.probing.run_probe import Wishes, probe
+from outsize.probing.timing import sample
 from probe.efforts import MIB, TINY
 
 

@@ -15,8 +15,8 @@ import json, os, resource, sys, tempfile
 from dataclasses import replace
 from pathlib import Path
 from outsize.hardware.machine_file import readings
-from outsize.probe.effort import QUICK
-from outsize.probe.run_probe import probe
+from outsize.probing.effort import QUICK
+from outsize.probing.run_probe import probe
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 tempfile.tempdir = "/proc"  # nobody may write there, not even root

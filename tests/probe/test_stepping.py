@@ -8,8 +8,8 @@ import pytest
 from outsize.config import load_config
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.probe.optimizer_probe import measure_adamw
-from outsize.probe.run_probe import Wishes, probe
+from outsize.probing.optimizer_probe import measure_adamw
+from outsize.probing.run_probe import Wishes, probe
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.session.job.optimizer_layout import layout_for
 from probe.efforts import MIB, TINY

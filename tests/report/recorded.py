@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.report.chrome import to_chrome
+from outsize.reporting.chrome import to_chrome
 
 MIB = 2**20
 UNITS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(8)), "lm_head"]

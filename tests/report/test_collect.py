@@ -6,9 +6,9 @@ import pytest
 
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Timeline
-from outsize.report import collect as collecting
-from outsize.report.collect import collect
-from outsize.report.html_page import make_page, page_data, to_json
+from outsize.reporting import collect as collecting
+from outsize.reporting.collect import collect
+from outsize.reporting.html_page import make_page, page_data, to_json
 from report.recorded import UNITS, line, make_run, timeline
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from outsize.doctor.run_record import KEPT_LINES, record_of
 from outsize.errors import ConfigError
-from outsize.report.history import History, shares_of
+from outsize.reporting.history import History, shares_of
 from report.recorded import line
 
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from outsize.errors import StorageError
-from outsize.report import live
-from outsize.report.live import LiveRun, LiveServer
+from outsize.reporting import live
+from outsize.reporting.live import LiveRun, LiveServer
 from patience import PATIENCE_S
 from report.browser import CHROMIUM, Browser
 from report.recorded import line, make_run

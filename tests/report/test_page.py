@@ -2,8 +2,8 @@
 
 import pytest
 
-from outsize.report.collect import collect
-from outsize.report.html_page import make_page, page_data
+from outsize.reporting.collect import collect
+from outsize.reporting.html_page import make_page, page_data
 from report.browser import CHROMIUM, Browser
 from report.recorded import line, make_run
 

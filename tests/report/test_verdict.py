@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outsize.report.collect import collect
+from outsize.reporting.collect import collect
 from report.recorded import make_run
 
 # name -> (waits as shares of a step, other changes of every line, of the plan, of run.json, the rule that tells of it).

@@ -1,4 +1,4 @@
-"""An engine over any module, without files, data or a configuration: for tests of what lies below `outsize.train`."""
+"""An engine over any module, without files, data or configuration: for tests of what lies below `outsize.training`."""
 
 import contextlib
 from collections import Counter

@@ -8,7 +8,7 @@ import pytest
 from crash.faults import APPLICABLE, LANE, Fault, Key, Layer, faults_of, layered
 from outsize import files
 from outsize.errors import ExecutionError
-from outsize.train.run import train
+from outsize.training.run import train
 from support import make_run
 
 

@@ -19,7 +19,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in 
 from outsize.checkpoint.saving import Saving
 from outsize.cli import main
 from outsize.testing.processes import fork_ranks
-from outsize.train.metrics.heartbeat import Heartbeat
+from outsize.training.metrics.heartbeat import Heartbeat
 
 
 def run(scenario, root):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outsize.telemetry.heartbeat_schema import Line
-from outsize.train.metrics import flops
-from outsize.train.run import train
+from outsize.training.metrics import flops
+from outsize.training.run import train
 from support import make_run
 
 RUNS = {

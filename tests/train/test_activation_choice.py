@@ -16,7 +16,7 @@ from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import Prepared, prepare
-from outsize.train.run import TrainResult, foresee, train
+from outsize.training.run import TrainResult, foresee, train
 from support import make_run
 
 LINKED: dict[str, Any] = {"device": "emulated", "link_gb_per_s": 100.0}

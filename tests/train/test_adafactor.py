@@ -8,8 +8,8 @@ import pytest
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
-from outsize.train.run import plan, train
-from outsize.train.verify import verify
+from outsize.training.run import plan, train
+from outsize.training.verify import verify
 from outsize.units import align_up
 from support import assert_same_end, end_of, in_dir, make_run
 from train.test_states import BF16, DISK, EMULATED, RING, interrupted

@@ -19,9 +19,9 @@ from outsize.session.job.machine import home_file
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.pool import IOPool
-from outsize.train.aftermath import Aftermath
-from outsize.train.metrics.run_records import StepRecord
-from outsize.train.run import train
+from outsize.training.aftermath import Aftermath
+from outsize.training.metrics.run_records import StepRecord
+from outsize.training.run import train
 from patience import PATIENCE_S
 from support import make_run
 

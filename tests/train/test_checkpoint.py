@@ -18,7 +18,7 @@ from outsize.errors import CheckpointError, ConfigError
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
-from outsize.train.run import train
+from outsize.training.run import train
 from support import make_run, read_weights, save
 
 

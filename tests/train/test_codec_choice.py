@@ -12,7 +12,7 @@ from outsize.session.decide import decide as module
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import prepare
-from outsize.train.run import foresee, train
+from outsize.training.run import foresee, train
 from support import make_run
 
 AUTO = {"weights": "auto"}

@@ -10,9 +10,9 @@ from outsize.data.batch import Batch
 from outsize.optim.optimizer_spec import EXP_AVG
 from outsize.session.job.prepare import prepare
 from outsize.testing.group_contract import ThreadWorld
-from outsize.train import ddp
-from outsize.train.replica import opened
-from outsize.train.run import plan, train
+from outsize.training import ddp
+from outsize.training.replica import opened
+from outsize.training.run import plan, train
 from tiny import tiny_run
 
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, StorageError
-from outsize.train.run import train
+from outsize.training.run import train
 from support import make_run
 
 

@@ -17,8 +17,8 @@ from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lan
 from outsize.session.job.prepare import prepare
 from outsize.session.job.relative_times import recompute_shares
 from outsize.testing import in_ranks
-from outsize.train import forecast as module
-from outsize.train.run import foresee, train
+from outsize.training import forecast as module
+from outsize.training.run import foresee, train
 from support import make_run
 
 ALONE = Pace(SingleGroup())

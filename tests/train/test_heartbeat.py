@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from outsize.errors import StorageError
-from outsize.train.metrics.heartbeat import Heartbeat, write_json, write_whole
-from outsize.train.metrics.run_records import StepRecord
+from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
+from outsize.training.metrics.run_records import StepRecord
 
 
 def record(step: int = 1, **changes) -> StepRecord:

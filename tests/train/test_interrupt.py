@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from outsize.train.interrupt import SIGNALS, Interrupt
+from outsize.training.interrupt import SIGNALS, Interrupt
 
 
 @pytest.mark.parametrize("number", SIGNALS)

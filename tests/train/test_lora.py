@@ -18,9 +18,9 @@ from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import base_name
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.stream import StreamedTrainer
-from outsize.train.run import plan, train
-from outsize.train.run_data import open_dataset
-from outsize.train.verify import verify
+from outsize.training.run import plan, train
+from outsize.training.run_data import open_dataset
+from outsize.training.verify import verify
 from support import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,9 +11,9 @@ from outsize.hardware.presets import parse_gpus
 from outsize.session.job.device_presets import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Prepared, prepare
-from outsize.train.resumed_microbatches import as_before
-from outsize.train.run import plan, train
-from outsize.train.verify import verify
+from outsize.training.resumed_microbatches import as_before
+from outsize.training.run import plan, train
+from outsize.training.verify import verify
 from support import make_run
 
 SEQUENCES, SEQ_LEN = 8, 32

@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outsize.errors import InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
-from outsize.train.run import plan
-from outsize.train.verify import verify
+from outsize.training.run import plan
+from outsize.training.verify import verify
 from support import make_run
 
 BF16 = {"dtype": "bf16"}

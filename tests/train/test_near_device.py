@@ -11,7 +11,7 @@ import pytest
 from outsize.hardware.numa import Placement, left_alone
 from outsize.session import numa_binding
 from outsize.session.numa_binding import address_of, bound
-from outsize.train.run import train
+from outsize.training.run import train
 from support import in_dir, make_run
 
 

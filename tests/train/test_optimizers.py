@@ -8,9 +8,9 @@ import torch
 
 from optim.test_other_rules import PlainLion as Published
 from outsize.errors import ConfigError
-from outsize.train.resident import PlainLion
-from outsize.train.run import plan, train
-from outsize.train.verify import verify
+from outsize.training.resident import PlainLion
+from outsize.training.run import plan, train
+from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_run
 from train.test_states import BF16, DISK, EMULATED, RING, interrupted
 

@@ -16,8 +16,8 @@ from outsize.session.decide.rates import Rates
 from outsize.session.job.job_options import options_for, question_for
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Prepared, prepare
-from outsize.train.run import foresee, train
-from outsize.train.verify import verify
+from outsize.training.run import foresee, train
+from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
 LAYERS = 4

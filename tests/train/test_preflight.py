@@ -9,9 +9,9 @@ from outsize.group.launched import launched
 from outsize.session.job.prepare import prepare
 from outsize.testing import in_ranks
 from outsize.testing.processes import rank_variables
-from outsize.train import preflight, ranks
-from outsize.train.ddp import check_fits
-from outsize.train.preflight import check_same_start
+from outsize.training import preflight, ranks
+from outsize.training.ddp import check_fits
+from outsize.training.preflight import check_same_start
 from tiny import tiny_run
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outsize.train.run import train
+from outsize.training.run import train
 from support import make_run
 
 

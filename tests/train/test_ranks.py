@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outsize.telemetry.heartbeat_schema import Line
-from outsize.train.run import train
+from outsize.training.run import train
 from train.rank_runs import SAVED, STEPS, beats, config_of, losses, state, told
 
 pytestmark = pytest.mark.xdist_group("ranks")

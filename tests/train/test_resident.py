@@ -10,8 +10,8 @@ import reference
 import zoo
 from outsize.data.batch import IGNORED, Batch
 from outsize.session.job.prepare import Prepared, prepare
-from outsize.train.resident import materialise
-from outsize.train.verify import run_resident
+from outsize.training.resident import materialise
+from outsize.training.verify import run_resident
 from support import make_batches, make_config, microbatches, recipe_of, reseed_of, save_model, unit_names
 
 

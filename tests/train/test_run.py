@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from outsize.config import load_config
 from outsize.errors import DataError, InfeasiblePlanError
 from outsize.planner.program.program import parse
-from outsize.train.metrics.run_records import StepRecord
-from outsize.train.run import plan, train
+from outsize.training.metrics.run_records import StepRecord
+from outsize.training.run import plan, train
 from support import make_run
 
 

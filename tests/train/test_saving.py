@@ -29,7 +29,7 @@ from outsize.runtime.ops.checkpoint_ops import UnitAtRest
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
-from outsize.train.run import train
+from outsize.training.run import train
 from patience import PATIENCE_S
 from support import make_batches, make_run, read_weights, save, saver_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outsize.train.run import train
+from outsize.training.run import train
 from tiny import tiny_run
 
 STEPS = 60

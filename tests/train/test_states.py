@@ -13,8 +13,8 @@ from outsize.native import library
 from outsize.session.job import optimizer_layout
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
-from outsize.train.run import plan, train
-from outsize.train.verify import verify
+from outsize.training.run import plan, train
+from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_run
 from tiny import tiny_model
 

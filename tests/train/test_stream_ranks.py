@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from outsize.train.run import train
+from outsize.training.run import train
 from train.rank_runs import beats, config_of, losses, state, told
 
 pytestmark = pytest.mark.xdist_group("ranks")

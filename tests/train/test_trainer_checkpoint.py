@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.session.job.prepare import prepare
-from outsize.train.metrics.run_records import StepRecord
-from outsize.train.run import train
-from outsize.train.run_data import open_dataset
+from outsize.training.metrics.run_records import StepRecord
+from outsize.training.run import train
+from outsize.training.run_data import open_dataset
 from support import make_run
 
 BEFORE, STEPS = 2, 4

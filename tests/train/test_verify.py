@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from outsize.session.job.prepare import Prepared
-from outsize.train import verify as module
-from outsize.train.run import plan
-from outsize.train.verify import run_resident, verify
+from outsize.training import verify as module
+from outsize.training.run import plan
+from outsize.training.verify import run_resident, verify
 from support import make_run
 from train.test_codec_choice import on_a_link
 

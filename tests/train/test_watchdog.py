@@ -12,9 +12,9 @@ from outsize.errors import StalledError
 from outsize.planner.program.ops import Op
 from outsize.runtime.engine import engine
 from outsize.runtime.engine.executor import Waiting
-from outsize.train import watchdog
-from outsize.train.run import train
-from outsize.train.watchdog import Watchdog
+from outsize.training import watchdog
+from outsize.training.run import train
+from outsize.training.watchdog import Watchdog
 from patience import PATIENCE_S
 from support import make_run
 
@@ -302,7 +302,7 @@ import sys, threading
 from pathlib import Path
 from outsize.config import load_config
 from outsize.runtime.engine import engine
-from outsize.train import run, watchdog
+from outsize.training import run, watchdog
 began, handle, look = threading.Event(), engine.run_op, watchdog.Watchdog.look
 def stuck(table, op, context):
     if (str(op), context.number) == ("B 1.0@w0", 1):

@@ -13,7 +13,7 @@ import outsize
 import zoo
 from outsize.doctor.run_record import read_run
 from outsize.errors import ConfigError, StorageError
-from outsize.report.collect import collect
+from outsize.reporting.collect import collect
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.parameters import HomeParameters
 from reference import num_targets

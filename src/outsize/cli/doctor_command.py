@@ -56,8 +56,8 @@ def doctor(
         others = tuple(read_run(other) for other in beside or ())
         probed = files.read(machine_file) if machine_file else None
         if recorded is None and probed is None:
-            from outsize.probe.effort import QUICK
-            from outsize.probe.run_probe import probe
+            from outsize.probing.effort import QUICK
+            from outsize.probing.run_probe import probe
 
             probed = probe(QUICK, [Path()], announce=lambda name, *_: output.say(f"probing: {name}"))
         report = examine(Facts(probed=probed, recorded=recorded, others=others))

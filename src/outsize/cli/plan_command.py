@@ -92,7 +92,7 @@ def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict
     import json
 
     from outsize.cli.plan_yaml import train_yaml
-    from outsize.report.chrome import to_chrome
+    from outsize.reporting.chrome import to_chrome
 
     texts = {}
     if options.timeline is not None:

@@ -14,7 +14,7 @@ from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
     from outsize.model.sizes.model_spec import ModelSpec
-    from outsize.probe.run_probe import Announce
+    from outsize.probing.run_probe import Announce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ def probe(options: ProbeOptions, output: Output) -> None:
     from outsize.cli.text import probe_text
     from outsize.hardware import machine_file
     from outsize.hardware.compare import compare
-    from outsize.probe.effort import FULL, QUICK
-    from outsize.probe.run_probe import Wishes
-    from outsize.probe.run_probe import probe as run_probe
+    from outsize.probing.effort import FULL, QUICK
+    from outsize.probing.run_probe import Wishes
+    from outsize.probing.run_probe import probe as run_probe
 
     old = machine_file.read(options.old_file) if options.old_file else None
     _check(options)

@@ -9,7 +9,7 @@ from outsize.units import format_bytes
 
 if TYPE_CHECKING:
     from outsize.config import Config
-    from outsize.train.metrics.run_records import TrainResult
+    from outsize.training.metrics.run_records import TrainResult
 
 
 @with_run_options
@@ -22,7 +22,7 @@ def train(config: "Config", output: Output, dry_run: bool) -> None:
     from outsize.cli.text.plan_text import print_plan
     from outsize.cli.text.progress import Progress
     from outsize.group.launched import launched
-    from outsize.train import run
+    from outsize.training import run
 
     if dry_run:
         print_plan(config, output)

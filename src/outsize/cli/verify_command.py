@@ -9,7 +9,7 @@ from outsize.cli.text.options import with_run_options
 
 if TYPE_CHECKING:
     from outsize.config import Config
-    from outsize.train.metrics.run_records import VerifyResult
+    from outsize.training.metrics.run_records import VerifyResult
 
 
 @with_run_options
@@ -19,7 +19,7 @@ def verify(config: "Config", output: Output, dry_run: bool) -> None:
     Exit status 1 where they differ. The resident run needs memory for the whole training state.
     """
     from outsize.cli.text.plan_text import print_plan
-    from outsize.train import verify as comparison
+    from outsize.training import verify as comparison
 
     if dry_run:
         print_plan(config, output)

@@ -20,7 +20,7 @@ def watch(
 ) -> None:
     """Show a run while it goes on: the page of `outsize report`, which refreshes itself. Ctrl-C ends it."""
     from outsize.errors import ConfigError
-    from outsize.report.live import LiveRun, LiveServer
+    from outsize.reporting.live import LiveRun, LiveServer
 
     output = Output(as_json=as_json)
     with output.guarded():

@@ -24,7 +24,7 @@ from outsize.hardware.gpus import import_nvml
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.report.chrome import to_chrome
+from outsize.reporting.chrome import to_chrome
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.executor import Waiting
@@ -32,15 +32,15 @@ from outsize.runtime.ops.context import StepContext
 from outsize.session.session import Session
 from outsize.session.steps import StepOutcome
 from outsize.telemetry.nvml import GpuSampler
-from outsize.train.loop import TIMELINE_STEP
-from outsize.train.metrics.flops import peak_of
-from outsize.train.metrics.heartbeat import Heartbeat, write_json
-from outsize.train.metrics.run_info import describe, gpu_uuids
-from outsize.train.metrics.run_records import StepRecord
-from outsize.train.metrics.step_metrics import Accounts
-from outsize.train.resumed_microbatches import PLAN_FILE
-from outsize.train.run_dir import claimed
-from outsize.train.watchdog import Watchdog
+from outsize.training.loop import TIMELINE_STEP
+from outsize.training.metrics.flops import peak_of
+from outsize.training.metrics.heartbeat import Heartbeat, write_json
+from outsize.training.metrics.run_info import describe, gpu_uuids
+from outsize.training.metrics.run_records import StepRecord
+from outsize.training.metrics.step_metrics import Accounts
+from outsize.training.resumed_microbatches import PLAN_FILE
+from outsize.training.run_dir import claimed
+from outsize.training.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 

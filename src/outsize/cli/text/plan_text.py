@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def print_plan(config: "Config", output: Output) -> None:
     """Print the resolved configuration and the plan of a run; fails as the run would if nothing fits."""
     from outsize.config import dump_config
-    from outsize.train import run
+    from outsize.training import run
 
     plan, forecast = run.foresee(config, announce=output.say)
     predicted_s = None if forecast is None else forecast.step_s

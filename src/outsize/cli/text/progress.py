@@ -14,7 +14,7 @@ from rich.text import Text
 from outsize.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.train.metrics.run_records import StepRecord
+    from outsize.training.metrics.run_records import StepRecord
 
 
 class Progress:

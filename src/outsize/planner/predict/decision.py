@@ -22,7 +22,7 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import packed_bytes
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.predict.expectation import PlannedStep, Simulated
-from outsize.planner.predict.question import Microbatch, Question, exchange_of
+from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
@@ -52,7 +52,7 @@ class Decision:
 
     question: Question
     plan: Plan
-    microbatch: Microbatch
+    microbatch: MicrobatchCost
     chosen: Mapping[str, str] = field(default_factory=dict)
     former_s: Mapping[str, float] = field(default_factory=dict)
 

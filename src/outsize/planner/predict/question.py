@@ -47,7 +47,7 @@ class Exchange(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Microbatch:
+class MicrobatchCost:
     """What a microbatch takes.
 
     Attributes:
@@ -100,7 +100,7 @@ class Question:
     seq_len: int
     microbatches: int | None = None
     workload_of: Callable[[int], Workload] | None = None
-    measured: Callable[[int], Microbatch] | None = None
+    measured: Callable[[int], MicrobatchCost] | None = None
     fixed_bytes: int = 0
     timed: bool = True
     linked: bool = True
@@ -138,14 +138,14 @@ class Question:
         """Return the sequences of the largest microbatch."""
         return -(-self.sequences // microbatches)
 
-    def microbatch(self, microbatches: int) -> Microbatch:
+    def microbatch(self, microbatches: int) -> MicrobatchCost:
         """Return what each of so many microbatches takes."""
         if self.measured is not None:
             return self.measured(microbatches)
         assert self.workload_of is not None
         work = self.workload_of(self.sequences_per_microbatch(microbatches))
         times = unit_times(self.machine, self.model.compute_dtype, work)
-        return Microbatch(demand=_counted(self, work, times, microbatches), times=times)
+        return MicrobatchCost(demand=_counted(self, work, times, microbatches), times=times)
 
     def options_for(self, microbatches: int, home: Tier, times: UnitTimes) -> PlanOptions:
         """Return what is decided about a plan of so many microbatches with a home there."""

@@ -1,4 +1,4 @@
-"""What the lanes of a run reach, before its first step: a fraction of a second of `outsize.probe`, in the run's budget.
+"""What the lanes of a run reach, before its first step: part of a second of `outsize.probing`, in the run's budget.
 
 A run that has trained here before has better figures, from its own trace: ``machine.json`` in its directory, which
 ``outsize plan --machine`` reads too.
@@ -24,12 +24,12 @@ from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.simulate.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
-from outsize.probe.compute import measure_device_memory
-from outsize.probe.disk_probe import measure_disk
-from outsize.probe.effort import QUICK, Effort, within_memory
-from outsize.probe.host_probe import measure_dram
-from outsize.probe.link import measure_links
-from outsize.probe.optimizer_probe import measure_adamw
+from outsize.probing.compute import measure_device_memory
+from outsize.probing.disk_probe import measure_disk
+from outsize.probing.effort import QUICK, Effort, within_memory
+from outsize.probing.host_probe import measure_dram
+from outsize.probing.link import measure_links
+from outsize.probing.optimizer_probe import measure_adamw
 from outsize.runtime.device.device_group import device_names
 from outsize.session.job.device_peers import measured_peers, peers_of
 from outsize.session.job.prepare import Prepared

@@ -21,7 +21,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.validate import validate
 from outsize.planner.predict.decision import plan_within
-from outsize.planner.predict.question import CodingRatesOf, Microbatch, Question, in_seconds, unmeasured
+from outsize.planner.predict.question import CodingRatesOf, MicrobatchCost, Question, in_seconds, unmeasured
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.search.microbatch_search import cuts_to_try
 from outsize.planner.search.offload_balance import UnitRates
@@ -66,7 +66,7 @@ class Timed(Protocol):
         """Of a step, of which that is one."""
 
 
-class Trial(NamedTuple):
+class DemandTrial(NamedTuple):
     """What a microbatch needs, tried on the model.
 
     Attributes:
@@ -78,7 +78,7 @@ class Trial(NamedTuple):
     chunk_tokens: int | None
 
 
-Tried = Callable[[int], Trial]
+Tried = Callable[[int], DemandTrial]
 """What each of a number of microbatches needs."""
 
 
@@ -133,7 +133,7 @@ def question_of(
     _check_tiles(memory.tile_elements, options.state, machine)
 
     @cache
-    def measured(microbatches: int) -> Microbatch:
+    def measured(microbatches: int) -> MicrobatchCost:
         found = tried(microbatches).measured
         _check(options.activations, found, parts, machine)
         demand = demand_of(parts, machine, found, options.activations, found.held_bytes * microbatches)
@@ -142,7 +142,7 @@ def question_of(
         else:
             share = -(-sequences // microbatches) / -(-sequences // rates.microbatches)
             times = rates.times if share == 1 else scaled(rates.times, share)
-        return Microbatch(demand=in_seconds(demand, times), times=times)
+        return MicrobatchCost(demand=in_seconds(demand, times), times=times)
 
     return question_for(
         config,

@@ -42,7 +42,7 @@ from outsize.session.job.machine import (
 )
 from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.optimizer_layout import layout_for
-from outsize.session.job.planning import Trial, Tried, question_of
+from outsize.session.job.planning import DemandTrial, Tried, question_of
 from outsize.session.job.run_codecs import check_transport
 from outsize.units import format_bytes, format_count
 
@@ -285,7 +285,7 @@ def _tried(config: Config, hf_config: Any, parts: Split, announce: Announce, num
     """Return what tries microbatches on the model, each number of them once."""
 
     @cache
-    def tried(microbatches: int) -> Trial:
+    def tried(microbatches: int) -> DemandTrial:
         chosen = config.in_microbatches(microbatches)
         with Boundaries(parts.modules) as boundaries:
             found = _measure(chosen, hf_config, parts, boundaries, announce, num_ranks)
@@ -302,7 +302,7 @@ def _measure(
     boundaries: Boundaries,
     announce: Announce,
     num_ranks: int,
-) -> Trial:
+) -> DemandTrial:
     share = -(-config.sequences_per_step // num_ranks)
     sequences = -(-share // config.microbatches)
 
@@ -325,4 +325,4 @@ def _measure(
             "loss: the model's own, with all logits of a microbatch, since more than cross-entropy follows its head"
         )
         wanted = None
-    return Trial(measured, wanted)
+    return DemandTrial(measured, wanted)

@@ -1,0 +1,143 @@
+"""Sums over several processes, started by torchrun: gloo anywhere, NCCL where there are GPUs.
+
+``measure_all_reduce`` starts the ranks on this machine. Over several machines, start them yourself on each::
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m outsize.probing.all_reduce --output out.json
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
+from outsize.probing.effort import Effort
+from outsize.units import format_bytes
+
+_SMALLEST_BYTES = 2**10
+_NUM_SAMPLES = 7
+_START_S = 120.0
+_END_S = 45.0
+# An interpreter that has imported torch, with room for other builds of it: 240 MiB were seen.
+_PROCESS_BYTES = 400 * 2**20
+
+
+def measure_all_reduce(
+    num_ranks: int, effort: Effort, *, backend: str = "gloo", free_bytes: int | None = None
+) -> AllReduceRates:
+    """Return the times of sums over ``num_ranks`` processes of this machine.
+
+    Args:
+        num_ranks: processes; NCCL needs a GPU for each.
+        effort: the largest sum; 0 measures nothing.
+        backend: ``gloo`` or ``nccl``.
+        free_bytes: memory that the processes may take together; None where it is not known.
+    """
+    if effort.all_reduce_bytes_max < _SMALLEST_BYTES:
+        return _nothing(backend, num_ranks, "a quick probe starts no processes: outsize probe --full")
+    if num_ranks < 2:
+        return _nothing(backend, num_ranks, "a sum over ranks needs two of them: one GPU, or one processor")
+    needed = num_ranks * (_PROCESS_BYTES + 2 * effort.all_reduce_bytes_max)
+    if free_bytes is not None and free_bytes < needed:
+        return _nothing(
+            backend, num_ranks, f"{num_ranks} processes need {format_bytes(needed)} of free memory"
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
+            output = Path(directory) / "out.json"
+            done = _launch(backend, num_ranks, effort.all_reduce_bytes_max, output)
+            told = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return _nothing(backend, num_ranks, f"torchrun: {error}")
+    if told is None:
+        lines = done.stderr.strip().splitlines()
+        return _nothing(backend, num_ranks, f"torchrun: {lines[-1] if lines else 'no rank answered'}")
+    return AllReduceRates.model_validate(told)
+
+
+def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subprocess.CompletedProcess[str]":
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+        *("-m", "outsize.probing.all_reduce", "--backend", backend, "--output", str(output)),
+        *("--bytes-max", str(bytes_max)),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as torchrun:
+        try:
+            stdout, stderr = torchrun.communicate(timeout=_START_S)
+        except BaseException:
+            _end(torchrun)
+            raise
+    return subprocess.CompletedProcess(command, torchrun.returncode, stdout, stderr)
+
+
+def _end(torchrun: "subprocess.Popen[str]") -> None:
+    """End it in a way in which it ends its ranks: killed, it would leave them waiting for each other."""
+    torchrun.terminate()
+    try:
+        torchrun.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        torchrun.kill()
+
+
+def _nothing(backend: str, num_ranks: int, why: str) -> AllReduceRates:
+    return AllReduceRates(backend=backend, num_ranks=num_ranks, points=(), fit=None, note=why)
+
+
+def _rank(backend: str, bytes_max: int) -> AllReduceRates:
+    """Time sums from 1 KiB to ``bytes_max``; every round goes through all sizes, and the slowest rank counts."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(backend)
+    try:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        sizes = [_SMALLEST_BYTES << power for power in range((bytes_max // _SMALLEST_BYTES).bit_length())]
+        values = torch.ones(bytes_max // 4, device=device)
+        samples: dict[int, list[float]] = {size: [] for size in sizes}
+        for index in range(_NUM_SAMPLES + 1):
+            for size in sizes:
+                part = values[: size // 4].fill_(1.0)
+                count = 8 if size <= 2**16 else 1
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(count):
+                    dist.all_reduce(part)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                took = torch.tensor((time.perf_counter() - started) / count, device=device)
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                if index > 0:
+                    samples[size].append(float(took))
+        return summarize(
+            {size: tuple(times) for size, times in samples.items()},
+            backend=backend,
+            num_ranks=dist.get_world_size(),
+            note=f"torchrun, fp32, {_NUM_SAMPLES} samples of each size, the slowest rank of each",
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """One rank; the first writes what came of it."""
+    parser = argparse.ArgumentParser(prog="torchrun -m outsize.probing.all_reduce", description=__doc__)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--bytes-max", type=int, default=64 * 2**20, help="largest sum, bytes on each rank")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    rates = _rank(arguments.backend, arguments.bytes_max)
+    if os.environ.get("RANK", "0") == "0":
+        arguments.output.write_text(rates.model_dump_json(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

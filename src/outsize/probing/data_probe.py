@@ -1,0 +1,148 @@
+"""How fast text becomes tokens and stored tokens become batches, by the number of threads."""
+
+import os
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outsize.data.opening import open_data
+from outsize.errors import OutsizeError
+from outsize.hardware.machine_file import DataRates
+from outsize.hardware.readings import Fact, Measurement, explain
+from outsize.probing.effort import Effort
+
+_PIECE_CHARS = 20_000
+# Tokens of a sequence and sequences of a batch.
+_SEQ_LEN, _NUM_SEQUENCES = 2048, 32
+_VOCABULARY = 8192
+_TRAINING_CHARS = 200_000
+
+
+def measure_data(effort: Effort, tokenizer: Path | None = None, *, num_cpus: int) -> DataRates:
+    """Return the rates of a tokenizer and of the engine's loader, with 1, 2, 4, ... threads up to the processors.
+
+    Args:
+        effort: how much text, how many tokens.
+        tokenizer: a ``tokenizer.json`` or a directory that has one; None makes one from the source of Python's own
+            library: byte-level BPE, which is how most models' tokenizers work.
+        num_cpus: processors that this process may use.
+    """
+    counts = _counts(num_cpus)
+    pieces = _pieces(effort.data_chars)
+    loader = {str(count): _loader(effort, count) for count in counts}
+    try:
+        backend, name = _open_tokenizer(tokenizer)
+    except Exception as error:  # the tokenizers library raises Exception itself
+        absent = Measurement.absent(explain(error))
+        return DataRates(
+            tokenizer=Fact.absent(explain(error)),
+            tokenizer_tokens_per_s={str(count): absent for count in counts},
+            loader_tokens_per_s=loader,
+        )
+    with _one_thread_each():
+        rates = {str(count): _tokenized(backend, pieces, count, effort) for count in counts}
+    return DataRates(tokenizer=name, tokenizer_tokens_per_s=rates, loader_tokens_per_s=loader)
+
+
+def _counts(num_cpus: int) -> list[int]:
+    """Return 1, 2, 4, ... and the number of processors itself."""
+    return sorted({1 << power for power in range(max(1, num_cpus).bit_length())} | {max(1, num_cpus)})
+
+
+def _tokenized(backend: Any, pieces: Sequence[str], num_threads: int, effort: Effort) -> Measurement:
+    """Return tokens per second with ``num_threads`` threads, each of which encodes all pieces."""
+
+    def work(_: int) -> int:
+        # As ingest does where nothing is masked: without the offsets that only a mask needs.
+        return sum(
+            len(encoded.ids) for encoded in backend.encode_batch_fast(pieces, add_special_tokens=False)
+        )
+
+    rates = _rates_of(work, num_threads, effort)
+    return Measurement.of(rates, f"{sum(map(len, pieces))} characters on each of {num_threads} threads")
+
+
+def _loader(effort: Effort, num_threads: int) -> Measurement:
+    """Return tokens per second of batches from an array of tokens on disk, shared out to ``num_threads`` threads."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
+            path = Path(directory) / "tokens.npy"
+            np.save(path, np.arange(effort.loader_tokens, dtype=np.int32) % _VOCABULARY)
+            with open_data(
+                path, None, seq_len=_SEQ_LEN, cache_dir=directory, vocab_size=_VOCABULARY
+            ) as dataset:
+                num_batches = max(1, effort.loader_tokens // _SEQ_LEN // _NUM_SEQUENCES)
+
+                def work(first: int) -> int:
+                    steps = range(first, max(num_batches, num_threads), num_threads)
+                    return sum(dataset.batch(step, _NUM_SEQUENCES).input_ids.numel() for step in steps)
+
+                rates = _rates_of(work, num_threads, effort)
+    except (OSError, OutsizeError) as error:
+        return Measurement.absent(explain(error))
+    how = f"batches of {_NUM_SEQUENCES} x {_SEQ_LEN} on {num_threads} threads, the file in the page cache"
+    return Measurement.of(rates, how)
+
+
+def _rates_of(work: Callable[[int], int], num_threads: int, effort: Effort) -> list[float]:
+    """Return tokens per second of ``work``, which is told the number of its thread and returns its tokens."""
+    rates = []
+    with ThreadPoolExecutor(num_threads, "probe-data") as threads:
+        for index in range(effort.num_samples_min + 1):
+            started = time.perf_counter()
+            num_tokens = sum(threads.map(work, range(num_threads)))
+            seconds = time.perf_counter() - started
+            if index > 0:
+                rates.append(num_tokens / seconds)
+    return rates
+
+
+def _open_tokenizer(path: Path | None) -> tuple[Any, Fact]:
+    import tokenizers
+
+    if path is not None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        return tokenizers.Tokenizer.from_file(str(file)), Fact.read(str(file), "--tokenizer")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(_pieces(_TRAINING_CHARS), trainer)
+    name = f"byte-level BPE of {backend.get_vocab_size()} tokens"
+    return backend, Fact(value=name, status="assumed", source="made here; name yours with --tokenizer")
+
+
+def _pieces(num_chars: int) -> list[str]:
+    """Return about ``num_chars`` characters of the source of Python's own library, in pieces."""
+    text = ""
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        if len(text) >= num_chars:
+            break
+        text += file.read_text(encoding="utf-8", errors="replace")
+    text = text[:num_chars] or "a library without its source " * (num_chars // 30 + 1)
+    return [text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS)]
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep the tokenizers library from using threads of its own: here each thread is one that is counted."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,175 @@
+"""Copies between host and device from 1 KB to 1 GB, and the line through their times.
+
+Where the CPU is the device, its link is DRAM: loads and gradients are copies from memory to memory. Both ends then
+move on from copy to copy, through more memory than any cache holds, because a streamed unit is never warm.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from outsize.errors import StorageError
+from outsize.hardware.link_fit import fit_link
+from outsize.hardware.machine_file import Direction, LinkPoint, LinkRates
+from outsize.hardware.readings import Measurement, explain
+from outsize.probing.effort import Effort
+from outsize.storage.arena import Arena, CudaPinner
+
+SMALLEST_BYTES = 2**10
+# Short copies are timed together until they take this long, or are so many.
+_REPETITION_S = 1e-3
+_NUM_COPIES_MAX = 1000
+# One call costs what it costs, one thread copies what is small, all of them what is large.
+_NUM_PIECES_MAX = 3
+# Of the sizes, one in so many where the time of the part is up before a direction begins.
+_LATE = 3
+_Path = Literal["pinned", "pageable", "dram copy"]
+
+
+def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
+    """Return the sizes of copies, from 1 KiB, and whether each is held out: powers of two, and halfway to the next."""
+    found: list[tuple[int, bool]] = []
+    for power in range((copy_bytes_max // SMALLEST_BYTES).bit_length()):
+        found += [(SMALLEST_BYTES << power, False), (SMALLEST_BYTES * 3 << power >> 1, True)]
+    return tuple((size, held_out) for size, held_out in found if size <= copy_bytes_max)
+
+
+def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
+    """Yield the links of ``device``: DRAM for ``cpu``; for ``cuda:i`` pinned and pageable memory."""
+    paths: tuple[_Path, ...] = ("pinned", "pageable") if device.startswith("cuda") else ("dram copy",)
+    for path in paths:
+        try:
+            with Arena(pinner=CudaPinner() if path == "pinned" else None) as arena:
+                up, down = (_ends(arena, device, effort, up=up) for up in (True, False))
+                if arena.statistics().num_pageable_fallbacks:
+                    raise StorageError("the driver refused to pin memory; raise `ulimit -l`")
+                for direction, ends in (("up", [up]), ("down", [down]), ("both", [up, down])):
+                    yield _measure_link(device, path, cast(Direction, direction), ends, effort)
+        except (StorageError, RuntimeError) as error:
+            for direction in ("up", "down", "both"):
+                yield LinkRates(
+                    path=path, direction=cast(Direction, direction), points=(), fit=None, note=explain(error)
+                )
+
+
+def _measure_link(
+    device: str, path: _Path, direction: Direction, ends: list[tuple[Tensor, Tensor]], effort: Effort
+) -> LinkRates:
+    with ExitStack() as stack:
+        copier = _Copier(device, ends, stack)
+        chosen = sizes(effort.copy_bytes_max)
+        if time.perf_counter() >= effort.until_s:
+            chosen = chosen[::_LATE]
+        copy_s = copier.measure([size for size, _ in chosen], effort)
+        points = [
+            LinkPoint(num_bytes=size, held_out=held_out, copy_s=copy_s[size]) for size, held_out in chosen
+        ]
+    times = {point.num_bytes: point.copy_s.median or 0.0 for point in points if not point.held_out}
+    unseen = {point.num_bytes: point.copy_s.median or 0.0 for point in points if point.held_out}
+    note = "host memory to host memory, the link of a CPU" if path == "dram copy" else f"host and {device}"
+    try:
+        fit = fit_link(times, unseen, num_pieces_max=_NUM_PIECES_MAX)
+    except ValueError as error:
+        fit, note = None, f"{note}; no fit: {error}"
+    return LinkRates(path=path, direction=direction, points=tuple(points), fit=fit, note=note)
+
+
+def _ends(arena: Arena, device: str, effort: Effort, *, up: bool) -> tuple[Tensor, Tensor]:
+    """Return source and target of one direction, every page touched."""
+
+    def take(what: str) -> Tensor:
+        return arena.take(effort.copy_bytes_max, what).view(torch.float32).fill_(1.0)
+
+    host = take("host end of the link")
+    other = host.to(device) if device.startswith("cuda") else take("device end of the link")
+    return (host, other) if up else (other, host)
+
+
+class _Copier:
+    """Copies pieces of its ends, each copy further on; several directions go at once.
+
+    Args:
+        device: ``cpu`` or ``cuda:i``.
+        ends: source and target of each direction.
+        stack: closes the threads.
+    """
+
+    def __init__(self, device: str, ends: list[tuple[Tensor, Tensor]], stack: ExitStack) -> None:
+        self._ends = ends
+        self._is_cuda = device.startswith("cuda")
+        self._device = device
+        self._streams = []
+        if self._is_cuda:
+            self._streams = [torch.cuda.Stream(device) for _ in ends]  # type: ignore[no-untyped-call]
+        self._threads = (
+            stack.enter_context(ThreadPoolExecutor(len(ends), "probe-copy")) if len(ends) > 1 else None
+        )
+        self._offset = 0
+
+    def measure(self, copy_sizes: Sequence[int], effort: Effort) -> dict[int, Measurement]:
+        """Return the seconds of one copy of each size, in each direction.
+
+        Every round goes through all sizes: what else the machine does, now more and now less, then meets all of them
+        alike, instead of bending the line.
+        """
+        num_copies = {size: self._num_copies(size) for size in copy_sizes}
+        samples: dict[int, list[float]] = {size: [] for size in copy_sizes}
+        stop = time.perf_counter() + effort.copy_s
+        for index in range(effort.num_copy_rounds):
+            if index >= effort.num_samples_min and time.perf_counter() >= stop:
+                break
+            for size, count in num_copies.items():
+                if index and time.perf_counter() >= effort.until_s:
+                    break
+                samples[size].append(self._seconds(size, count) / count)
+        return {
+            size: Measurement.of(samples[size], f"mean of {count} copies")
+            for size, count in num_copies.items()
+        }
+
+    def _num_copies(self, num_bytes: int) -> int:
+        """Return how many copies are long enough for the clock."""
+        num_trials = 8 if num_bytes < 2**20 else 1
+        self._seconds(num_bytes, num_trials)
+        trial_s = self._seconds(num_bytes, num_trials) / num_trials
+        return max(1, min(_NUM_COPIES_MAX, int(_REPETITION_S / trial_s)))
+
+    def _seconds(self, num_bytes: int, num_copies: int) -> float:
+        started = time.perf_counter()
+        self._copy(num_bytes, num_copies)
+        return time.perf_counter() - started
+
+    def _copy(self, num_bytes: int, num_copies: int) -> None:
+        """Copy in all directions, ``num_copies`` each, and wait for the last."""
+        num_places = self._ends[0][0].nbytes // num_bytes
+        first = self._offset // num_bytes
+        offsets = [(first + i) % num_places * num_bytes for i in range(num_copies)]
+        self._offset = (first + num_copies) % num_places * num_bytes
+        works = [self._work(index, num_bytes, offsets) for index in range(len(self._ends))]
+        if self._threads is None or self._is_cuda:
+            for work in works:
+                work()
+        else:
+            list(self._threads.map(lambda work: work(), works))
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+
+    def _work(self, index: int, num_bytes: int, offsets: list[int]) -> Callable[[], None]:
+        source, target = self._ends[index]
+        count = num_bytes // source.itemsize
+        starts = [offset // source.itemsize for offset in offsets]
+
+        def work() -> None:
+            for start in starts:
+                target[start : start + count].copy_(source[start : start + count], non_blocking=True)
+
+        def work_on_stream() -> None:
+            with torch.cuda.stream(self._streams[index]):
+                work()
+
+        return work_on_stream if self._is_cuda else work

@@ -1,0 +1,122 @@
+"""Does a copy hide behind compute? A product and copies of about its length, each alone and both at once."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+
+import torch
+
+from outsize.errors import StorageError
+from outsize.hardware.readings import Measurement, explain
+from outsize.hardware.streaming import Overlap
+from outsize.probing.compute import finisher
+from outsize.probing.effort import Effort
+from outsize.storage.arena import Arena, CudaPinner
+
+_SIDE = 1024
+_COPY_BYTES = 16 * 2**20
+_NUM_TRIALS = 4
+
+Timed = Callable[[], float]
+"""Does its work and returns the seconds that it took."""
+
+
+def measure_overlap(device: str, effort: Effort) -> Overlap:
+    """Return the times of products and copies towards ``device``; on a CPU both are the work of the same cores."""
+    try:
+        with Arena(pinner=CudaPinner() if device.startswith("cuda") else None) as arena, ExitStack() as stack:
+            return _measure(device, arena, stack, effort)
+    except (StorageError, RuntimeError) as error:
+        absent = Measurement.absent(explain(error))
+        return Overlap(
+            what=f"products and copies on {device}",
+            matmul_s=absent,
+            copy_s=absent,
+            both_s=absent,
+            matmul_beside_s=absent,
+            copy_beside_s=absent,
+        )
+
+
+@torch.no_grad()
+def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Overlap:
+    is_cuda = device.startswith("cuda")
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    num_bytes = min(_COPY_BYTES, effort.copy_bytes_max)
+    side = _SIDE if not is_cuda else 4 * _SIDE
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+    out = torch.empty_like(a)
+    source = arena.take(num_bytes, "source of copies").fill_(1)
+    target = (
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if is_cuda
+        else arena.take(num_bytes, "target")
+    )
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    matmul_s, copy_s = (_least_seconds(work, device) for work in (multiply, copy))
+    num_products = max(1, round(effort.overlap_s / effort.num_samples_min / matmul_s))
+    num_copies = max(1, round(num_products * matmul_s / copy_s))
+    sides = [_timed(work, count, device) for work, count in ((multiply, num_products), (copy, num_copies))]
+    threads = stack.enter_context(ThreadPoolExecutor(2, "probe-overlap"))
+    alone: tuple[list[float], list[float]] = ([], [])
+    beside: tuple[list[float], list[float]] = ([], [])
+    both: list[float] = []
+    for index in range(effort.num_samples_min + 1):
+        if index > 1 and time.perf_counter() >= effort.until_s:
+            break
+        samples = [list(threads.map(lambda timed: timed(), [timed])) for timed in sides]
+        started = time.perf_counter()
+        together = list(threads.map(lambda timed: timed(), sides))
+        both_s = time.perf_counter() - started
+        if index == 0:
+            continue  # the threads of both pools of kernels exist now
+        both.append(both_s)
+        for kept, (seconds,) in zip(alone, samples, strict=True):
+            kept.append(seconds)
+        for kept, seconds in zip(beside, together, strict=True):
+            kept.append(seconds)
+    products = f"{num_products} products of {side}, {str(dtype).removeprefix('torch.')}"
+    copies = f"{num_copies} copies of {num_bytes // 2**20} MiB to {device}"
+    return Overlap(
+        what=f"{products}; {copies}",
+        matmul_s=Measurement.of(alone[0], products),
+        copy_s=Measurement.of(alone[1], copies),
+        both_s=Measurement.of(both, "begun together, until the later has ended"),
+        matmul_beside_s=Measurement.of(beside[0], f"{products}, beside {copies}"),
+        copy_beside_s=Measurement.of(beside[1], f"{copies}, beside {products}"),
+    )
+
+
+def _least_seconds(work: Callable[[], None], device: str) -> float:
+    """Return the seconds of ``work`` where nothing else was in its way: the least of a few, after one that warms up."""
+    finish = finisher(device)
+    times = []
+    for _ in range(_NUM_TRIALS):
+        started = time.perf_counter()
+        work()
+        finish()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _timed(work: Callable[[], None], count: int, device: str) -> Timed:
+    """Return what does ``work`` so often on a stream of its own, waits for that stream only, and tells the seconds."""
+    stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+
+    def timed() -> float:
+        started = time.perf_counter()
+        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+            for _ in range(count):
+                work()
+        if stream is not None:
+            stream.synchronize()
+        return time.perf_counter() - started
+
+    return timed

@@ -1,0 +1,329 @@
+"""A probe from start to end: inventory first, then everything that can be timed, one thing at a time.
+
+What is timed stands in one list, `_Probe.parts`, what plans need first. The time limit is shared out: each part that
+plans need has the time that is left over the number of such parts left, and repeats nothing once that is up. Any other
+part begins only where what is left is as much as the longest part so far took; what it would have filled says that it
+was left out.
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from outsize.hardware.all_reduce_arithmetic import AllReduceRates
+from outsize.hardware.inventory import Inventory, take_inventory
+from outsize.hardware.machine_file import (
+    DataRates,
+    DeviceRates,
+    DiskRates,
+    HostRates,
+    MachineFile,
+    ProbedCodec,
+)
+from outsize.hardware.readings import Fact
+from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
+from outsize.hardware.topology import PeerLink
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.probing.all_reduce import measure_all_reduce
+from outsize.probing.codec_probe import measure_codecs
+from outsize.probing.compute import dtypes_of, measure_attention, measure_device_memory, measure_matmul
+from outsize.probing.data_probe import measure_data
+from outsize.probing.disk_probe import measure_disk
+from outsize.probing.effort import Effort, shared, within_memory
+from outsize.probing.emulated import measure_emulated
+from outsize.probing.feed import measure_feed
+from outsize.probing.host_costs import measure_numa, measure_pinning
+from outsize.probing.host_probe import measure_adamw_beside, measure_host
+from outsize.probing.link import measure_links
+from outsize.probing.overlap import measure_overlap
+from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
+from outsize.probing.shapes import measure_shapes
+
+Announce = Callable[[str, int, int], None]
+"""Called before each part with its name, its index and the number of parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a probe is asked for beyond what every probe does.
+
+    Attributes:
+        model: whose matrix products are timed, and whose units the optimizer steps; None for none.
+        tokenizer: a ``tokenizer.json`` to time; None for one made on the spot.
+        tensors: a safetensors file that codecs are tried on; None for none.
+        num_ranks: processes that sum; None for one on each GPU, or on each of up to four processors.
+        emulated: how many devices to emulate instead of those that are there; 0 for none.
+        link_bytes_per_s: what links of emulated devices are held to; None for nothing.
+    """
+
+    model: ModelSpec | None = None
+    tokenizer: Path | None = None
+    tensors: Path | None = None
+    num_ranks: int | None = None
+    emulated: int = 0
+    link_bytes_per_s: float | None = None
+
+
+_NOTHING_MORE = Wishes()
+_Streamed = TypeVar("_Streamed", Overlap, FeedRates)
+
+
+def probe(
+    effort: Effort,
+    directories: Sequence[Path],
+    *,
+    announce: Announce = lambda name, index, total: None,
+    root: Path = Path("/"),
+    wishes: Wishes = _NOTHING_MORE,
+) -> MachineFile:
+    """Return what the machine has and does.
+
+    Args:
+        effort: how long and how large.
+        directories: whose disks are timed; each is written to, and nothing stays there.
+        announce: told what begins.
+        root: where ``proc`` and ``sys`` are.
+        wishes: what else to time.
+    """
+    started = time.perf_counter()
+    created_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    inventory = take_inventory(directories, root=root)
+    run = _Probe(within_memory(effort, inventory.memory.free_bytes()), inventory, list(directories), wishes)
+    parts, longest_s = run.parts(), 0.0
+    num_needed = sum(needed for _, needed, _ in parts)
+    for index, (name, needed, measure) in enumerate(parts):
+        began = time.perf_counter()
+        left_s = started + effort.limit_s - began
+        if not needed and left_s <= longest_s:
+            run.left_out.append(name)
+            continue
+        announce(name, index, len(parts))
+        run.give(max(0.0, left_s) / (num_needed if needed else 1))
+        measure()
+        num_needed -= needed
+        longest_s = max(longest_s, time.perf_counter() - began)
+    return run.result(created_at, time.perf_counter() - started)
+
+
+@dataclass
+class _Probe:
+    """What has been measured so far."""
+
+    effort: Effort
+    inventory: Inventory
+    directories: list[Path]
+    wishes: Wishes
+    host: HostRates | None = None
+    disks: list[DiskRates] = field(default_factory=list)
+    devices: dict[str, DeviceRates] = field(default_factory=dict)
+    together: tuple[TogetherRates, ...] = ()
+    peers: tuple[PeerLink, ...] = ()
+    all_reduce: AllReduceRates | None = None
+    data: DataRates | None = None
+    codecs: tuple[ProbedCodec, ...] = ()
+    left_out: list[str] = field(default_factory=list)
+
+    def parts(self) -> list[tuple[str, bool, Callable[[], None]]]:
+        """Return name, whether no plan does without it, and what measures it, in order."""
+        names = _devices()
+        units = self.wishes.model.units if self.wishes.model is not None else ()
+        found: list[tuple[str, bool, Callable[[], None]]] = [
+            ("host memory and optimizer", True, lambda: self._set(host=measure_host(self.effort, units)))
+        ]
+        for directory in self.directories:
+            found.append(
+                (
+                    f"disk of {directory}",
+                    True,
+                    lambda at=directory: self.disks.append(measure_disk(at, self.effort)),  # type: ignore[misc]
+                )
+            )
+        for name in names:
+            found += [
+                (f"compute of {name}", True, lambda at=name: self._compute(at, self._shared(names))),  # type: ignore[misc]
+                (f"link of {name}", True, lambda at=name: self._link(at, self._shared(names))),  # type: ignore[misc]
+            ]
+        found += [
+            (
+                f"overlap and feeding of {name}",
+                False,
+                lambda at=name: self._streaming(at, self._shared(names)),  # type: ignore[misc]
+            )
+            for name in names
+        ]
+        if self.wishes.model is not None:
+            found += [
+                (
+                    f"the model's shapes on {name}",
+                    False,
+                    lambda at=name: self._shapes(at, self._shared(names)),  # type: ignore[misc]
+                )
+                for name in names
+            ]
+        found += [
+            ("optimizer beside copies", False, lambda: self._beside(names[0])),
+            ("memory that is locked or far", False, lambda: self._host_costs(names)),
+            ("tokenizer and loader", False, self._data),
+        ]
+        if self.wishes.tensors is not None:
+            # Asked for by name, so it is done however late it is.
+            found.append((f"codecs on {self.wishes.tensors}", True, self._codecs))
+        if len(names) > 1:
+            found += [
+                ("all GPUs at once", False, lambda: self._set(together=measure_together(names, self.effort))),
+                ("copies between GPUs", False, self._peers),
+            ]
+        found.append(("sums over processes", False, self._all_reduce))
+        return found
+
+    def give(self, seconds: float) -> None:
+        """Set when the time of the part that begins now is up."""
+        self.effort = replace(self.effort, until_s=time.perf_counter() + seconds)
+
+    def _shared(self, devices: Sequence[str]) -> Effort:
+        return shared(self.effort, len(devices))
+
+    def result(self, created_at: str, duration_s: float) -> MachineFile:
+        """Return all that was measured."""
+        assert self.host is not None
+        return MachineFile(
+            created_at=created_at,
+            mode=self.effort.mode,
+            duration_s=duration_s,
+            inventory=self.inventory,
+            host=self.host,
+            disks=tuple(self.disks),
+            devices=self._all_devices(),
+            together=self.together,
+            peers=self.peers,
+            all_reduce=self.all_reduce,
+            data=self.data,
+            codecs=self.codecs,
+            left_out=Fact.read(", ".join(self.left_out), f"no time was left of {self.effort.limit_s:g} s"),
+        )
+
+    def _set(self, **found: object) -> None:
+        for name, value in found.items():
+            setattr(self, name, value)
+
+    def _change(self, device: str, **found: object) -> None:
+        self.devices[device] = self.devices[device].model_copy(update=found)
+
+    def _compute(self, device: str, effort: Effort) -> None:
+        assert self.host is not None
+        name, num_sms, memory_bytes = _describe(device, self.inventory)
+        on_cpu = device == "cpu"
+        self.devices[device] = DeviceRates(
+            device=device,
+            name=name,
+            num_sms=num_sms,
+            memory_bytes=memory_bytes,
+            memory_triad_bytes_per_s=self.host.dram_triad_bytes_per_s
+            if on_cpu
+            else measure_device_memory(device, effort),
+            matmul_flops_per_s={dtype: measure_matmul(device, dtype, effort) for dtype in dtypes_of(device)},
+            attention_flops_per_s={
+                dtype: measure_attention(device, dtype, effort) for dtype in dtypes_of(device)
+            },
+            links=(),
+            throttle_bytes_per_s=Fact.read(None, "this is no emulated device"),
+        )
+
+    def _link(self, device: str, effort: Effort) -> None:
+        links = tuple(measure_links(device, effort))
+        generation, lanes = read_loaded_link(device, effort)
+        self._change(device, links=links, pcie_generation_loaded=generation, pcie_lanes_loaded=lanes)
+
+    def _streaming(self, device: str, effort: Effort) -> None:
+        usable = (
+            at for at, disk in zip(self.directories, self.disks, strict=True) if disk.direct.value is not None
+        )
+        directory = next(usable, self.directories[0] if self.directories else None)
+        overlap = _once_more_if_noisy(lambda: measure_overlap(device, effort))
+        self._change(
+            device, overlap=overlap, feed=_once_more_if_noisy(lambda: measure_feed(device, directory, effort))
+        )
+
+    def _shapes(self, device: str, effort: Effort) -> None:
+        self._change(device, shapes=measure_shapes(device, self.wishes.model, effort))
+
+    def _beside(self, device: str) -> None:
+        assert self.host is not None
+        steps, copies = measure_adamw_beside(device, self.effort)
+        beside = {"adamw_beside_copies_params_per_s": steps, "copies_beside_adamw_bytes_per_s": copies}
+        self.host = self.host.model_copy(update=beside)
+
+    def _host_costs(self, devices: Sequence[str]) -> None:
+        assert self.host is not None
+        nodes = self.inventory.cpu.numa_nodes
+        gpus = [name for name in devices if name.startswith("cuda")]
+        costs = {
+            "pinning": measure_pinning(self.effort, has_cuda=bool(gpus)),
+            "numa": measure_numa(nodes, self.effort),
+        }
+        self.host = self.host.model_copy(update=costs)
+        for index, name in enumerate(gpus):
+            known = (
+                self.inventory.gpus[index].numa_node.number() if index < len(self.inventory.gpus) else None
+            )
+            node = None if known is None else int(known)
+            self._change(name, numa=measure_numa(nodes, self.effort, device=name, device_node=node))
+
+    def _data(self) -> None:
+        usable = self.inventory.cpu.num_usable_cpus.number()
+        self.data = measure_data(self.effort, self.wishes.tokenizer, num_cpus=int(usable or 1))
+
+    def _codecs(self) -> None:
+        self.codecs = measure_codecs(self.wishes.tensors)
+
+    def _peers(self) -> None:
+        self.peers = measure_peers(list(self.devices.values()), self.inventory.gpus, self.effort)
+
+    def _all_reduce(self) -> None:
+        gpus = sum(name.startswith("cuda") for name in self.devices)
+        usable = int(self.inventory.cpu.num_usable_cpus.number() or 1)
+        ranks = self.wishes.num_ranks or (gpus if gpus > 1 else min(4, usable))
+        backend = "nccl" if 1 < ranks <= gpus else "gloo"
+        self.all_reduce = measure_all_reduce(
+            ranks, self.effort, backend=backend, free_bytes=self.inventory.memory.free_bytes()
+        )
+
+    def _all_devices(self) -> tuple[DeviceRates, ...]:
+        found = tuple(self.devices.values())
+        if not self.wishes.emulated:
+            return found
+        wishes = self.wishes
+        return measure_emulated(found[0], wishes.emulated, wishes.link_bytes_per_s, self.effort)
+
+
+def _once_more_if_noisy(measure: Callable[[], _Streamed]) -> _Streamed:
+    """Return what ``measure`` gives; where its times cannot all be true, what it gives the second time."""
+    found = measure()
+    return measure() if found.is_noisy() else found
+
+
+def _devices() -> list[str]:
+    """Return the GPUs; the CPU is a device of its own where there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"cuda:{index}" for index in range(count)] or ["cpu"]
+
+
+def _describe(device: str, inventory: Inventory) -> tuple[str, Fact, Fact]:
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        how = "torch.cuda.get_device_properties"
+        return (
+            properties.name,
+            Fact.read(properties.multi_processor_count, how),
+            Fact.read(properties.total_memory, how),
+        )
+    usable = inventory.memory.usable_bytes()
+    memory = Fact.absent("neither RAM nor a limit is known")
+    if usable is not None:
+        memory = Fact.read(usable, "the least of RAM and the limit of the control group")
+    return str(inventory.cpu.model.value or "CPU"), Fact.read(None, "a CPU has none"), memory

@@ -1,0 +1,201 @@
+"""What a page shows of a run, as data: figures, curves, waits, verdict, timeline. No page is made here."""
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from outsize.doctor.examine import examine
+from outsize.doctor.facts import Facts
+from outsize.doctor.run_record import RunRecord, read_mapping, record_of
+from outsize.errors import ConfigError
+from outsize.planner.simulate.timeline import Timeline
+from outsize.reporting import series
+from outsize.reporting.chrome import lane_order
+from outsize.reporting.downsample import MOST_BUCKETS
+from outsize.reporting.history import COMPUTE, History
+from outsize.reporting.run_files import MOST_OPS, read_timeline
+
+# Steps longer than so many medians were interrupted by something else.
+_TYPICAL = 2.0
+# A run whose last step ended longer ago than this many of its steps, and than this many seconds, is not going on.
+_SILENT_STEPS, _SILENT_S = 10.0, 60.0
+
+
+def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
+    """Return what there is to say of the run in ``directory``, ready for JSON.
+
+    Args:
+        directory: of the run, which may still be going on.
+        history: of its heartbeat, read already; None reads it.
+
+    Raises:
+        ConfigError: there is no run, or none of its steps has ended.
+    """
+    if history is None:
+        history = History(directory)
+        history.advance()
+    if not history.steps:
+        raise ConfigError(f"{directory}: no step has ended yet; ask again later")
+    about, plan = read_mapping(directory / "run.json"), read_mapping(directory / "plan.json")
+    config = read_mapping(directory / "config.yaml")
+    recorded = _recorded(directory, history)
+    return {
+        "name": directory.resolve().name,
+        "status": _status(history, about, config),
+        "about": _without(about, "machine"),
+        "machine": _facts(about.get("machine", {})),
+        "config": config,
+        "figures": _figures(history),
+        "curves": series.curves(history),
+        "rates": series.rates(history),
+        "memory": series.memory(history, plan),
+        "shares": series.shares(history),
+        "waits": [] if recorded is None else _waits(recorded),
+        "gpus": history.recent[-1].get("gpus", []) if history.recent else [],
+        "fallbacks": history.recent[-1].get("fallbacks", {}) if history.recent else {},
+        "verdict": {"bottleneck": None, "findings": []}
+        if recorded is None
+        else asdict(examine(Facts(recorded=recorded))),
+        "prediction": read_mapping(directory / "prediction.json"),
+        "timeline": _timeline(read_timeline(directory / "timeline.json"), about),
+        "downsampled": len(history.steps) > 2 * MOST_BUCKETS,
+    }
+
+
+def _recorded(directory: Path, history: History) -> RunRecord | None:
+    """Return the newest steps as doctor reads them; None where the heartbeat is of a version that tells too little."""
+    try:
+        return record_of(directory, history.recent)
+    except ConfigError:
+        return None
+
+
+def _status(history: History, about: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    done, last = history.steps[-1], history.last("time")
+    total = config.get("train", {}).get("steps") or about.get("steps")
+    silent_s = time.time() - last if last else math.inf
+    recent = [s for s in history.columns["seconds"][-20:] if s]
+    going = silent_s < max(_SILENT_S, _SILENT_STEPS * (statistics.median(recent) if recent else 0.0))
+    state = "finished" if total and done >= total else "running" if going else "stopped"
+    return {"done": done, "total": total, "state": state, "started": about.get("started"), "last": last}
+
+
+def _figures(history: History) -> dict[str, float | None]:
+    """The figures at the top: of typical steps where it is a rate, the newest where it is a state."""
+    losses = [loss for loss in history.columns["loss"] if loss is not None]
+    seconds = [s for s in history.columns["seconds"] if s is not None][1:] or history.columns["seconds"]
+    typical = _typical(history)
+    mfu = [history.columns["mfu"][i] for i in typical]
+    compute = [history.shares[i][COMPUTE] for i in typical if history.shares[i]]
+    known = [value for value in mfu if value is not None]
+    return {
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "least_loss": min(losses, default=None),
+        "tokens_per_step": _total(history, "tokens", typical) / len(typical),
+        "step_s": statistics.median(s for s in seconds if s is not None),
+        "tokens_per_s": _total(history, "tokens", typical) / _total(history, "seconds", typical),
+        "mfu": statistics.fmean(known) if known else None,
+        "compute_share": statistics.fmean(compute) if compute else None,
+        "peak_rss_bytes": history.last("peak_rss_bytes"),
+        "skipped_steps": history.last("skipped_steps") or 0,
+        "tokens": sum(value or 0 for value in history.columns["tokens"]),
+        "total_s": sum(value or 0 for value in history.columns["seconds"]),
+    }
+
+
+def _typical(history: History) -> list[int]:
+    """Return positions of the steps that nothing interrupted, without the first."""
+    seconds = [value or 0.0 for value in history.columns["seconds"]]
+    limit = _TYPICAL * statistics.median(seconds[1:] or seconds)
+    found = [index for index, value in enumerate(seconds) if value <= limit and (index or len(seconds) == 1)]
+    return found or list(range(len(seconds)))
+
+
+def _total(history: History, name: str, positions: Sequence[int]) -> float:
+    return sum(history.columns[name][position] or 0.0 for position in positions)
+
+
+def _waits(recorded: RunRecord) -> list[dict[str, Any]]:
+    """Mean seconds per typical step of the last lines, by lane, cause and owner, the longest first."""
+    lines = [line for line in recorded.typical if line.get("waits_s")]
+    if not lines:
+        return []
+    totals: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    for line in lines:
+        for lane, causes in line["waits_s"].items():
+            for cause, owners in causes.items():
+                for owner, seconds in owners.items():
+                    totals[lane, cause, owner] += seconds / len(lines)
+    step_s = statistics.fmean(line["seconds"] for line in lines)
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
+    return [
+        {
+            "lane": lane,
+            "cause": cause,
+            "owner": owner,
+            "seconds": series.rounded(s),
+            "share": series.rounded(s / step_s),
+        }
+        for (lane, cause, owner), s in ordered
+    ]
+
+
+def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Lanes and ops, compact: ``[lane, start us, length us, text, waited us, waited for]``."""
+    if timeline is None or not timeline.events:
+        return None
+    events = sorted(timeline.events, key=lambda event: event.start_s - event.end_s)[:MOST_OPS]
+    events.sort(key=lambda event: event.start_s)
+    lanes = sorted(timeline.lanes, key=lane_order)
+    texts: dict[str, int] = {}
+    for text in (text for event in events for text in (event.op, event.waited_for)):
+        texts.setdefault(text, len(texts))
+    rows = {lane: row for row, lane in enumerate(lanes)}
+    return {
+        "lanes": lanes,
+        "busy": [series.rounded(timeline.busy_s(lane)) for lane in lanes],
+        "texts": list(texts),
+        "ops": [
+            [
+                rows[e.lane],
+                round((e.start_s - timeline.start_s) * 1e6, 1),
+                round((e.end_s - e.start_s) * 1e6, 1),
+                texts[e.op],
+                round(e.waited_s * 1e6, 1),
+                texts[e.waited_for],
+            ]
+            for e in events
+        ],
+        "span_s": timeline.span_s,
+        "left_out": len(timeline.events) - len(events),
+        "units": [unit["name"] for unit in about.get("units", [])],
+    }
+
+
+def _facts(inventory: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine for people: facts that have a value, without where they were read."""
+    found: dict[str, Any] = {}
+    for name, entry in inventory.items():
+        if isinstance(entry, Mapping) and {"value", "status", "source"} <= entry.keys():
+            if entry["value"] not in (None, ""):
+                found[name] = entry["value"]
+        elif isinstance(entry, Mapping):
+            below = _facts(entry)
+            if below:
+                found[name] = below
+        elif isinstance(entry, list | tuple) and entry:
+            rows = [_facts(each) if isinstance(each, Mapping) else each for each in entry]
+            found[name] = {str(index): row for index, row in enumerate(rows)}
+        elif entry not in (None, "", [], ()):
+            found[name] = entry
+    return found
+
+
+def _without(mapping: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name not in names}

@@ -1,0 +1,65 @@
+"""One HTML file from the data of runs: template, style and scripts lie beside, and everything is put inside.
+
+The page loads nothing: its own policy (Content-Security-Policy) forbids every connection. What a run has written
+stands in it as JSON, in which ``<`` is escaped, so that no text of a run can end the element that holds it.
+"""
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from outsize import __version__
+
+# In this order: later ones use what earlier ones define.
+SCRIPTS = ("format.js", "chart.js", "timeline.js", "sections.js", "main.js")
+
+
+def page_data(runs: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """Return what the scripts of a page read."""
+    return {"version": __version__, "runs": list(runs), **more}
+
+
+def make_page(data: dict[str, Any], *, live: bool = False) -> str:
+    """Return the page.
+
+    Args:
+        data: see `page_data`.
+        live: whether it may ask its own server for newer data.
+    """
+    parts = files("outsize.reporting").joinpath("page")
+
+    def read(name: str) -> str:
+        return parts.joinpath(name).read_text(encoding="utf-8")
+
+    names = " and ".join(run["name"] for run in data["runs"]) or "a run that has not begun"
+    filled = {
+        "connect": "'self'" if live else "'none'",
+        "title": html.escape(f"{names} · outsize"),
+        "style": read("style.css"),
+        "script": "\n".join(read(name) for name in SCRIPTS),
+        "data": to_json(data).replace("<", "\\u003c"),
+    }
+    before, *rest = read("page.html").split("{{")
+    pieces = [before]
+    for part in rest:
+        name, _, text = part.partition("}}")
+        pieces += [filled[name], text]
+    return "".join(pieces)
+
+
+def to_json(data: dict[str, Any]) -> str:
+    """Return compact JSON, with null for what JSON cannot say: NaN and infinities."""
+    return json.dumps(_without_nan(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value

@@ -1,0 +1,194 @@
+"""The loop over the steps of a run, and what it keeps count of."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.home_file import remove_home, tell_costs
+from outsize.checkpoint.saver import Saver
+from outsize.config import Config
+from outsize.data.batch import Batch
+from outsize.data.packed_dataset import PackedDataset
+from outsize.data.prefetch import Prefetcher
+from outsize.data.shared import SharedData
+from outsize.errors import NonFiniteError, OutsizeError
+from outsize.group.group import Group
+from outsize.planner.simulate.stalls import Window
+from outsize.planner.simulate.timeline import Timeline
+from outsize.reporting.chrome import to_chrome
+from outsize.session.job.prepare import Prepared
+from outsize.session.run_state import Position
+from outsize.session.steps import StepOutcome
+from outsize.telemetry.writers import Writers
+from outsize.training.forecast import Forecast
+from outsize.training.interrupt import Interrupt
+from outsize.training.metrics.heartbeat import Heartbeat, write_json
+from outsize.training.metrics.run_records import StepRecord, TrainResult
+from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
+from outsize.training.profiling import PROFILE, StepProfiler
+from outsize.training.ranks import Ranks
+from outsize.training.trainer import Trainer
+from outsize.training.watchdog import Watchdog
+from outsize.units import format_seconds
+
+Progress = Callable[[StepRecord], None]
+# The step whose timeline is kept: by then kernels and caches are warm.
+TIMELINE_STEP = 2
+
+
+@dataclass(slots=True)
+class Run:
+    """The loop over steps, and what it keeps count of."""
+
+    config: Config
+    prepared: Prepared
+    ranks: Ranks
+    trainer: Trainer
+    accounts: Accounts
+    heartbeat: Heartbeat
+    writers: Writers
+    profiler: StepProfiler
+    watchdog: Watchdog
+    saver: Saver
+    next_start: Callable[[], str]
+    progress: Progress | None
+    position: Position
+    forecast: Forecast | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    _known_s: float = field(default_factory=time.monotonic)
+    _unwritten: tuple[StepRecord, StepOutcome] | None = None
+
+    def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
+        """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
+        interrupt.finish = self._awaited
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
+        try:
+            with _batches(dataset, self.config, self.ranks.group, self.position.step) as batches:
+                self._train(batches, interrupt)
+        except BaseException:
+            with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
+                self._write_line()
+            raise
+        tell_costs(self.prepared, self.ranks.own_dir, self.ranks.announce)
+        saved = latest(self.ranks.run_dir)
+        if saved is not None and self.position.step >= self.config.train.steps:
+            remove_home(self.config, self.ranks.own_dir, saved, self.ranks.announce)
+        return self._result(saved)
+
+    def _awaited(self) -> str:
+        """Say what a run that is asked to end waits for, and what becomes of it if it is not waited for."""
+        if self.watchdog.doing:
+            ends = f"the run ends with {self.watchdog.doing}"
+        else:
+            left_s = max(0.0, self.watchdog.typical_step_s - (time.monotonic() - self._known_s))
+            about = (
+                f"in about {format_seconds(left_s)}"
+                if self.watchdog.typical_step_s
+                else "when that is computed"
+            )
+            ends = f"the run ends after step {self.position.step + 1}, {about}, and saves"
+        return f"{ends}. A second one stops it at once: {self.next_start()}"
+
+    def _train(self, batches: Iterator[Batch], interrupt: Interrupt) -> None:
+        for outcome in self.trainer.steps(batches, self.position.step, self._write_line):
+            self._note(outcome)
+            if self.ranks.any_wants(interrupt.requested):
+                self.ranks.announce(f"interrupted after step {self.position.step}; saving")
+                break
+            with self.accounts.saving():
+                self.saver.between_steps(self.position)
+        self.trainer.settle()
+        self._write_line()
+        with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
+            self.saver.finish(self.position)
+        self.ranks.group.barrier()  # who holds a part of the state keeps it until the whole is saved
+
+    def _result(self, saved: Path | None) -> TrainResult:
+        stalled_s = self.accounts.stalled_s
+        return TrainResult(
+            steps=self.position.step,
+            loss=self.position.loss,
+            tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
+            peak_rss_bytes=peak_rss_bytes(),
+            budget_bytes=self.prepared.machine.device_bytes,
+            stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
+            bytes_read=self.bytes_read,
+            bytes_written=self.bytes_written,
+            run_dir=str(self.ranks.run_dir),
+            skipped_steps=self.position.skipped,
+            stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
+            export_dir=None if saved is None else str(saved),
+            failed_saves=self.saver.num_failed,
+            **_told(self.forecast),
+        )
+
+    def _write_line(self) -> None:
+        """Tell the heartbeat of the step that was known last, now that all of its bytes have moved."""
+        if self._unwritten is None:
+            return
+        (known, outcome), self._unwritten = self._unwritten, None
+        record = self.accounts.counted(known, outcome)
+        self.bytes_read += record.bytes_read
+        self.bytes_written += record.bytes_written
+        self.heartbeat.beat(record)
+        self.writers.tell(record)
+
+    def _note(self, outcome: StepOutcome) -> None:
+        """Keep count of one step, and tell whoever watches."""
+        former = self.position
+        self.position = Position(
+            former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
+        )
+        self.watchdog.step_ended(outcome.seconds)
+        self._known_s = time.monotonic()
+        self.tokens += outcome.tokens
+        self.seconds += outcome.seconds
+        timeline = self.trainer.take_timeline()
+        failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
+        self._unwritten = record, outcome
+        if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
+            write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
+        self._foresee(outcome.window, timeline)
+        if self.profiler.step_ended():
+            self.ranks.announce(
+                f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
+            )
+        if self.progress is not None:
+            self.progress(record)
+        if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):
+            raise NonFiniteError(
+                f"step {record.step}: loss {outcome.loss:g}; no weight was changed. Loss scaling cannot mend that: try "
+                "bf16 or fp32 instead of fp16, a lower optimizer.lr, or train.on_nonfinite=skip to go on"
+            )
+
+    def _foresee(self, window: Window, timeline: Timeline) -> None:
+        """Once the first steps are known, say how far they are from what was predicted, and go by them."""
+        if self.forecast is not None and self.forecast.step_ended(window, timeline):
+            assert self.forecast.comparison is not None
+            for line in self.forecast.comparison.lines():
+                self.ranks.announce(line)
+            self.forecast.write(self.ranks.own_dir)
+
+
+@contextlib.contextmanager
+def _batches(dataset: PackedDataset, config: Config, group: Group, first: int) -> Iterator[Iterator[Batch]]:
+    source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
+    with Prefetcher(source, config.sequences_per_step, first) as prefetcher:
+        yield (prefetcher.next() for _ in range(first, config.train.steps))
+
+
+def _told(forecast: Forecast | None) -> dict[str, float]:
+    """What a result says of predictions."""
+    if forecast is None:
+        return {}
+    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    found = forecast.comparison
+    return told if found is None else {**told, "measured_step_s": found.measured_s}

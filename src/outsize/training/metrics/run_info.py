@@ -1,0 +1,86 @@
+"""``run.json``: what the lines of a heartbeat are lines of: model, machine, and what the device promises."""
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize import __version__
+from outsize.hardware.inventory import take_inventory
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.runtime.device.device_group import device_names
+from outsize.session.job.machine import RunMachine
+from outsize.session.job.prepare import Prepared
+from outsize.training.metrics.flops import Peak
+
+SCHEMA_VERSION = 1
+
+
+def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]:
+    """Return what JSON knows of a run that begins or goes on now.
+
+    Args:
+        prepared: the run.
+        flops: of forward and backward of a step; None where they are not known.
+        peak: of all devices.
+    """
+    config = prepared.config
+    return {
+        **describe(prepared.split.model, prepared.split.spec, prepared.machine, prepared.dtype, flops, peak),
+        "steps": config.train.steps,
+        "plan_id": prepared.plan.plan_id,
+        "tokens_per_step": config.tokens_per_step,
+        "tokens_per_microbatch": -(-config.tokens_per_step // config.microbatches),
+    }
+
+
+def describe(
+    model: nn.Module, spec: ModelSpec, machine: RunMachine, dtype: str, flops: float | None, peak: Peak
+) -> dict[str, Any]:
+    """Return what JSON knows of a model that is trained from now on, whoever writes the loop.
+
+    Args:
+        model: the model.
+        spec: its units.
+        machine: device and budgets.
+        dtype: in which the model computes.
+        flops: of forward and backward of a step; None where they are not known.
+        peak: of all devices.
+    """
+    return {
+        "schema": SCHEMA_VERSION,
+        "started": time.time(),
+        "outsize": __version__,
+        "model": type(model).__name__,
+        "num_parameters": spec.num_parameters,
+        "num_trainable": spec.num_trainable,
+        "dtype": dtype,
+        "units": [
+            {"index": u.index, "name": u.name, "kind": u.kind, "weight_bytes": u.weight_bytes(spec.dtype)}
+            for u in spec.units
+        ],
+        "device": machine.device,
+        "device_names": _names(machine.device),
+        "num_workers": machine.num_workers,
+        "flops_per_step": flops,
+        "peak_flops_per_s": peak.flops_per_s,
+        "peak_source": peak.source,
+        "num_threads": torch.get_num_threads(),
+        "machine": take_inventory([]).model_dump(mode="json"),
+    }
+
+
+def gpu_uuids(device: str) -> dict[int, str]:
+    """Return by CUDA index what NVML knows the GPUs of ``device`` by; empty where it is no GPU."""
+    return {index: f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in _cuda_indices(device)}
+
+
+def _names(device: str) -> list[str]:
+    cuda = [torch.cuda.get_device_name(index) for index in _cuda_indices(device)]
+    return cuda or list(device_names(device))
+
+
+def _cuda_indices(device: str) -> list[int]:
+    names = dict.fromkeys(device_names(device)) if device.startswith("cuda") else {}
+    return [int(name.partition(":")[2]) for name in names]

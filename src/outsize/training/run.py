@@ -1,0 +1,365 @@
+"""A training run from its configuration to its result."""
+
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
+from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
+from outsize.checkpoint.home_file import newest_home, start, tell_costs
+from outsize.checkpoint.saver import Saver
+from outsize.config import Config, dump_config
+from outsize.data.packed_dataset import PackedDataset
+from outsize.group.launched import launched
+from outsize.hardware.gpus import import_nvml
+from outsize.hardware.numa import Placement
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.session.decide.decide import decide
+from outsize.session.decide.rates import Rates
+from outsize.session.frozen_encoding import summary
+from outsize.session.job.machine import choose_device
+from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.numa_binding import bound, placement_of
+from outsize.session.run_state import Position
+from outsize.session.torch_state import borrowed_torch
+from outsize.storage.record import CommitRecord
+from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.writers import Writers, open_writers
+from outsize.training.aftermath import Aftermath
+from outsize.training.ddp import check_fits, one_share, start_replica
+from outsize.training.forecast import Forecast, forecast
+from outsize.training.interrupt import Interrupt
+from outsize.training.loop import Progress, Run
+from outsize.training.metrics.flops import Peak, peak_of, step_flops
+from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
+from outsize.training.metrics.run_info import about, gpu_uuids
+from outsize.training.metrics.run_records import TrainResult
+from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
+from outsize.training.notes import notes_of
+from outsize.training.preflight import check_same_run
+from outsize.training.profiling import StepProfiler
+from outsize.training.ranks import Ranks, own_share, together
+from outsize.training.resumed_microbatches import PLAN_FILE, as_before
+from outsize.training.run_data import open_dataset
+from outsize.training.run_dir import choose_run_dir, claimed
+from outsize.training.trainer import Trainer
+from outsize.training.watchdog import Watchdog
+
+Announce = Callable[[str], None]
+# Errors of frozen weights that a codec has written, by name.
+QUANTISATION = "quantisation.json"
+
+
+def plan(config: Config) -> Plan:
+    """Return the plan of a run without starting it: nothing stays on disk, no data is read.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    return foresee(config, predict=False)[0]
+
+
+def foresee(
+    config: Config, *, predict: bool = True, announce: Announce = lambda _: None
+) -> tuple[Plan, Forecast | None]:
+    """Return the plan of a run, and what its steps are predicted to take, without starting it.
+
+    Args:
+        config: the run.
+        predict: whether lanes and units are timed.
+        announce: told which settings have no effect.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    run_dir = choose_run_dir(config)
+    with borrowed_torch(deterministic=False):
+        config = as_before(config, run_dir, run_checkpoint.find(config.train.resume, run_dir))
+        prepared = prepare(config, run_dir, lambda _: None)
+        for note in notes_of(config, prepared):
+            announce(note)
+        prepared, rates = decide(prepared, run_dir, lambda _: None)
+        return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
+
+
+def train(
+    config: Config, *, progress: Progress | None = None, announce: Announce = lambda _: None
+) -> TrainResult:
+    """Train as ``config`` says.
+
+    On a CPU this chooses what malloc keeps of freed memory, for the whole process and for good.
+
+    Args:
+        config: the run.
+        progress: called after each step.
+        announce: called with lines for people: what was found, chosen, and fallen back to.
+
+    Raises:
+        OutsizeError: the run cannot start, or a step failed. What was saved before stays.
+    """
+    place = launched()
+    asked, config = config, own_share(config, place)
+    with contextlib.ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt(announce))
+        ranks = stack.enter_context(together(config, place, announce))
+        if ranks.restarted:
+            config, asked = _resuming(config), _resuming(asked)
+        if ranks.is_first:
+            stack.enter_context(claimed(ranks.run_dir, config))
+        ranks.group.barrier()  # who may not write there has ended by now
+        return _train(stack, config, asked, ranks, interrupt, progress)
+
+
+def _train(
+    stack: contextlib.ExitStack,
+    config: Config,
+    asked: Config,
+    ranks: Ranks,
+    interrupt: Interrupt,
+    progress: Progress | None,
+) -> TrainResult:
+    """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
+    run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
+    stack.enter_context(
+        borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
+    )
+    set_thresholds(heap=False)
+    interrupt.doing = "the model was built, measured and planned"
+    resumed = run_checkpoint.find(config.train.resume, run_dir)
+    if ranks.is_first:  # last on the way out, when no lane can write any more
+        stack.callback(remove_litter, run_dir / CHECKPOINTS)
+    config, prepared, rates = _prepared(config, ranks, resumed)
+    asked = asked.in_microbatches(prepared.config.microbatches)
+    replicated = _is_replicated(config, ranks)
+    record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
+    if resumed is not None:
+        done = run_checkpoint.position_of(resumed)
+        if done.step >= config.train.steps:
+            announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+            return _nothing_done(prepared, run_dir, done)
+    interrupt.doing = "the data was read and tokenised"
+    dataset = _dataset(stack, config, prepared, ranks, resumed)
+    interrupt.doing = "the machine was timed and memory filled with the model's weights"
+    expected = None if replicated else forecast(prepared, own_dir, announce, rates)
+    run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
+    return run.go(dataset, interrupt)
+
+
+def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Prepared, Rates | None]:
+    """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
+    own_dir, announce = ranks.own_dir, ranks.announce
+    if resumed is not None:
+        run_checkpoint.check_same_method(resumed, config)
+    rank_dir = "" if ranks.is_first else own_dir.name
+    config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size)
+    started = config if resumed is None else _from_checkpoint(config, resumed)
+    replicated = _is_replicated(config, ranks)
+    if replicated:
+        started = one_share(started, ranks.group.size)
+    shared = None if replicated else ranks.group
+    prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
+    if ranks.is_first:
+        for note in notes_of(config, prepared, ranks.group.size):
+            announce(note)
+    rates = None
+    if replicated:
+        check_fits(prepared)
+    else:
+        prepared, rates = decide(prepared, own_dir, announce)
+    config = config.in_microbatches(prepared.config.microbatches)
+    if resumed is not None:
+        prepared = _with_tokenizer(prepared, config)
+        run_checkpoint.check_same_run(resumed, config, prepared)
+    return config, prepared, rates
+
+
+def _is_replicated(config: Config, ranks: Ranks) -> bool:
+    """Whether each rank holds the whole model, and torch's DDP sums its gradients."""
+    return ranks.group.size > 1 and config.parallel.mode == "ddp"
+
+
+def _open(
+    stack: contextlib.ExitStack,
+    config: Config,
+    asked: Config,
+    ranks: Ranks,
+    prepared: Prepared,
+    dataset: PackedDataset,
+    saved: tuple[Path | None, CommitRecord | None],
+    expected: Forecast | None,
+    progress: Progress | None,
+) -> Run:
+    """Open the trainer and all that watches it, and go on from the checkpoint and home that are ``saved``."""
+    run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
+    resumed, record = saved
+    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+    # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
+    begin_run(heap=prepared.heap)
+    place = launched()
+    placement = placement_of(config, prepared, place.local_size if place is not None else 1)
+    stack.enter_context(bound(placement))
+    # Entered first, so that it still watches while everything else is given back.
+    watchdog = stack.enter_context(_watchdog(prepared, ranks, expected))
+    # Entered before what it speaks of, so that it speaks when every lane has ended.
+    planes = prepared.plan.state.planes
+    aftermath = stack.enter_context(
+        Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own)
+    )
+    trainer: Trainer
+    if _is_replicated(config, ranks):
+        trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
+    else:
+        trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+        tell_costs(prepared, own_dir, announce)
+        _write_plan(ranks, prepared, trainer.errors)
+    _write_facts(ranks, asked, prepared, (flops, peak), placement)
+    heartbeat = stack.enter_context(Heartbeat(own_dir))
+    named = open_writers(
+        config.telemetry.writers if ranks.is_first else (),
+        run_dir,
+        config.telemetry.project,
+        config.model_dump(mode="json"),
+    )
+    writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+    profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
+    sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
+    saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
+    run = Run(
+        config,
+        prepared,
+        ranks,
+        trainer,
+        _accounts(trainer, sampler, flops, peak),
+        heartbeat,
+        writers,
+        profiler,
+        watchdog,
+        saver,
+        aftermath.next_start,
+        progress if ranks.is_first else None,
+        trainer.position,
+        expected,
+    )
+    aftermath.begun = True
+    # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
+    stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
+    return run
+
+
+def _watchdog(prepared: Prepared, ranks: Ranks, expected: Forecast | None) -> Watchdog:
+    train = prepared.config.train
+    return Watchdog(
+        ranks.own_dir,
+        ranks.announce,
+        action=train.on_stall,
+        factor=train.stall_factor,
+        floor_s=train.stall_floor_s,
+        predicted_step_s=expected.step_s if expected is not None else None,
+        links_are_disk=prepared.machine.below == "disk",
+    )
+
+
+def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> Accounts:
+    machine, links = trainer.prepared.machine, trainer.engine.moved()
+    return Accounts(
+        machine.device, machine.num_workers, links, trainer.ledger, trainer.fallbacks, sampler, flops, peak
+    )
+
+
+def _write_facts(
+    ranks: Ranks,
+    asked: Config,
+    prepared: Prepared,
+    computing: tuple[float | None, Peak],
+    placement: Placement,
+) -> None:
+    """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
+    if ranks.is_first:
+        write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
+    facts = about(prepared, *computing)
+    write_json(
+        ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
+    )
+
+
+def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> None:
+    """Write what a streamed run follows, and what became of frozen weights that a codec has written."""
+    write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
+    if errors:
+        ranks.announce(f"frozen weights are encoded: {summary(errors)}")
+        write_json(ranks.own_dir / QUANTISATION, errors)
+
+
+def _dataset(
+    stack: contextlib.ExitStack, config: Config, prepared: Prepared, ranks: Ranks, resumed: Path | None
+) -> PackedDataset:
+    """Open the data of whole batches; of several ranks, check that all have read the same."""
+    with ranks.first_goes_first():
+        dataset = stack.enter_context(open_dataset(config, prepared, ranks.run_dir, ranks.announce))
+    if ranks.group.size > 1:
+        first = 0 if resumed is None else run_checkpoint.position_of(resumed).step
+        check_same_run(prepared, dataset.batch(first, config.sequences_per_step), resumed, ranks.group)
+    return dataset
+
+
+def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
+    """The result of a run that was at its end already."""
+    return TrainResult(
+        steps=position.step,
+        loss=position.loss,
+        tokens_per_s=0.0,
+        peak_rss_bytes=peak_rss_bytes(),
+        budget_bytes=prepared.machine.device_bytes,
+        stall_share=0.0,
+        bytes_read=0,
+        bytes_written=0,
+        run_dir=str(run_dir),
+        skipped_steps=position.skipped,
+        export_dir=str(saved) if (saved := latest(run_dir)) is not None else None,
+    )
+
+
+def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
+    """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
+    run_dir = ranks.run_dir
+    newest = latest(run_dir)
+    run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
+    scale, dtype = trainer.loss_scale, trainer.prepared.dtype
+    return Saver(
+        trainer,
+        run_dir,
+        config.train,
+        commits=trainer.prepared.plan.layout.commits and not _is_replicated(config, ranks),
+        state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
+        announce=ranks.announce,
+        decide=ranks.first_decides if ranks.group.size > 1 else None,
+        writes=ranks.is_first,
+        saved_step=-1 if newest is None else position_of(newest).step,
+    )
+
+
+def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+        return prepared
+    return replace(prepared, directory=Path(config.model.path))
+
+
+def _resuming(config: Config) -> Config:
+    """The same run, gone on with."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
+
+
+def _from_checkpoint(config: Config, directory: Path) -> Config:
+    """The same run, with its weights read from one of its checkpoints; one of adapters holds no others."""
+    if config.train.method == "lora":
+        return config
+    model = config.model.model_copy(update={"path": str(directory)})
+    return config.model_copy(update={"model": model})
