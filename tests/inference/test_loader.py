@@ -107,6 +107,22 @@ def test_any_order_gets_the_right_weights(order, num_kept):
             use(loader, unit)
 
 
+def test_its_own_thread_may_close_it():
+    """The collector lets go of a model in any thread."""
+    with loading(scan_of(0, 2)) as (loader, weights):
+        weights.wait_for(2)
+        load, closed = weights.load, threading.Event()
+
+        def closing(unit: int, memory: torch.Tensor) -> None:
+            load(unit, memory)
+            loader.close()
+            closed.set()
+
+        weights.load = closing  # type: ignore[method-assign]
+        use(loader, 0)
+        assert closed.wait(PATIENCE_S)
+
+
 def test_another_scan_takes_over_between_passes():
     with loading(scan_of(0, 3)) as (loader, _):
         for scan in (scan_of(1, 3), scan_of(1, 2), scan_of(3, 1), scan_of(0, 1), plan_scan([8] * 5, 40)):

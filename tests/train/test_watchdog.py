@@ -98,6 +98,22 @@ def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads
     assert (kennel.engine.given_up, kennel.statuses) == ([], [])
 
 
+def test_its_own_thread_may_end_it(tmp_path: Path):
+    """The collector lets go of a model, and of its watchdog, in any thread."""
+    dog, ended = Watchdog(tmp_path, print, action="report", factor=1.0, floor_s=0.01), threading.Event()
+
+    class Ending(Engine):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "num_ended":
+                dog.__exit__()
+                ended.set()
+            return super().__getattribute__(name)
+
+    with dog:
+        dog.watch(Ending(), 1)
+        assert ended.wait(PATIENCE_S)
+
+
 def test_to_abort_is_to_give_the_step_up_and_where_that_ends_nothing_the_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

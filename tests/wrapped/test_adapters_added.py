@@ -1,5 +1,6 @@
 """What preference training does to a model after `outsize.wrap`: adapters are added, switched and turned off."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,15 @@ def test_an_adapter_that_is_added_trains_over_either_home(home: str):
         assert torch.equal(got, want)
         assert torch.equal(outsize.clip_grad_norm_(model, float("inf")), norm)
         optimizer.step()
+
+
+def test_a_directory_that_the_first_home_has_made_is_there_for_what_leaves_the_device(tmp_path: Path):
+    store_dir = tmp_path / "made"
+    with wrapped(adapted(), home="disk", store_dir=store_dir, offload=True) as model:
+        model.add_adapter("other", CONFIG)
+        model(**BATCH).loss.backward()
+        assert outsize.wrapped.module.runner_of(model)._plan.layout.offload
+    assert not store_dir.exists()
 
 
 def test_after_the_first_step_nothing_is_added():

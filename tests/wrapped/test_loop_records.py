@@ -1,6 +1,8 @@
 """A run directory of a loop of one's own is that of a run: heartbeat, plan, report, doctor, watchdog."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 import outsize
 import zoo
 from outsize.doctor.run_record import read_run
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, StorageError
 from outsize.reporting.collect import collect
 from outsize.wrapped.module import runner_of
+from outsize.wrapped.parameters import HomeParameters
 from reference import num_targets
 from wrapped.loops import ROOM, streamed_backward, train, wrapped
 
@@ -84,6 +87,24 @@ def test_a_directory_that_holds_a_run_is_refused_and_the_model_is_as_it_was(tmp_
     model(**BATCHES[0]).loss.backward()
 
 
+def test_a_directory_that_another_loop_writes_is_refused_by_the_argument_s_name(tmp_path: Path):
+    model = zoo.build("llama")
+    with wrapped(zoo.build("llama"), run_dir=tmp_path), pytest.raises(StorageError, match="another run_dir"):
+        outsize.wrap(model, **ROOM, run_dir=tmp_path)
+
+
+def test_a_checkpoint_whose_loop_has_no_directory_is_not_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    zoo.build("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "heartbeat.jsonl").write_text("{}\n")
+    read: list[Any] = []
+    monkeypatch.setattr(HomeParameters, "read", lambda *given: read.append(given) or {})
+    with pytest.raises(ConfigError, match="choose another run_dir"):
+        outsize.load(tmp_path / "model", **ROOM, home="disk", run_dir=tmp_path)
+    assert not read
+
+
 def test_only_passes_are_watched(tmp_path: Path):
     with wrapped(zoo.build("llama"), run_dir=tmp_path / "run") as model:
         records = runner_of(model).records
@@ -104,3 +125,15 @@ def test_only_passes_are_watched(tmp_path: Path):
         assert seen
         assert all(seen)
         assert passes.engine is None
+
+
+def test_a_model_that_is_dropped_is_not_kept_by_its_records(tmp_path: Path):
+    model = outsize.wrap(zoo.build("llama"), **ROOM, run_dir=tmp_path / "run")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streamed_backward(model, BATCHES[0])
+    optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert [step["step"] for step in lines(tmp_path / "run")] == [1]

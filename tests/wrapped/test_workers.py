@@ -84,6 +84,19 @@ def test_forwards_without_a_backward_and_modes():
         assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), want_ids)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_is_only_looked_at_comes_between_another_and_its_backward(training: bool):
+    plain, other = zoo.build("llama"), zoo.batch("llama", seed=1, num_sequences=4)
+    want = resident_backward(plain, BATCH, 1)
+    with wrapped(zoo.build("llama"), **FOUR) as model:
+        out = model.train(training)(**BATCH)
+        with torch.no_grad():
+            assert torch.equal(model(**other).loss, plain(**other).loss)
+        out.loss.backward()
+        assert torch.equal(out.loss.detach(), want)
+        assert_equal(gradients(model), gradients(plain))
+
+
 def test_smaller_batches_and_forwards_that_are_dropped():
     plain = zoo.build("llama")
     with wrapped(zoo.build("llama"), microbatches=4, **FOUR) as model:

@@ -160,7 +160,8 @@ class Loader:
         with self._state:
             self._closing = True
             self._state.notify_all()
-        if self._thread is not None:
+        # The collector may let go of a model in any thread, this one too.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._close_slots()
         for place in self._kept.values():

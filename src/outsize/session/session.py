@@ -180,6 +180,10 @@ class Session:
         self.close_engine()
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget_engine)
+            if (
+                self.machine.home == "disk"
+            ):  # another session that has made it may have ended, and taken it along
+                stack.enter_context(needed_directory(self._store.directory, self._store.setting))
             buffers = stack.enter_context(contextlib.closing(self._arena(self._tier_below)))
             between = (self.pool, buffers, self.ledger)
             scratch = open_scratch(plan, boundary_bytes, self._store.path("activations.bin"), *between)

@@ -41,13 +41,14 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
         ConfigError: it holds a run that is not to be continued.
         StorageError: it cannot be written, or another run is using it.
     """
-    with needed_directory(run_dir, "train.run_dir"):
+    key = "run_dir" if config is None else "train.run_dir"
+    with needed_directory(run_dir, key):
         try:
             descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            raise explain(error, f"open {run_dir} (train.run_dir)") from error
+            raise explain(error, f"open {run_dir} ({key})") from error
         try:
-            _lock(descriptor, run_dir)
+            _lock(descriptor, run_dir, key)
             if config is None and _has_begun(run_dir):
                 raise ConfigError(f"{run_dir} holds a run already; choose another run_dir")
             if config is not None and config.train.resume != "auto" and _holds_run(run_dir, config):
@@ -60,12 +61,12 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
             files.system().close(descriptor)
 
 
-def _lock(descriptor: int, run_dir: Path) -> None:
+def _lock(descriptor: int, run_dir: Path, key: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise StorageError(
-            f"{run_dir} is in use by another run; wait for it, or choose another train.run_dir"
+            f"{run_dir} is in use by another run; wait for it, or choose another {key}"
         ) from error
     except OSError:
         return  # a file system without locks: nothing to check

@@ -175,7 +175,8 @@ class Watchdog:
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        if self._thread is not None:
+        # The collector may let go of a model, and of its watchdog, in any thread, this one too.
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def look(self, elapsed_s: float) -> None:

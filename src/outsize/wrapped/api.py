@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -170,7 +170,7 @@ def load(
         transport_of(transport),
         state,
     )
-    return _recorded(model, run_dir)
+    return _recorded(model, run_dir, _discard)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -198,13 +198,22 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _recorded(model: nn.Module, run_dir: str | os.PathLike[str] | None) -> nn.Module:
-    """Have a wrapped model write a run directory, where there is one; one that cannot leaves the model unwrapped."""
+def _discard(model: nn.Module) -> None:
+    """Free all that streams a model which nobody has; it may be larger than host memory."""
+    runner_of(model).close()
+
+
+def _recorded(
+    model: nn.Module,
+    run_dir: str | os.PathLike[str] | None,
+    undo: Callable[[nn.Module], object] = unwrap,
+) -> nn.Module:
+    """Have a wrapped model write a run directory, where there is one; where that cannot be, ``undo`` the wrapping."""
     if run_dir is not None:
         try:
             runner_of(model).record(Path(run_dir))
         except BaseException:
-            unwrap(model)
+            undo(model)
             raise
     return model
 

@@ -91,8 +91,9 @@ class LoopRecords:
     """
 
     def __init__(self, run_dir: Path, session: Session, model: nn.Module, dtype: str) -> None:
-        self._run_dir, self._session, self._dtype = run_dir, session, dtype
-        self._model = weakref.ref(model)
+        self._run_dir, self._dtype = run_dir, dtype
+        # Weakly: what closes the records of a model that is dropped must not keep the model.
+        self._session, self._model = weakref.ref(session), weakref.ref(model)
         self._passes = _Passes()
         self._accounts: Accounts | None = None
         self._unwritten: tuple[StepRecord, StepOutcome] | None = None
@@ -128,7 +129,8 @@ class LoopRecords:
 
     def planned(self, plan: Plan, spec: ModelSpec, session: Session) -> None:
         """Write the plan of a new engine, and at the first one of a session what the loop is of."""
-        moved, self._session = session is not self._session, session  # to another home, with its own budgets
+        moved = session is not self._session()  # to another home, with its own budgets
+        self._session = weakref.ref(session)
         engine = session.engine
         model = self._model()
         assert engine is not None
@@ -136,14 +138,14 @@ class LoopRecords:
         write_json(self._run_dir / PLAN_FILE, plan.to_dict())
         if self._accounts is not None and not moved:
             return
-        machine = self._session.machine
+        machine = session.machine
         peak = peak_of(machine.device, self._dtype)
         self._accounts = Accounts(
             machine.device,
             machine.num_workers,
             tuple(engine.moved()),
-            self._session.ledger,
-            self._session.fallbacks,
+            session.ledger,
+            partial(_fallbacks, self._session),
             self._sampler,
             None,
             peak,
@@ -192,7 +194,8 @@ class LoopRecords:
             return
         ended_s = time.perf_counter()
         outcome = self._outcome(float(optimizer.param_groups[0]["lr"]), ended_s)
-        engine = self._session.engine
+        session = self._session()
+        engine = None if session is None else session.engine
         events = (*self._events, *(engine.take_timeline().events if engine is not None else ()))
         timeline = Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
         self._watchdog.step_ended(outcome.seconds)
@@ -246,6 +249,11 @@ def _hook(records: "weakref.ref[LoopRecords]") -> Any:
             found.stepped(optimizer)
 
     return stepped
+
+
+def _fallbacks(session: "weakref.ref[Session]") -> dict[str, int]:
+    found = session()
+    return {} if found is None else found.fallbacks()
 
 
 def _sum(counted: tuple[Mapping[tuple[str, str], Moved], ...]) -> dict[str, Moved]:

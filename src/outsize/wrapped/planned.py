@@ -148,7 +148,8 @@ class Planned:
         """Write a run directory from now on, see `LoopRecords`."""
         model = self._check()
         self.records = LoopRecords(run_dir, self.session, model, self.split.spec.compute_dtype)
-        weakref.finalize(self, self.records.close)
+        # Not at exit: `close` ends the lanes first, and what they move until then belongs to the last line.
+        weakref.finalize(self, self.records.close).atexit = False
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""
@@ -326,11 +327,9 @@ class Planned:
             self._plan_anew()
         if not self._transport.is_raw("weights"):
             self._note_changes()
-        for number in self._abandoned:
-            assert self._engine is not None
-            self._engine.forget_saved(number)
-        self._abandoned.clear()
         assert self._engine is not None
+        while self._abandoned:  # the collector may add to it meanwhile
+            self._engine.forget_saved(self._abandoned.pop())
         assert self._plan is not None
         if self._shortened_for != shape.saving:
             self._engine.shorten(*self._needed.get(shape.saving, ({}, {})))

@@ -129,12 +129,11 @@ class Runner(Inferring):
     def _number(self, model: nn.Module) -> int:
         """What the random numbers of a forward are made of: of the caller's, as long as the model draws any.
 
-        Else nothing is taken from the caller's, so that samples drawn between steps are those of the plain loop.
+        Else nothing is taken from the caller's, so that samples drawn between steps are those of the plain loop. Each
+        forward has another one: what leaves the device goes by it.
         """
-        if not model.training:
-            return 0
         self._num_forwards += 1
-        draws = self._measured is None or self._measured.draws_random
+        draws = model.training and (self._measured is None or self._measured.draws_random)
         return int(torch.randint(2**62, ())) if draws else self._num_forwards
 
     def _passage(self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]) -> Passage:
