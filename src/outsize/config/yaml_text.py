@@ -70,8 +70,9 @@ def parse_yaml(
     Raises:
         ConfigError: the text is not YAML, or gives a key twice.
     """
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)  # which refuses characters that YAML has not
         node = loader.get_single_node()
         if node is None:
             return None
@@ -86,7 +87,8 @@ def parse_yaml(
         # PyYAML leaves what it makes of a tag to Python: `!!int x`, a list as a key, a thousand brackets.
         raise ConfigError(f"{source}: not a configuration: {type(error).__name__}: {error}") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _leave_as_written(node: yaml.Node, takes_text: TakesText, at: tuple[str, ...]) -> None:
