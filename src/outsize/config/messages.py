@@ -85,7 +85,7 @@ def as_config_error(error: ValidationError, origins: Mapping[str, str]) -> Confi
 
 def _lines(detail: ErrorDetails, origins: Mapping[str, str]) -> list[str]:
     path = ".".join(str(part) for part in detail["loc"])
-    if not path:  # a combination of keys, which `rules` has already put into words
+    if not path:  # a combination of keys, which `config_rules` has already put into words
         return str(detail["ctx"]["error"]).split("\n")
     key = ".".join(path.split(".")[:2])
     origin = origins.get(path) or origins.get(key)

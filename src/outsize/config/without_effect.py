@@ -100,7 +100,7 @@ _STAGES: Final[_Row] = (
 )
 _HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
-# An optimizer that lacks a setting refuses it (`rules`), so that rows of such are empty.
+# An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "beta2_decay"), _ALWAYS),
     **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "schedule"), _ALWAYS),

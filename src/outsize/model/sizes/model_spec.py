@@ -201,7 +201,7 @@ class Workload:
         held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
         saved_bytes: of what each streamed unit's forward makes and its backward needs; 0 for the last.
         gradient_flops: of each streamed unit's backward, without what it recomputes.
-        again_flops: that its backward computes again whatever is kept, see `model.parted`; empty for none.
+        again_flops: that its backward computes again whatever is kept, see `model.tiled_mlp`; empty for none.
         attention_bytes: of what each streamed unit's attention returns; empty where it is unknown.
         attention_flops: of that attention.
         products_bytes: of what its attention and those of its matrix products return that its backward needs; likewise.

@@ -110,7 +110,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
 
 
 def in_mlp_parts(shape: Shape, num_parts: int) -> Shape:
-    """Return ``shape`` with MLPs that take their tokens in ``num_parts`` parts, see `model.parted`.
+    """Return ``shape`` with MLPs that take their tokens in ``num_parts`` parts, see `model.tiled_mlp`.
 
     Raises:
         ModelError: its MLPs are mixtures of experts.
