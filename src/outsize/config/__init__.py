@@ -1,6 +1,7 @@
 """The run configuration: strict, frozen, described field by field.
 
-Each section is a file of its own, and `schema` puts them together. `config_rules` knows which keys contradict each other, and
+Each section is a file of its own, and `schema` puts them together. `config_rules` knows which keys contradict each
+other, and
 `without_effect` which change nothing. `load` says where the values come from (flags, ``--set``, environment, file), and
 `messages` turns a failed check into plain words.
 """

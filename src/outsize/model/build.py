@@ -121,7 +121,8 @@ def build_skeleton(
             knows.
         trust_remote_code: whether code that comes with the model may run.
         head: False leaves the head out: the model that ends in hidden states.
-        frozen: whether its own weights do not train, so that a quantised checkpoint will do (`checkpoint.files.quantised`).
+        frozen: whether its own weights do not train, so that a quantised checkpoint will do
+            (`checkpoint.files.quantised`).
 
     Raises:
         ModelError: not a language model outsize can train, or it cannot be built as asked.

@@ -2,7 +2,8 @@
 
 Over a host home a parameter is a view of its unit's weights, and its ``.grad`` a view of the gradient plane, so any
 optimizer of `torch.optim` steps where the bytes are. Over a disk home parameters have a shape and no bytes; their
-``.grad`` is a mark that a gradient is at home (`wrapped.disk_gradients`). Frozen weights that a codec has written have a shape
+``.grad`` is a mark that a gradient is at home (`wrapped.disk_gradients`). Frozen weights that a codec has written
+have a shape
 and no bytes over either home: reading decodes them. So have those that ``transport.weights`` keeps encoded.
 
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.

@@ -1,4 +1,4 @@
-"""What a microbatch of the caller's takes on the device, and the plan that fits it, made as `session.job.prepare` does."""
+"""What a microbatch of the caller's takes on the device, and the plan that fits it."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
