@@ -95,7 +95,7 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
         codecs = ("lossless4", "lossless3") if named == "auto" else (named,)
         assert found.machine.home == "host"
         assert found.plan.transport.weights in codecs
-        assert decide(found, tmp_path / named, print) == (found, None)
+        assert decide(found, tmp_path / named, print)[0] == found
     raw = make_config(tmp_path / "model", batches, model=model, memory=on(home="auto", **tight))
     with pytest.raises(InfeasiblePlanError):
         prepare(raw, tmp_path / "disk", print)

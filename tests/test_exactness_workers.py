@@ -103,6 +103,7 @@ def moves(got: Any) -> set[str]:
 def test_copies_from_device_to_device_change_no_bit(
     num_workers: int, sections: dict[str, Any], tmp_path: Path
 ):
+    sections = {"parallel": {"handover": "peer"}, **sections}
     got = compare("llama", tmp_path, memory=on(num_workers, peer_gb_per_s=0.05), **sections)
     assert moves(got) >= {"PASS", "RETURN"}
     assert not moves(got) & {"SEND", "RECV"}
@@ -148,7 +149,7 @@ def test_more_workers_than_stages(tmp_path: Path):
     make_model_dir(tmp_path / "model", num_hidden_layers=1)
     config = make_run(tmp_path, memory=on(6))
     with pytest.raises(
-        ConfigError, match="6 workers, but 3 units make at most 5 stages; use at most 5 workers"
+        ConfigError, match="6 devices, but 3 units make at most 5 stages; use at most 5 devices"
     ):
         prepare(config, tmp_path / "run", lambda _: None)
 
@@ -186,7 +187,7 @@ def test_several_workers_go_on_from_a_home_on_disk_that_one_has_committed(tmp_pa
 @pytest.mark.parametrize(
     ("memory", "tier", "advice"),
     [
-        ({"device_memory": "64KiB"}, "device", "on each worker, .* first try"),
+        ({"device_memory": "64KiB"}, "device", "on each device, .* first try"),
         ({"host_memory": "64KiB", "home": "host"}, "host", "on the host, .* first try the home on disk"),
     ],
 )

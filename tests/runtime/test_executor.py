@@ -16,7 +16,7 @@ from outsize.planner.program.ops import Op
 from outsize.planner.program.program import parse
 from outsize.planner.program.step_layout import StepLayout
 from outsize.runtime.device.device import CpuDevice, Device
-from outsize.runtime.engine.executor import Executor
+from outsize.runtime.engine.executor import Executor, Waiting
 from patience import PATIENCE_S
 from planner.layouts import layouts, make_layout
 
@@ -63,8 +63,8 @@ def test_an_op_waits_for_what_it_depends_on():
         assert recorder.began["LOAD 0@w0.0"].wait(PATIENCE_S)
         assert recorder.started == ["LOAD 0@w0.0"]
         assert executor.waiting() == {
-            "up:w0": "LOAD 0@w0.0 is running",
-            "compute:w0": "F 0.0@w0 waits for LOAD 0@w0.0",
+            "up:w0": Waiting("LOAD 0@w0.0", ()),
+            "compute:w0": Waiting("F 0.0@w0", ("LOAD 0@w0.0",)),
         }
         recorder.go["LOAD 0@w0.0"].set()
         executor.wait(tasks)
