@@ -173,7 +173,7 @@ def test_what_if_answers_where_the_base_does_not_fit(model_dir, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"model_type": "mamba"}', "no sizes from the config of a 'mamba' model; there are llama"),
+        ('{"model_type": "mamba3"}', "transformers does not know it"),
         ('{"model_type": "llama"}', "lacks a size"),
         ("[1]", "not the config of a model"),
         ("{", "cannot read"),

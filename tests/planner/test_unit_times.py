@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.presets import find_gpu, parse_gpus
+from outsize.hardware.gpu_table import find_card
+from outsize.hardware.presets import parse_gpus
 from outsize.planner.simulate.gpu_times import unit_times
 from planner.questions import ask
 
@@ -23,7 +24,7 @@ def test_blocks_take_their_flops_and_the_embedding_its_bytes():
 
 def test_the_slowest_gpu_sets_the_time():
     pair = parse_gpus("2x4090")
-    mixed = replace(pair, gpus=(pair.gpus[0], find_gpu("3090")))
+    mixed = replace(pair, gpus=(pair.gpus[0], find_card("3090").gpu()))
     assert (
         unit_times(mixed, "bf16", WORK).forward_s[1:]
         == unit_times(parse_gpus("3090"), "bf16", WORK).forward_s[1:]

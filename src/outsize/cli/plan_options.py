@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ from outsize.choices import (
     WireGradients,
     WireWeights,
 )
+from outsize.hardware.product_rates import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,18 @@ class PlanFlags:
     ]
     gpus: Annotated[
         str | None, typer.Option(metavar="NxNAME", help="GPUs and a usual host, e.g. 4090, 8x4090, 2xh100.")
+    ] = None
+    gpu_spec: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIGURES", help="A GPU of no list: memory=24GB,tflops=165,gbps=1008,pcie=4x16,count=2."
+        ),
+    ] = None
+    kernels: Annotated[
+        Kernels | None,
+        typer.Option(
+            help="What computes: eager blocks (default), or fused kernels; a rate of products each."
+        ),
     ] = None
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
@@ -63,6 +76,18 @@ class PlanFlags:
         str | None,
         typer.Option(metavar="SIZE", help="Host memory of the machine, e.g. 64GB, if not as usual."),
     ] = None
+    cpu_cores: Annotated[int | None, typer.Option(help="Cores of the host, which step the optimizer.")] = None
+    disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Free space of the disk, e.g. 2TB; none for no disk.")
+    ] = None
+    disk_read: Annotated[str | None, typer.Option(metavar="RATE", help="Reads of the disk, e.g. 7GB.")] = None
+    disk_write: Annotated[str | None, typer.Option(metavar="RATE", help="Writes of the disk, e.g. 6GB.")] = (
+        None
+    )
+    commits: Annotated[
+        Literal["step", "none"],
+        typer.Option(help="When a home on disk commits; none takes half the disk."),
+    ] = "step"
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
     ] = None

@@ -49,7 +49,7 @@ def to_dict(
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
-        "assumptions": [*ALWAYS, *prediction.assumptions],
+        "assumptions": [*ALWAYS, *asked.figures.notes, *prediction.assumptions],
         "figures": [asdict(figure) for figure in figures_used(question, prediction)],
     }
 
@@ -88,7 +88,7 @@ def render(
         console.print(_largest_table(scaled))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
-    for assumption in (*ALWAYS, *prediction.assumptions):
+    for assumption in (*ALWAYS, *asked.figures.notes, *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

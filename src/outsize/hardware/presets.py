@@ -1,17 +1,15 @@
-"""Figures of common parts, each with its source, and machines made of them.
+"""Figures of common hosts, links and disks, each with its source, and machines made of them and of GPUs.
 
-Peaks are dense rates of the vendor's data sheets (no sparsity). What a program reaches of them is an
-assumption until a probe replaces it, and says so.
+What is no data sheet's is an assumption until a probe replaces it, and says so.
 """
 
 import re
-from difflib import get_close_matches
 
 from outsize.errors import ConfigError
-from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer
+from outsize.hardware.gpu_table import GIB, Card, find_card
+from outsize.hardware.machine_spec import Disk, Figure, Host, Link, Machine, Peer
 from outsize.hardware.pcie import theory_bytes_per_s
-
-GIB = 2**30
+from outsize.hardware.product_rates import Kernels
 
 # What pinned copies of 64 MiB and more reach of it: 12.3 of 15.8, 25 of 31.5 and 55 of 63 GB/s.
 PCIE_EFFICIENCY = {
@@ -21,65 +19,8 @@ PCIE_EFFICIENCY = {
 }
 COPY_LATENCY_S = Figure(value=6e-6, source="assumed: an asynchronous copy costs 5 to 7 us")
 
-_ADA = "NVIDIA Ada GPU architecture white paper, appendix"
-_AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper"
-_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
-_EFFICIENCY_GEFORCE = Figure(value=0.75, source="assumed: large bf16 matrix products within a model")
-_EFFICIENCY_SERVER = Figure(value=0.65, source="assumed: large bf16 matrix products within a model")
-
-
-def _gpu(
-    name: str,
-    memory_gib: int,
-    teraflops: dict[str, float],
-    gigabytes_per_s: float,
-    generation: int,
-    source: str,
-    efficiency: Figure,
-) -> Gpu:
-    return Gpu(
-        name=name,
-        memory_bytes=memory_gib * GIB,
-        peak_flops_per_s={
-            dtype: Figure(value=rate * 1e12, source=source) for dtype, rate in teraflops.items()
-        },
-        efficiency=efficiency,
-        memory_bytes_per_s=Figure(value=gigabytes_per_s * 1e9, source=source),
-        pcie_generation=generation,
-    )
-
-
-def _geforce(name: str, memory_gib: int, fp32: float, gigabytes: float, generation: int, source: str) -> Gpu:
-    """Return a GeForce: half-precision products run at 2x the fp32 rate summed in fp32, at 4x summed in fp16."""
-    rates = {"fp32": fp32, "bf16": 2 * fp32, "fp16": 2 * fp32, "fp16acc": 4 * fp32}
-    return _gpu(name, memory_gib, rates, gigabytes, generation, source, _EFFICIENCY_GEFORCE)
-
-
-def _server(
-    name: str, memory_gib: int, half: float, fp32: float, gigabytes: float, generation: int, source: str
-) -> Gpu:
-    rates = {"fp32": fp32, "tf32": half / 2, "bf16": half, "fp16": half, "fp16acc": half}
-    return _gpu(name, memory_gib, rates, gigabytes, generation, source, _EFFICIENCY_SERVER)
-
-
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _geforce("3090", 24, 35.6, 936, 4, _AMPERE),
-        _geforce("4070ti", 12, 40.1, 504, 4, _ADA),
-        _geforce("4080", 16, 48.7, 717, 4, _ADA),
-        _geforce("4090", 24, 82.6, 1008, 4, _ADA),
-        _geforce("5090", 32, 104.8, 1792, 5, _BLACKWELL),
-        _server("a100", 80, 312, 19.5, 2039, 4, "NVIDIA A100 80GB SXM data sheet"),
-        _server("a800", 80, 312, 19.5, 2039, 4, "NVIDIA A800 80GB SXM data sheet"),
-        _server("h100", 80, 989, 66.9, 3350, 5, "NVIDIA H100 SXM data sheet"),
-        _server("h200", 141, 989, 66.9, 4800, 5, "NVIDIA H200 SXM data sheet"),
-    )
-}
-
-# NVLink of servers with a switch between all GPUs: half of what data sheets call the total of both directions.
+# Of NVLink and its like: half of what data sheets call the total of both directions, between all GPUs of a server.
 NVLINK_EFFICIENCY = 0.8
-NVLINK_BYTES_PER_S: dict[str, float] = {"a100": 300e9, "a800": 200e9, "h100": 450e9, "h200": 450e9}
 
 _DESKTOP = Host(
     memory_bytes=128 * GIB,
@@ -113,55 +54,64 @@ def pcie_bytes_per_s(generation: int, lanes: int = 16) -> Figure:
     return Figure(value=peak * share.value, source=source)
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return the preset called ``name``, however it is spelt: ``RTX 4090``, ``rtx4090``, ``4090``.
-
-    Raises:
-        ConfigError: unknown; suggests the nearest names.
-    """
-    key = re.sub(r"[\s_-]", "", name.lower())
-    key = re.sub(r"^(nvidia|geforce|rtx|tesla)+", "", key)
-    if key not in GPUS:
-        near = get_close_matches(key, GPUS, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(GPUS)}"
-        raise ConfigError(f"unknown GPU {name!r}; {hint}")
-    return GPUS[key]
-
-
-def parse_gpus(text: str) -> Machine:
+def parse_gpus(text: str, kernels: Kernels = "eager") -> Machine:
     """Return a machine of GPUs such as ``8x4090`` or ``H100``, with a host that is usual for so many.
 
-    Up to two GeForce cards sit in a desktop, two of them on half the lanes each; anything else is a server with
-    16 lanes for each.
+    Up to two cards of a desktop sit in one, two of them on half the lanes each; anything else is a server with all
+    lanes for each.
+
+    Args:
+        text: number and name.
+        kernels: what computes on them.
 
     Raises:
         ConfigError: not of this form, or an unknown name.
+    """
+    count, name = split_count(text)
+    return machine_of(find_card(name), count, kernels)
+
+
+def split_count(text: str) -> tuple[int, str]:
+    """Return the number and the name that ``8x4090`` is made of; the number is one where there is none.
+
+    Raises:
+        ConfigError: not of this form.
     """
     match = re.fullmatch(r"\s*(?:([0-9]+)\s*[xX*]\s*)?(\S.*?)\s*", text)
     count = int(match[1] or 1) if match else 0
     if match is None or count < 1:
         raise ConfigError(f"not a number of GPUs: {text!r}; write for example 8x4090 or h100")
-    gpu = find_gpu(match[2])
-    is_desktop = count <= 2 and gpu.efficiency is _EFFICIENCY_GEFORCE
-    rate = pcie_bytes_per_s(gpu.pcie_generation, 8 if is_desktop and count == 2 else 16)
+    return count, match[2]
+
+
+def machine_of(card: Card, count: int, kernels: Kernels = "eager") -> Machine:
+    """Return a machine of ``count`` such cards, with a host that is usual for so many; see `parse_gpus`."""
+    is_desktop = count <= 2 and card.is_desktop
+    if card.peer == "c2c":
+        rate = Figure(
+            value=card.peer_bytes_per_s * NVLINK_EFFICIENCY, source=f"{card.source}; assumed: four fifths"
+        )
+    else:
+        lanes = min(card.lanes, 8) if is_desktop and count == 2 else card.lanes
+        rate = pcie_bytes_per_s(card.pcie_generation, lanes)
     link = Link(up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=COPY_LATENCY_S)
     return Machine(
-        name=f"{count}x{gpu.name}",
-        gpus=(gpu,) * count,
+        name=f"{count}x{card.name}",
+        gpus=(card.gpu(kernels),) * count,
         links=(link,) * count,
         host=_DESKTOP if is_desktop else _SERVER,
         disk=NVME,
-        peers=_peers(gpu, count),
+        peers=_peers(card, count),
     )
 
 
-def _peers(gpu: Gpu, count: int) -> tuple[Peer, ...]:
+def _peers(card: Card, count: int) -> tuple[Peer, ...]:
     """Return which of ``count`` GPUs copy to each other: all in a server; drivers of GeForce cards switch it off."""
-    if gpu.name not in NVLINK_BYTES_PER_S:
+    if card.peer != "nvlink":
         return ()
     rate = Figure(
-        value=NVLINK_BYTES_PER_S[gpu.name] * NVLINK_EFFICIENCY,
-        source="NVLink per direction of the SXM data sheet; assumed: large copies reach four fifths of it",
+        value=card.peer_bytes_per_s * NVLINK_EFFICIENCY,
+        source=f"{card.source}, per direction; assumed: large copies reach four fifths of it",
     )
     pairs = ((a, b) for a in range(count) for b in range(count) if a != b)
     return tuple(Peer(source=a, target=b, bytes_per_s=rate, own_wire=True) for a, b in pairs)
