@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from cli.test_plan import answer, run
+from outsize.cli import main
 from outsize.model.sizes.spec_from_config import FAMILIES
 
 # By model type: what its config says, and its parameters as published, in billions.
@@ -17,7 +18,19 @@ PUBLISHED = {
     "gpt_oss": ({}, 116.8),
     "deepseek_v3": ({}, 671.0),
 }
-OPTIONS = ("--gpus", "h200", "--ram", "2TB", "--no-advice", "--tokens-per-step", "16384", "--seq-len", "1024")
+OPTIONS = (
+    "--gpus",
+    "h200",
+    "--ram",
+    "2TB",
+    "--disk",
+    "50TB",
+    "--no-advice",
+    "--tokens-per-step",
+    "16384",
+    "--seq-len",
+    "1024",
+)
 
 
 def written(tmp_path, model_type, **changes):
@@ -71,3 +84,23 @@ def test_adapters_and_parts_go_with_a_counted_model(tmp_path, capsys):
     assert parted["memory_bytes"]["device"]["workspace"] < whole["memory_bytes"]["device"]["workspace"]
     assert run(file, *OPTIONS, "--largest") != 0
     assert "--largest grows models by the sizes in their configs" in capsys.readouterr().err
+
+
+def test_train_takes_the_adapters_of_a_mixture_as_plan_wrote_them(tmp_path, capsys):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    config = Qwen3MoeConfig(
+        **sizes, **layers, num_experts_per_tok=2, vocab_size=96, max_position_embeddings=64
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "px.yaml"
+    options = ("--gpus", "4090", "--seq-len", 16, "--tokens-per-step", 128, "--no-advice")
+    predicted = answer(capsys, tmp_path / "model", *options, "--method", "lora", "--output", file)
+    with pytest.raises(SystemExit) as done:
+        main(["train", str(file), "--dry-run", "--json"])
+    assert not done.value.code, capsys.readouterr().err
+    dry = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert dry["config"]["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert dry["plan"]["microbatches"] == predicted["microbatches"]

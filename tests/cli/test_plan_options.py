@@ -1,6 +1,7 @@
 """LoRA, nodes, hub ids and the largest model: what `outsize plan` takes, and what it says of mistakes."""
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,6 +12,7 @@ from outsize.cli.model_config import read_config
 from outsize.cli.plan_largest import largest
 from outsize.config import load_config
 from outsize.errors import ModelError
+from outsize.hardware.presets import parse_gpus
 
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])
@@ -216,3 +218,28 @@ def test_the_host_is_said_by_options(model_dir, capsys):
 def test_a_machine_that_is_none_is_named_with_what_to_write(model_dir, capsys, options, words):
     assert run(model_dir, "--seq-len", 128, "--no-advice", *options) != 0
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("over", ["tokens-per-step", "seq-len", "gpus", "ram"])
+def test_a_sweep_is_a_table_with_bars_and_a_picture(model_dir, tmp_path, capsys, over):
+    length = () if over == "seq-len" else ("--seq-len", 128)
+    options = (model_dir, "--gpus", "4090", *length, "--sweep", over)
+    found = answer(capsys, *options)
+    assert (found["kind"], found["over"]) == ("sweep", over)
+    assert any(point["tokens_per_s"] for point in found["points"])
+    picture = tmp_path / "sweep.svg"
+    assert run(*options, "--picture", picture) == 0
+    shown = capsys.readouterr().out
+    assert "█" in shown
+    drawn = ElementTree.fromstring(picture.read_text())
+    bars = [element for element in drawn if element.tag.endswith("rect")]
+    assert len(bars) == sum(point["tokens_per_s"] is not None for point in found["points"])
+
+
+def test_what_cannot_be_swept_is_said(model_dir, tmp_path, capsys):
+    machine = tmp_path / "machine.json"
+    machine.write_text(parse_gpus("4090").to_json())
+    assert run(model_dir, "--machine", machine, "--sweep", "gpus") != 0
+    assert "name them with --gpus" in capsys.readouterr().err
+    assert run(model_dir, "--gpus", "4090", "--picture", tmp_path / "x.svg") != 0
+    assert "--picture is of a --sweep" in capsys.readouterr().err

@@ -57,9 +57,9 @@ def test_bytes_are_those_that_a_run_measures(name):
         assert work.backward_workspace_bytes[kind] == pytest.approx(
             most(kinds, measured.backward_bytes, kind), rel=WITHIN
         )
-        assert work.forward_workspace_bytes[kind] == pytest.approx(
-            most(kinds, measured.forward_bytes, kind), rel=WITHIN
-        )
+        # Less than what its backward needs, and counted without what kernels do in place.
+        forward = most(kinds, measured.forward_bytes, kind)
+        assert work.forward_workspace_bytes[kind] == pytest.approx(forward, rel=1.5 * WITHIN)
     assert work.held_bytes == pytest.approx(measured.held_bytes, rel=WITHIN)
     assert all(flops > 0 for flops in work.forward_flops[1:])
 
@@ -69,7 +69,7 @@ def test_sizes_from_the_configs_of_families_are_what_is_counted(name):
     """Enough tokens that the routers of mixtures do not weigh."""
     config = config_of(name)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "moe_intermediate_size": 256}
-    for key, value in {**sizes, "sliding_window": None, "shared_expert_intermediate_size": 256}.items():
+    for key, value in {**sizes, "sliding_window": 4096, "shared_expert_intermediate_size": 256}.items():
         if hasattr(config, key):
             setattr(config, key, value)
     counted = count_model(config, run_of("bf16"))
@@ -85,3 +85,4 @@ def test_sizes_from_the_configs_of_families_are_what_is_counted(name):
     assert told.forward_flops[1:] == pytest.approx(work.forward_flops[1:], rel=0.02)
     assert told.gradient_flops[1:] == pytest.approx(work.gradient_flops[1:], rel=0.1)
     assert told.saved_bytes[1:] == pytest.approx(work.saved_bytes[1:], rel=WITHIN)
+    assert told.routed_flops == pytest.approx(work.routed_flops, rel=0.02)

@@ -27,6 +27,9 @@ def plan(options: PlanFlags, output: Output) -> None:
     from outsize.cli.plan_largest import largest_models
     from outsize.cli.plan_question import ask_what_fits
 
+    if options.sweep is not None or options.picture is not None:
+        _swept(options, output)
+        return
     asked = ask_what_fits(options)
     prediction, outcomes, helps = _answer(asked, options.what_if or [], options.advice, output)
     with _uncollected():
@@ -42,7 +45,7 @@ def _answer(
     """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
 
     Raises:
-        ConfigError: something that is no change, or none of this machine and model.
+        ConfigError: something that is no change.
         InfeasiblePlanError: nothing fits; what the changes would bring has been said.
     """
     from outsize.cli import plan_table
@@ -53,7 +56,7 @@ def _answer(
 
     question = asked.question
     for change in changes:
-        parse_change(change)(question)  # what is no change of this one is said before anything is searched
+        parse_change(change)  # what is no change is said before anything is searched
     with _uncollected():
         try:
             decision = decide(question)
@@ -73,6 +76,26 @@ def _answer(
         judge = estimated_outcome if estimated else outcome
         helps = [judge(question, prediction, change) for change in usual if change not in changes]
     return prediction, outcomes, helps
+
+
+def _swept(options: PlanFlags, output: Output) -> None:
+    """Answer the question over a range.
+
+    Raises:
+        ConfigError: no range, or one in which nothing can be asked about.
+    """
+    from outsize.cli.plan_sweep import render, sweep, to_dict, to_svg
+    from outsize.errors import ConfigError
+
+    kind = options.sweep
+    if kind is None:
+        raise ConfigError("--picture is of a --sweep; say over what, for example --sweep gpus")
+    with _uncollected():
+        points = sweep(options, kind)
+    if options.picture is not None:
+        _write({options.picture: to_svg(options.model, kind, points)})
+    output.emit(to_dict(kind, points))
+    output.print_result(render(kind, points))
 
 
 @contextlib.contextmanager

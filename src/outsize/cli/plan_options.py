@@ -139,6 +139,13 @@ class PlanFlags:
             "nodes=+1.",
         ),
     ] = None
+    sweep: Annotated[
+        Literal["tokens-per-step", "seq-len", "gpus", "ram"] | None,
+        typer.Option(help="Ask over a range instead, and answer with a table and bars."),
+    ] = None
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what --sweep finds as a picture, SVG.")
+    ] = None
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True
     data: Annotated[str, typer.Option(help="Data that --output names; it is not read.")] = "data"
     timeline: Annotated[

@@ -142,7 +142,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
             f"{prediction.microbatches} of {prediction.sequences_per_microbatch} x {question.seq_len} tokens",
         ),
         ("time", format_seconds(prediction.step_s)),
-        ("tokens/s", f"{prediction.tokens_per_s:,.0f}"),
+        ("tokens/s", f"{prediction.tokens_per_s:,.0f}{_between(prediction)}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),
         ("bubble, compute idle", f"{prediction.bubble:.1%}"),
         ("activations", ", ".join(f"{count} {choice}" for choice, count in prediction.activations.items())),
@@ -156,6 +156,11 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         table.add_row(f"  {name}", value)
     table.add_row("", "")
     return table
+
+
+def _between(prediction: Prediction) -> str:
+    low, high = prediction.interval
+    return f" ({low:,.0f} to {high:,.0f})" if low < high else ""
 
 
 def _share_table(title: str, what: str, shares: Any) -> Table:

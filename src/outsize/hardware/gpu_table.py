@@ -92,7 +92,11 @@ def find_card(name: str) -> Card:
     found = known_card(name)
     if found is not None:
         return found
-    near = get_close_matches(_key(name), _by_key(), n=4, cutoff=0.55)
+    key = _key(name)
+    # Of names that are as near, those of the same letters are the nearest: digits are easily swapped.
+    near = sorted(
+        get_close_matches(key, _by_key(), n=4, cutoff=0.55), key=lambda one: sorted(one) != sorted(key)
+    )
     names = list(dict.fromkeys(_by_key()[key].name for key in near))
     hint = f"did you mean {' or '.join(names)}?" if names else f"there are {', '.join(cards())}."
     raise ConfigError(

@@ -41,11 +41,13 @@ class _UnitFlops:
         forward: of its forward.
         needed: of as much of it as its backward needs.
         gradient: of its backward.
+        routed: of its forward, those of tokens with the experts that they visit.
     """
 
     forward: int = 0
     needed: int = 0
     gradient: int = 0
+    routed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +74,15 @@ class Counts:
         found = scale(
             list(self.rows), self.lengths, sequences, seq_len, self.chunk_tokens if chunked else None
         )
-        forward, needed, gradient = (
-            self._flops(kind, sequences, seq_len) for kind in ("forward", "needed", "gradient")
+        forward, needed, gradient, routed = (
+            self._flops(kind, sequences, seq_len) for kind in ("forward", "needed", "gradient", "routed")
         )
         return Workload(
             tokens=sequences * seq_len,
             forward_flops=forward,
             recompute_flops=needed,
             gradient_flops=gradient,
+            routed_flops=routed if any(routed) else (),
             boundary_bytes=found.boundary_bytes,
             forward_workspace_bytes=self._by_kind(found.forward_bytes),
             backward_workspace_bytes=self._by_kind(found.backward_bytes),
@@ -197,13 +200,14 @@ class _FlopsNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live: sees the same operations; it says how many there have been.
 
     Attributes:
-        noted: how many operations a forward with a graph had run, -1 outside of one, and the FLOPs of the next.
+        noted: how many operations a forward with a graph had run, -1 outside of one; the FLOPs of the next; and
+            whether it is of tokens with their experts.
     """
 
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = live
-        self.noted: list[tuple[int, int]] = []
+        self.noted: list[tuple[int, int, bool]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -213,10 +217,10 @@ class _FlopsNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         flops = _flops_of(func, args, kwargs, out)
         if flops:
-            self.noted.append((at, flops))
+            self.noted.append((at, flops, _name(func) in _GROUPED))
         return out
 
-    def take(self) -> list[tuple[int, int]]:
+    def take(self) -> list[tuple[int, int, bool]]:
         """Return what was noted, and begin again."""
         noted, self.noted = self.noted, []
         return noted
@@ -226,19 +230,21 @@ def _flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: 
     if func in ATTENTION:
         return attention_flops(args, kwargs)
     packet = getattr(func, "overloadpacket", func)
-    name = getattr(packet, "__name__", "")
+    name = _name(func)
     if name.startswith("_scaled_dot_product") and name.endswith("backward"):
         return 2 * attention_flops(
             args[1:], kwargs
         )  # scores that it makes again are not counted, as elsewhere
     if name in _GROUPED:
-        left, right = args[0], args[1]
-        wide = right.shape[-1] if right.dim() == 3 else left.shape[0]
-        return int(2 * left.numel() * wide)
+        return int(2 * args[0].numel() * args[1].shape[-1])
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
     return int(formula(*args, **kwargs, out_val=out))
+
+
+def _name(func: Any) -> str:
+    return getattr(getattr(func, "overloadpacket", func), "__name__", "")
 
 
 class _CountedPass(TrialPass):
@@ -275,7 +281,7 @@ class _CountedPass(TrialPass):
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         with self._formed, live, _FlopsNotes(live) as counter, torch.no_grad():
             self._forwards[unit](*call.args, **call.kwargs)
-        forward = sum(flops for _, flops in counter.take())
+        forward = sum(flops for _, flops, _ in counter.take())
         self.flops.append(_UnitFlops(forward=forward, needed=forward, gradient=2 * forward))
         with self._formed, live:
             super()._last(unit, call, walk, live)
@@ -296,17 +302,18 @@ class _CountedPass(TrialPass):
         self._row.shifted = self._shifted
 
 
-def _sorted_out(noted: list[tuple[int, int]], kept: Kept, last_needed: int) -> _UnitFlops:
+def _sorted_out(noted: list[tuple[int, int, bool]], kept: Kept, last_needed: int) -> _UnitFlops:
     """Tell the forward, which ran twice, first without a graph, from the backward.
 
     While it ran with a graph operations were numbered, and before and behind it they were not.
     """
-    graph = [index for index, (at, _) in enumerate(noted) if at >= 0]
+    graph = [index for index, (at, *_) in enumerate(noted) if at >= 0]
     first, last = (graph[0], graph[-1] + 1) if graph else (len(noted), len(noted))
-    forward = [flops for _, flops in noted[first:last]]
-    needed = [flops for at, flops in noted[first:last] if at < last_needed]
+    forward = [flops for _, flops, _ in noted[first:last]]
+    needed = [flops for at, flops, _ in noted[first:last] if at < last_needed]
     return _UnitFlops(
         forward=sum(forward),
         needed=sum(needed if kept.needed is not None else forward),
-        gradient=sum(flops for _, flops in noted[last:]),
+        gradient=sum(flops for _, flops, _ in noted[last:]),
+        routed=sum(flops for _, flops, is_routed in noted[first:last] if is_routed),
     )
