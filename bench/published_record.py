@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outsize.cli.plan_model import AskedModel
-from outsize.cli.plan_options import PlanFlags
-from outsize.cli.plan_question import ask
+from outsize.cli.plan.plan_model import AskedModel
+from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_question import ask
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.decision import decide
@@ -112,7 +112,7 @@ def _question(row: Mapping[str, str], tokens: int) -> Question:
         ram=row["host"] or None,
         optimizer_state="bf16" if row["system"] in ("LLMQ", "FlexTrain", "dataflow") else "fp32",
     )
-    return ask(options, row["model"], AskedModel(MODELS[row["model"]])).question
+    return ask(options, AskedModel(row["model"], MODELS[row["model"]])).question
 
 
 def _rounds(question: Question) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from cli.command_line import LLAMA, status_of
 from outsize.cli import main
-from outsize.hardware.presets import parse_gpus
+from outsize.hardware.cards.presets import parse_gpus
 
 run = partial(status_of, "plan")
 
@@ -20,7 +20,7 @@ def answer(capsys, *arguments):
 
 
 def test_the_tables_say_that_they_predict_and_from_what(model_dir, capsys):
-    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M") == 0
+    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M", "--full") == 0
     text = capsys.readouterr().out
     for words in (
         "A prediction from the figures below, not a measurement",
@@ -32,6 +32,22 @@ def test_the_tables_say_that_they_predict_and_from_what(model_dir, capsys):
         "assumed: a backward takes two forwards",
     ):
         assert words in text
+
+
+def test_what_matters_first_is_said_in_ten_lines(model_dir, capsys):
+    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M") == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) <= 12
+    text = " ".join(lines)
+    for words in (
+        "fits, its training state in host memory",
+        "tokens/s (",
+        "what ends a step is",
+        "1M tokens take",
+        "--full",
+    ):
+        assert words in text
+    assert "to change first" in text or "nothing that is usually changed gains a percent" in text
 
 
 def test_json_has_it_all(model_dir, capsys):

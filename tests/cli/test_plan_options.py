@@ -7,12 +7,12 @@ import pytest
 
 from cli.command_line import LLAMA
 from cli.test_plan import answer, run
-from outsize.cli import model_config
-from outsize.cli.model_config import read_config
-from outsize.cli.plan_largest import largest
+from outsize.cli.plan import model_config
+from outsize.cli.plan.model_config import read_config
+from outsize.cli.plan.plan_largest import largest
 from outsize.config import load_config
 from outsize.errors import ModelError
-from outsize.hardware.presets import parse_gpus
+from outsize.hardware.cards.presets import parse_gpus
 
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])

@@ -4,9 +4,9 @@ import contextlib
 
 import torch
 
-from outsize.hardware.gpu_table import find_card, known_card
+from outsize.hardware.cards.gpu_table import find_card, known_card
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Gpu, Machine
-from outsize.hardware.presets import parse_gpus
 from outsize.runtime.device.device_group import device_names
 
 # Stands for devices without figures, emulated ones and GPUs that nobody has described.

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-from outsize.cli.model_config import read_config
-from outsize.cli.plan_model import AskedModel, ModelFigures
-from outsize.cli.plan_options import PlanFlags
-from outsize.cli.plan_question import Asked, ask, ask_what_fits
+from outsize.cli.plan.model_config import read_config
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures
+from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.presets import split_count
+from outsize.hardware.cards.presets import split_count
 from outsize.planner.predict.prediction import fastest
 from outsize.units import format_count, format_seconds
 
@@ -51,13 +51,12 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
         ConfigError: GPUs that have no number, or nothing of the range can be asked about.
         ModelError: no model there, or none that can be planned.
     """
-    path, hf_config = read_config(options.model)
-    model = AskedModel(hf_config)
+    model = AskedModel(*read_config(options.model))
     figures: ModelFigures | None = None
     points = []
     for value, changed in _changes(options, model, kind):
         try:
-            asked = ask(changed, path, model, figures)
+            asked = ask(changed, model, figures)
             figures = None if kind == "seq-len" else asked.figures
             points.append(_point(value, asked))
         except InfeasiblePlanError as error:

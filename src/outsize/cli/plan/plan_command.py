@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
 
 if TYPE_CHECKING:
-    from outsize.cli.plan_question import Asked
+    from outsize.cli.plan.plan_question import Asked
     from outsize.planner.predict.prediction import Prediction
     from outsize.planner.predict.what_if import Outcome
 
@@ -23,9 +23,9 @@ def plan(options: PlanFlags, output: Output) -> None:
 
     Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
     """
-    from outsize.cli import plan_table
-    from outsize.cli.plan_largest import largest_models
-    from outsize.cli.plan_question import ask_what_fits
+    from outsize.cli.plan import plan_table
+    from outsize.cli.plan.plan_largest import largest_models
+    from outsize.cli.plan.plan_question import ask_what_fits
 
     if options.sweep is not None or options.picture is not None:
         _swept(options, output)
@@ -36,7 +36,8 @@ def plan(options: PlanFlags, output: Output) -> None:
         scaled = largest_models(asked) if options.largest else ()
     _write(_files(asked, prediction, options))
     output.emit(plan_table.to_dict(asked, prediction, outcomes, helps, scaled))
-    output.print_result(plan_table.render(asked, prediction, outcomes, helps, scaled))
+    show = plan_table.render if options.full else plan_table.render_short
+    output.print_result(show(asked, prediction, outcomes, helps, scaled))
 
 
 def _answer(
@@ -48,7 +49,7 @@ def _answer(
         ConfigError: something that is no change.
         InfeasiblePlanError: nothing fits; what the changes would bring has been said.
     """
-    from outsize.cli import plan_table
+    from outsize.cli.plan import plan_table
     from outsize.errors import InfeasiblePlanError
     from outsize.planner.predict.decision import decide
     from outsize.planner.predict.prediction import predict
@@ -84,7 +85,7 @@ def _swept(options: PlanFlags, output: Output) -> None:
     Raises:
         ConfigError: no range, or one in which nothing can be asked about.
     """
-    from outsize.cli.plan_sweep import render, sweep, to_dict, to_svg
+    from outsize.cli.plan.plan_sweep import render, sweep, to_dict, to_svg
     from outsize.errors import ConfigError
 
     kind = options.sweep
@@ -114,7 +115,7 @@ def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict
     """Return the texts of the files that were asked for."""
     import json
 
-    from outsize.cli.plan_yaml import train_yaml
+    from outsize.cli.plan.plan_yaml import train_yaml
     from outsize.reporting.chrome import to_chrome
 
     texts = {}

@@ -18,7 +18,7 @@ from outsize.choices import (
     WireGradients,
     WireWeights,
 )
-from outsize.hardware.product_rates import Kernels
+from outsize.hardware.cards.product_rates import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,10 @@ class PlanFlags:
             "nodes=+1.",
         ),
     ] = None
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Also show memory by class, waits, and every figure with its source."),
+    ] = False
     sweep: Annotated[
         Literal["tokens-per-step", "seq-len", "gpus", "ram"] | None,
         typer.Option(help="Ask over a range instead, and answer with a table and bars."),

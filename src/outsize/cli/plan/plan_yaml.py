@@ -1,6 +1,6 @@
 """A ``train.yaml`` of a predicted run."""
 
-from outsize.cli.plan_question import Asked
+from outsize.cli.plan.plan_question import Asked
 from outsize.config import dump_config
 from outsize.planner.predict.prediction import Prediction
 

@@ -6,10 +6,10 @@ What is no data sheet's is an assumption until a probe replaces it, and says so.
 import re
 
 from outsize.errors import ConfigError
-from outsize.hardware.gpu_table import GIB, Card, find_card
+from outsize.hardware.cards.gpu_table import GIB, Card, find_card
+from outsize.hardware.cards.product_rates import Kernels
 from outsize.hardware.machine_spec import Disk, Figure, Host, Link, Machine, Peer
 from outsize.hardware.pcie import theory_bytes_per_s
-from outsize.hardware.product_rates import Kernels
 
 # What pinned copies of 64 MiB and more reach of it: 12.3 of 15.8, 25 of 31.5 and 55 of 63 GB/s.
 PCIE_EFFICIENCY = {

@@ -2,7 +2,7 @@
 
 import re
 
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from outsize.cli.model_config import read_config
-from outsize.cli.plan_machine import machine_from, size_of
-from outsize.cli.plan_model import AskedModel, ModelFigures, check_largest
-from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.model_config import read_config
+from outsize.cli.plan.plan_machine import machine_from, size_of
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures, check_largest
+from outsize.cli.plan.plan_nodes import check_nodes, net_of, share_of, wire_of
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
@@ -59,17 +59,16 @@ def ask_what_fits(options: PlanFlags) -> Asked:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
-    path, hf_config = read_config(options.model)
-    model = AskedModel(hf_config)
+    model = AskedModel(*read_config(options.model))
     if options.largest:
         check_largest(model)
-    asked = ask(options, path, model)
+    asked = ask(options, model)
     nodes = asked.question.nodes
     sequences = asked.question.sequences * nodes
     while options.tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
         sequences //= 2
         options = replace(options, tokens_per_step=sequences * asked.question.seq_len)
-        asked = ask(options, path, model, asked.figures)
+        asked = ask(options, model, asked.figures)
     return asked
 
 
@@ -80,14 +79,13 @@ def _fits(asked: Asked) -> bool:
     return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
 
 
-def ask(options: PlanFlags, path: str, model: AskedModel, figures: ModelFigures | None = None) -> Asked:
+def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigures | None = None) -> Asked:
     """Return the question that the options of the command make.
 
     Args:
         options: of the command.
-        path: where the model lies, as a configuration names it.
-        model: by its config.
-        figures: of that model, where it was asked about with other tokens per step; None to get them.
+        model: that they name, where its config was read already.
+        figures: of that model, where it was asked about with other tokens per step.
 
     Raises:
         ConfigError: an option is wrong, or two do not go together.
@@ -95,8 +93,9 @@ def ask(options: PlanFlags, path: str, model: AskedModel, figures: ModelFigures 
     """
     check_nodes(options)
     machine = machine_from(options)
+    model = model or AskedModel(*read_config(options.model))
     seq_len = _seq_len(options.seq_len, model.positions)
-    config = _config(options, path, seq_len, model.modules(options.lora_modules))
+    config = _config(options, model.path, seq_len, model.modules(options.lora_modules))
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)

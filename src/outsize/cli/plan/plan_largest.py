@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from outsize.cli.plan_model import AskedModel
-from outsize.cli.plan_question import Asked
+from outsize.cli.plan.plan_model import AskedModel
+from outsize.cli.plan.plan_question import Asked
 from outsize.planner.predict.decision import fits_at_all
 
 # A model with more layers than this, or wider by more, is none that anyone would train.
@@ -51,7 +51,7 @@ def largest_models(asked: Asked) -> tuple[Scaled, ...]:
     question = replace(asked.question, microbatches=asked.question.sequences)
 
     def fits(hf_config: Mapping[str, Any]) -> int | None:
-        found = AskedModel(hf_config).figures(asked.config)
+        found = AskedModel(asked.model.path, hf_config).figures(asked.config)
         other = replace(question, model=found.spec, workload_of=found.workload_of)
         return found.spec.num_parameters if fits_at_all(other) else None
 

@@ -39,10 +39,12 @@ class AskedModel:
     """A model by its ``config.json``; where that tells no sizes, transformers and torch are asked.
 
     Args:
+        path: where it lies, as a configuration names it.
         hf_config: of the model.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, hf_config: Mapping[str, Any]) -> None:
+        self.path = path
         self._given = hf_config
 
     @cached_property

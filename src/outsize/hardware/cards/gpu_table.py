@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from outsize.errors import ConfigError
+from outsize.hardware.cards.product_rates import Kernels, share_of_peak
 from outsize.hardware.machine_spec import Figure, Gpu
-from outsize.hardware.product_rates import Kernels, share_of_peak
 
 GIB = 2**30
 _DTYPES = ("fp32", "bf16", "fp16", "fp16acc", "fp8")

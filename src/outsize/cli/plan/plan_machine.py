@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.errors import ConfigError
-from outsize.hardware.gpu_table import Card, find_card
+from outsize.hardware.cards.gpu_table import Card, find_card
+from outsize.hardware.cards.presets import NVME, machine_of, split_count
 from outsize.hardware.machine_spec import Disk, Figure, Host, Machine
-from outsize.hardware.presets import NVME, machine_of, split_count
 from outsize.units import parse_bytes
 
 # What an AdamW steps on each core where memory does not bound it, see bench/results/optimizer_2core_2026-11.json.
