@@ -1,8 +1,8 @@
 """Which waits of the source no test misses: each is taken out, one at a time, and the tests are run on a late device.
 
-Found in the syntax tree, not in a list: statements that do nothing but call `wait`, `wait_event`, `hold`, `record_stream`,
-`synchronize`, or a caller's `finish` and `take`. A copy of the source without one of them has to fail a test on the made-up
-accelerator (docs/testing.md), in one of the profiles. What survives is either not needed or not tested.
+Found in the syntax tree, not in a list: statements that do nothing but call `wait`, `wait_event`, `hold`,
+`record_stream`, `synchronize`, or a caller's `finish` and `take`. A copy of the source without one of them has to fail a
+test on the made-up accelerator (docs/testing.md), in one of the profiles. What survives is not needed, or not tested.
 
     python bench/bench_waits.py --list
     python bench/bench_waits.py --output bench/results/waits.json [--only runtime/device]
@@ -58,9 +58,7 @@ def waits() -> Iterator[Wait]:
 
 
 def _is_wait(value: ast.expr) -> bool:
-    return (
-        isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in CALLS
-    )
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in CALLS
 
 
 def without(wait: Wait, into: Path) -> None:
@@ -70,7 +68,7 @@ def without(wait: Wait, into: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
 
     class Out(ast.NodeTransformer):
-        def visit_Expr(self, node: ast.Expr) -> ast.AST:  # noqa: N802 - the name is that of ast
+        def visit_Expr(self, node: ast.Expr) -> ast.AST:
             found = node.lineno == wait.line and _is_wait(node.value)
             return ast.copy_location(ast.Pass(), node) if found else node
 
@@ -101,7 +99,9 @@ def noticed_by(source: Path, tests: tuple[str, ...], seed: int) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="say what would be taken out")
     parser.add_argument("--only", default="", help="of files whose path begins so")
     parser.add_argument("--tests", nargs="+", default=TESTS)
