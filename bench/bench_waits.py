@@ -1,7 +1,7 @@
 """Which waits of the source no test misses: each is taken out, one at a time, and the tests are run on a late device.
 
 Found in the syntax tree, not in a list: statements that do nothing but call `wait`, `wait_event`, `hold`,
-`record_stream`, `synchronize`, or a caller's `finish` and `take`. A copy of the source without one of them has to fail a
+`record_stream`, `synchronize`, or a caller's `finish` and `take`. A copy of the source without one has to fail a
 test on the made-up accelerator (docs/testing.md), in one of the profiles. What survives is not needed, or not tested.
 
     python bench/bench_waits.py --list

@@ -7,15 +7,20 @@ row for each vendor, and nowhere else; docs/devices.md says what was run on whic
 This module loads torch when it is asked about devices, and not when it is imported.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, ExecutionError
 
 if TYPE_CHECKING:
     import torch
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +250,25 @@ def new_event(device: "str | torch.device") -> Any:
 def uuid_of(name: str) -> str:
     """Return what the driver knows the device ``name`` by."""
     return vendor_of(name).uuid(module_of(name).get_device_properties(index_of(name)))
+
+
+@contextmanager
+def last_calls(device: "str | torch.device") -> Iterator[None]:
+    """Context of what brings work on a device to its end.
+
+    A device that has failed says so at every call. Where an error is on its way already, that one tells what failed, and
+    what fails here is logged.
+
+    Raises:
+        ExecutionError: the device has failed, and nothing else says so.
+    """
+    known = sys.exception()
+    try:
+        yield
+    except RuntimeError as error:
+        if known is None:
+            raise ExecutionError(f"{device} has failed: {error}") from error
+        _log.warning("%s has failed: %s", device, error)
 
 
 class DriverPinner:

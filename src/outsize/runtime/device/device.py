@@ -7,8 +7,6 @@
   lane on its thread.
 """
 
-import logging
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import check_here, is_accelerator, module_of, new_event
-from outsize.errors import ConfigError, ExecutionError
+from outsize.accelerators import check_here, is_accelerator, last_calls, module_of, new_event
+from outsize.errors import ConfigError
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger, Reservation
-
-_log = logging.getLogger(__name__)
 
 
 class Device(ABC):
@@ -276,20 +272,13 @@ class Accelerator(Device):
         """See `Device.close`."""
         try:
             if self._held or self._streams:
-                torch.accelerator.synchronize(self.torch_device)
-        except RuntimeError as error:
-            # A device that has failed says so at every call. What it failed at has raised already, or raises here.
-            if sys.exception() is None:
-                raise ExecutionError(f"{self.name} has failed: {error}") from error
-            _log.warning("%s could not be waited for: %s", self.name, error)
+                with last_calls(self.name):
+                    torch.accelerator.synchronize(self.torch_device)
         finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._held.clear()
-        self._streams.clear()
-        while self._reservations:
-            self._reservations.pop().release()
+            self._held.clear()
+            self._streams.clear()
+            while self._reservations:
+                self._reservations.pop().release()
 
 
 def open_device(
