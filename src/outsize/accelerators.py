@@ -256,8 +256,8 @@ def uuid_of(name: str) -> str:
 def last_calls(device: "str | torch.device") -> Iterator[None]:
     """Context of what brings work on a device to its end.
 
-    A device that has failed says so at every call. Where an error is on its way already, that one tells what failed, and
-    what fails here is logged.
+    A device that has failed says so at every call. Where an error is on its way already, that one tells what failed,
+    and what fails here is logged.
 
     Raises:
         ExecutionError: the device has failed, and nothing else says so.
