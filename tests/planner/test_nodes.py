@@ -3,7 +3,6 @@
 import pytest
 
 from outsize.codecs.wire import Wire
-from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.decision import planned_at
 from outsize.planner.predict.prediction import fastest, predict
@@ -115,8 +114,7 @@ def test_more_nodes_and_a_faster_network_are_changes():
     base = fastest(question)
     assert outcome(question, base, "net=x2").gain > 0.1
     assert outcome(question, base, "nodes=+2").prediction.tokens_per_s > base.tokens_per_s
-    with pytest.raises(ConfigError, match="there is one node"):
-        outcome(nodes(1), None, "net=x2")
+    assert "there is one node" in outcome(nodes(1), None, "net=x2").error
 
 
 def test_nodes_without_a_network():

@@ -116,8 +116,7 @@ def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
     with pytest.raises(InfeasiblePlanError):
         fastest(tight)
     assert outcome(tight, None, "mlp_parts=4").prediction is not None
-    with pytest.raises(ConfigError, match="mixtures of experts"):
-        outcome(ask(), None, "mlp_parts=4")
+    assert "mixtures of experts" in outcome(ask(), None, "mlp_parts=4").error
     with pytest.raises(ConfigError, match="at least 2"):
         parse_change("mlp_parts=1")
 
