@@ -53,9 +53,15 @@ class Config(Section):
         """Microbatches of a step; one where nobody has chosen yet."""
         return self.train.microbatches or 1
 
-    def in_microbatches(self, count: int) -> Self:
-        """Return the same run with steps cut into ``count`` microbatches, at most one for each sequence."""
-        train = self.train.model_copy(update={"microbatches": count})
+    def in_microbatches(self, count: int, in_a_round: int | None = None) -> Self:
+        """Return the same run with steps cut into ``count`` microbatches, at most one for each sequence.
+
+        Args:
+            count: of a step.
+            in_a_round: of them, those of a round; None leaves that as it is.
+        """
+        rounds = {} if in_a_round is None else {"round_microbatches": in_a_round}
+        train = self.train.model_copy(update={"microbatches": count, **rounds})
         return self.model_copy(update={"train": train})
 
     @property

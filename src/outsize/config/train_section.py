@@ -32,6 +32,14 @@ class TrainConfig(Section):
         "more of them need less memory for activations and move no more weights. null is as few as fit, or with "
         "several workers as many as shorten a step by a percent; the number chosen is in run_dir/config.yaml.",
     )
+    round_microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Microbatches that pass through all units, forward and backward, before the next ones begin: a "
+        "step is one or more such rounds, and activations take the memory of one. Small rounds keep more and recompute "
+        "less, large ones load weights and bring up sums of gradients less often. null is what is fastest in the "
+        "memory there is; the number chosen is in run_dir/config.yaml where a step has several rounds.",
+    )
     seed: int = Field(
         default=0,
         ge=0,

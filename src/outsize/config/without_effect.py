@@ -131,6 +131,15 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     ),
     "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
     **dict.fromkeys(("train.method", "train.steps", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
+    "train.round_microbatches": (
+        (
+            "a step has no more microbatches",
+            lambda case: (
+                (case.config.train.round_microbatches or 1) >= (case.config.train.microbatches or 2**63)
+            ),
+        ),
+        *_REPLICATED,
+    ),
     **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (

@@ -1,4 +1,4 @@
-"""The microbatches of a run that goes on: as many as it had, since another number sums gradients in another order."""
+"""The microbatches and rounds of a run that goes on: as it had them, since others sum gradients in another order."""
 
 import contextlib
 import json
@@ -36,19 +36,21 @@ def as_before(
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
-        count = _number_of(run, rank_dir)
+        count, in_a_round = _numbers_of(run, rank_dir)
         if count is not None:
             # A run of other steps is refused later, in words.
             fits = num_ranks * count <= config.sequences_per_step
-            return config.in_microbatches(count) if fits else config
+            named = config.train.round_microbatches is not None
+            return config.in_microbatches(count, None if named else in_a_round) if fits else config
     return config
 
 
-def _number_of(run: Path, rank_dir: str) -> int | None:
-    """Return the microbatches of a rank in a run so far; None where there is no run, or a file that a user wrote."""
+def _numbers_of(run: Path, rank_dir: str) -> tuple[int | None, int | None]:
+    """Return the microbatches of a rank in a run so far, and those of a round; None where nothing tells them."""
     if rank_dir:
         with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or not a whole one
-            return int(json.loads((run / rank_dir / PLAN_FILE).read_text())["microbatches"])
+            return int(json.loads((run / rank_dir / PLAN_FILE).read_text())["microbatches"]), None
     if not (run / CONFIG_FILE).is_file():
-        return None
-    return load_config(run / CONFIG_FILE, environ={}).train.microbatches
+        return None, None
+    train = load_config(run / CONFIG_FILE, environ={}).train
+    return train.microbatches, train.round_microbatches

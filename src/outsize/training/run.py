@@ -133,7 +133,7 @@ def _train(
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
-    asked = asked.in_microbatches(prepared.config.microbatches)
+    asked = asked.in_microbatches(prepared.config.microbatches, _round_to_tell(prepared))
     replicated = _is_replicated(config, ranks)
     record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
     if resumed is not None:
@@ -170,11 +170,17 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         check_fits(prepared)
     else:
         prepared, rates = decide(prepared, own_dir, announce)
-    config = config.in_microbatches(prepared.config.microbatches)
+    config = config.in_microbatches(prepared.config.microbatches, _round_to_tell(prepared))
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
         run_checkpoint.check_same_run(resumed, config, prepared)
     return config, prepared, rates
+
+
+def _round_to_tell(prepared: Prepared) -> int | None:
+    """Return the microbatches of a round of one worker where a step has several: it orders sums of tied weights."""
+    layout = prepared.plan.layout
+    return layout.round_size if layout.stages is None and layout.num_rounds > 1 else None
 
 
 def _is_replicated(config: Config, ranks: Ranks) -> bool:

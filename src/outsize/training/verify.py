@@ -78,7 +78,12 @@ def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float],
     with materialise(prepared) as masters:
         model = prepared.split.model.train()
         trainer = ResidentTrainer(
-            prepared.config, prepared.split, masters, prepared.chunk_tokens, prepared.measured.shifted
+            prepared.config,
+            prepared.split,
+            masters,
+            prepared.chunk_tokens,
+            prepared.measured.shifted,
+            prepared.plan.layout.round_size,
         )
         losses = list(trainer.steps(batches))
         parameters = dict(model.named_parameters())

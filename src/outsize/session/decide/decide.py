@@ -109,7 +109,7 @@ def _may_offload(prepared: Prepared) -> bool:
     """
     layout = prepared.plan.layout
     units = {*layout.keepable, *layout.leavable}
-    cells = ((unit, m) for unit in units for m in range(layout.num_microbatches))
+    cells = ((unit, m) for unit in units for m in range(layout.round_size))
     recomputes = any(layout.choice(unit, microbatch) is not Choice.KEEP for unit, microbatch in cells)
     linked = is_linked(prepared.config, prepared.machine)
     return prepared.config.memory.activations == AUTO and linked and prepared.group.size == 1 and recomputes

@@ -136,7 +136,7 @@ def question_of(
     def measured(microbatches: int) -> MicrobatchCost:
         found = tried(microbatches).measured
         _check(options.activations, found, parts, machine)
-        demand = demand_of(parts, machine, found, options.activations, found.held_bytes * microbatches)
+        demand = demand_of(parts, machine, found, options.activations, found.held_bytes)
         if rates is None:
             times = counted_times(parts, found, figures.gpus[0].flops_per_s(spec.compute_dtype))
         else:
@@ -183,7 +183,7 @@ def plan_with_heap(
     _check(options.activations, measured, parts, machine)
     gpu = assumed_machine(machine.device).gpus[0]
     times = counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
-    demand = demand_of(parts, machine, measured, options.activations, held_bytes * options.microbatches)
+    demand = demand_of(parts, machine, measured, options.activations, held_bytes)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     rates = UnitRates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf)
     options = replace(options, num_workers=machine.num_workers, rates=rates, leaves_unasked=False)
