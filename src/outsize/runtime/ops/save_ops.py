@@ -27,7 +27,7 @@ class ActivationOps(OffloadOps):
         scratch: where they go; None where the program saves nothing.
         codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
         rooms: where what forwards kept goes, by its extent.
-        choices: what becomes of it, by unit and microbatch.
+        choices: what becomes of it, by unit and microbatch of a round.
     """
 
     def __init__(
