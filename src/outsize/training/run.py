@@ -178,9 +178,10 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
 
 
 def _round_to_tell(prepared: Prepared) -> int | None:
-    """Return the microbatches of a round of one worker where a step has several: it orders sums of tied weights."""
+    """Return the microbatches of a round where a step has several, and orders sums of tied weights so."""
     layout = prepared.plan.layout
-    return layout.round_size if layout.stages is None and layout.num_rounds > 1 else None
+    tells = layout.stages is None or len(layout.rest_users) > 1
+    return layout.round_size if tells and layout.num_rounds > 1 else None
 
 
 def _is_replicated(config: Config, ranks: Ranks) -> bool:

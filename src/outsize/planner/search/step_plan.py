@@ -324,21 +324,17 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
 
 
 def _smaller_state(
-    memory: Table,
     options: PlanOptions,
     state: StateLayout,
     shortage: Callable[[PlanOptions], Mapping[str, int]],
     otherwise: str,
 ) -> str:
-    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
+    """Return the settings that bring the home into host memory, or what the least of them lacks."""
     least = otherwise
     for keys, other in smaller_states(options, state):
         lacking = shortage(other)
         if not lacking:
             return f"{keys}, with which it fits"
-        saved = memory["host"].get("saved activations", 0)
-        if lacking.keys() == {"host"} and lacking["host"] < saved:
-            return f"{keys} with fewer tokens per step"
         least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
     return least
 
@@ -368,8 +364,8 @@ def _what_to_try(
         otherwise = (
             "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
         )
-        otherwise = "fewer tokens per step" if room and not options.cut else otherwise
-        advice = _smaller_state(memory, options, state, shortage, otherwise)
+        otherwise = smaller_microbatches(options, None) if room and not options.cut else otherwise
+        advice = _smaller_state(options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (
             f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
