@@ -207,7 +207,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         InfeasiblePlanError: nothing fits.
     """
     microbatch, found = question.microbatch(microbatches), list[Decision]()
-    for size in question.round_sizes(microbatches):
+    for size in _sizes_to_plan(question, microbatches, home, microbatch):
         options = question.options_for(microbatches, home, microbatch.times, size)
         try:
             plan = plan_within(question.model, microbatch.demand, question.budgets, options)
@@ -221,6 +221,18 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         raise failure
     largest, shortest = found[0], min(found, key=_phases_s) if found[1:] else found[0]
     return shortest if shortest is not largest and shortest.step_s * NEAR < largest.step_s else largest
+
+
+def _sizes_to_plan(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
+    """Return how many of so many microbatches a round may take; where not even the fewest fit, the fewest."""
+    sizes = list(question.round_sizes(microbatches))
+    if len(sizes) == 1:
+        return sizes
+    most, least = (
+        question.options_for(microbatches, home, one.times, size) for size in (sizes[0], sizes[-1])
+    )
+    fits = most.ring or not shortage_of(question.model, one.demand, question.budgets, least)
+    return sizes if fits else sizes[-1:]
 
 
 def _phases_s(decision: Decision) -> float:
@@ -318,10 +330,7 @@ def fits_at_all(question: Question) -> bool:
     one = question.microbatch(count)
 
     def fits(tier: Tier) -> bool:
-        for size in (
-            sizes[0],
-            sizes[-1],
-        ):  # the one asks for the least at home, the other for the least besides
+        for size in (sizes[-1], sizes[0]):  # the one asks for the least, the other for the least at home
             options = question.options_for(count, tier, one.times, size)
             if options.num_workers > 1:
                 return fits_stages(question.model, one.demand, question.budgets, options)

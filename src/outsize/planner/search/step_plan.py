@@ -329,12 +329,14 @@ def _smaller_state(
     shortage: Callable[[PlanOptions], Mapping[str, int]],
     otherwise: str,
 ) -> str:
-    """Return the settings that bring the home into host memory, or what the least of them lacks."""
+    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
     least = otherwise
     for keys, other in smaller_states(options, state):
         lacking = shortage(other)
         if not lacking:
             return f"{keys}, with which it fits"
+        if not shortage(replace(other, microbatches=1, round_microbatches=None)):
+            return f"{keys} with fewer tokens per step"  # of one round, since no sums wait at home
         least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
     return least
 
