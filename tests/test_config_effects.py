@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         "64",
         [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DDP], SEVERAL)],
     ),
+    "train.round_microbatches": ("4", [(["train.microbatches=4"], ONE), ([DDP], SEVERAL)]),
     "train.save_every": ("100", [([], ONE)]),
     "train.save_total_limit": (
         "5",
