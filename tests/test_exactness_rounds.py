@@ -11,8 +11,8 @@ from outsize.errors import ConfigError
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.session.job.prepare import prepare
-from outsize.training.resumed_microbatches import as_before
 from outsize.training.run import plan, train
+from outsize.training.run_dir import as_before
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_batches, make_run
 from test_exactness import compare

@@ -160,7 +160,9 @@ def prepare(
     if config.train.microbatches is None and count > 1:
         announce(f"steps of {sequences} sequences are cut into {count} microbatches")
     if plan.layout.stages is None and plan.layout.num_rounds > 1:
-        announce(f"steps go in {plan.layout.num_rounds} rounds of up to {plan.layout.round_size} microbatches")
+        announce(
+            f"steps go in {plan.layout.num_rounds} rounds of up to {plan.layout.round_size} microbatches"
+        )
     announce(
         f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.device}"
