@@ -100,7 +100,8 @@ ARROWS = {
     | {"model", "optim", "planner", "runtime.device", "runtime.forward", "runtime.ops", "storage"},
     "runtime.trial": GROUND
     | {"group", "model", "optim", "planner.simulate", "runtime.device", "runtime.forward", "runtime.ops"},
-    "data": GROUND | {"files", "runtime.device.allocator"},
+    "data.reading": GROUND | {"files"},
+    "data": GROUND | {"data.reading", "files", "runtime.device.allocator"},
     "probing": GROUND
     | {
         "codecs",

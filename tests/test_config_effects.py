@@ -21,6 +21,16 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             ([], Surroundings(container="tokens")),
         ],
     ),
+    **{
+        f"data.{key}": (value, [([], Surroundings(container=kind)) for kind in ("text", "tokens")])
+        for key, value in {
+            "columns": "{prompt: question}",
+            "roles": "{agent: assistant}",
+            "train_on": "last",
+            "template": "chatml",
+            "max_bad_records": "3",
+        }.items()
+    },
     "data.glob": ("a*", [([], Surroundings(one_file=True))]),
     "train.head_chunk_tokens": (
         "64",

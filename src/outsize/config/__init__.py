@@ -6,7 +6,7 @@ other, and
 `messages` turns a failed check into plain words.
 """
 
-from outsize.config.data_section import DataConfig
+from outsize.config.data_section import DataConfig, SourceConfig
 from outsize.config.load import dump_config, load_config, parse_config
 from outsize.config.lora_section import LoraConfig
 from outsize.config.memory_section import MemoryConfig
@@ -27,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SourceConfig",
     "Surroundings",
     "TelemetryConfig",
     "TrainConfig",

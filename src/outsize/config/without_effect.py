@@ -23,7 +23,7 @@ class Surroundings:
         home: that ``memory.home`` comes to.
         dtype: that ``model.dtype`` comes to.
         chunks_loss: whether head and loss are computed in chunks.
-        container: kind of the data's files: ``text``, ``json``, ``parquet`` or ``tokens``.
+        container: kind of the data's files: ``text``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``tokens``.
         one_file: whether the data is a file and not a directory.
     """
 
@@ -99,6 +99,12 @@ _STAGES: Final[_Row] = (
     *_REPLICATED,
 )
 _HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
+_NO_RECORDS: Final[_Row] = (
+    (
+        "files of this kind hold no records",
+        lambda case: case.around.container in ("text", "tokens") and not case.config.data.more,
+    ),
+)
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
@@ -127,8 +133,11 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
             "records of data.format have no such field",
             lambda case: case.config.data.format not in ("auto", "text"),
         ),
-        ("files of this kind hold no records", lambda case: case.around.container in ("text", "tokens")),
+        *_NO_RECORDS,
     ),
+    **dict.fromkeys(("data.columns", "data.roles", "data.train_on", "data.template"), _NO_RECORDS),
+    "data.max_bad_records": _NO_RECORDS,
+    **dict.fromkeys(("data.more", "data.weight"), _ALWAYS),
     "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
     **dict.fromkeys(("train.method", "train.steps", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
     **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),

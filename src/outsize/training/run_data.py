@@ -1,13 +1,14 @@
 """The data set of a run: the model's tokenizer, and sequences made with it."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outsize.config import Config
-from outsize.data import open_data
-from outsize.data.corpus_files import find_sources
+from outsize.config import Config, SourceConfig
+from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.packed_dataset import PackedDataset
+from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.session.job.prepare import Prepared
 from outsize.storage.directory import needed_directory
@@ -22,27 +23,43 @@ def open_dataset(
         DataError: there is no tokenizer, or the data cannot be used.
         ConfigError: sequences are longer than the model takes.
     """
-    sources = find_sources(Path(config.data.path), config.data.glob)
-    pretokenised = config.data.format == "tokens" or sources.container == "tokens"
-    tokenizer = None if pretokenised else load_tokenizer(prepared)
+    corpora = corpora_of(config)
+    is_tokens = [
+        corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob).container == "tokens"
+        for corpus in corpora
+    ]
+    tokenizer = None if all(is_tokens) else load_tokenizer(prepared)
     text_config = prepared.hf_config.get_text_config()
     cache_dir = run_dir / "data"
     with needed_directory(cache_dir, "train.run_dir"):
         dataset = open_data(
-            config.data.path,
+            corpora,
             tokenizer,
             seq_len=config.data.seq_len,
             cache_dir=cache_dir,
             seed=config.train.seed,
-            format=config.data.format,
             pack=config.data.pack,
-            text_field=config.data.text_field,
-            glob=config.data.glob,
-            max_positions=getattr(text_config, "max_position_embeddings", None),
-            vocab_size=getattr(text_config, "vocab_size", None),
+            template=config.data.template,
+            limits=ModelLimits(
+                max_positions=getattr(text_config, "max_position_embeddings", None),
+                vocab_size=getattr(text_config, "vocab_size", None),
+            ),
         )
-    announce(dataset.detected.describe())
+    with contextlib.ExitStack() as unless_used:
+        unless_used.callback(dataset.close)
+        kept = dataset.kept()
+        announce(dataset.describe(kept))
+        kept.check(config.data.seq_len)
+        unless_used.pop_all()
     return dataset
+
+
+def corpora_of(config: Config) -> list[Corpus]:
+    """Return the sources of a run's data."""
+    return [
+        Corpus(**{name: getattr(source, name) for name in SourceConfig.model_fields})
+        for source in (config.data, *config.data.more)
+    ]
 
 
 def load_tokenizer(prepared: Prepared) -> Any:
