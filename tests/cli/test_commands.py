@@ -171,8 +171,9 @@ def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
     assert status_of("verify", *PATHS, "--dry-run") == 0
     text = capsys.readouterr().out
     assert "slots 4\n" in text
-    assert text.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
-    assert yaml.safe_load(text.partition("slots 4\n")[0])["model"]["path"] == "m"
+    plan, _, config = text.partition("\n\n")
+    assert plan.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
+    assert yaml.safe_load(config)["model"]["path"] == "m"
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--dry-run"]])

@@ -47,7 +47,6 @@ def _speaker() -> str:
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train language models larger than the memory of the device that computes them.",

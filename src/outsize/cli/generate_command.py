@@ -23,9 +23,9 @@ class GenerateOptions:
     """What can be asked of the command, option by option."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub id.")]
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to go on from; repeatable.")] = (
-        None
-    )
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to go on from; repeatable.")
+    ] = None
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="File with a prompt on each line.")
     ] = None

@@ -22,7 +22,11 @@ def train(config: "Config", output: Output, dry_run: bool) -> None:
     from outsize.cli.text.plan_text import print_plan
     from outsize.cli.text.progress import Progress
     from outsize.group.launched import launched
-    from outsize.training import run
+    from outsize.training.interrupt import Interrupt
+
+    with Interrupt() as starting:
+        starting.doing = "torch and transformers were loaded"
+        from outsize.training import run
 
     if dry_run:
         print_plan(config, output)

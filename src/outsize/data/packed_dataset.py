@@ -6,6 +6,7 @@ div N``, where N is the number of sequences in the data. Step s takes sequences 
 every sequence is used once per epoch.
 """
 
+import hashlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -24,6 +25,8 @@ from outsize.errors import ConfigError, DataError
 
 # Positions whose order is worked out at once: 32 KiB of numbers.
 _BLOCK = 4096
+# Sequences that are looked at to tell a data set from another.
+_NUM_COMPARED = 64
 
 
 class PackedLayout(Protocol):
@@ -161,6 +164,17 @@ class PackedDataset:
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences."""
         return self._layout.kept()
+
+    def identity(self) -> dict[str, object]:
+        """Return what tells these sequences from others, wherever their files lie: how many, and a hash of some."""
+        numbers = np.linspace(0, self.num_sequences - 1, min(self.num_sequences, _NUM_COMPARED)).astype(
+            np.int64
+        )
+        batch = self._layout.batch(numbers, np.zeros_like(numbers))
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (batch.input_ids, batch.labels):
+            digest.update(tensor.numpy().tobytes())
+        return {"sequences_per_epoch": self.num_sequences, "digest": digest.hexdigest()}
 
     def batch(self, step: int, num_sequences: int) -> Batch:
         """Return the batch of ``step`` (from 0); a pure function of its arguments, the data and the seed.

@@ -50,6 +50,7 @@ class StreamedTrainer:
         home_file: of a home that commits, which stays; without a name it is gone with the process.
         config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
+        data: what tells the sequences of the run from others, for commits.
 
     Attributes:
         errors: what codecs have done to frozen weights, by name, see `fill`.
@@ -64,8 +65,10 @@ class StreamedTrainer:
         home_file: Path | None = None,
         config: Config | None = None,
         record: CommitRecord | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         self.prepared = prepared
+        self._data = data
         config = self._run_config = config or prepared.config
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
@@ -126,6 +129,7 @@ class StreamedTrainer:
                 self.engine.optimizer.updates,
                 self._run_config,
                 self.prepared.dtype,
+                self._data,
             )
         ]
         began = asked = time.perf_counter()

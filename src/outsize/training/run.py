@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint import run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
 from outsize.checkpoint.home_file import newest_home, start, tell_costs
 from outsize.checkpoint.saver import Saver
+from outsize.checkpoint.saving_room import check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
 from outsize.group.launched import launched
@@ -21,10 +22,10 @@ from outsize.runtime.device.allocator import begin_run, set_thresholds
 from outsize.session.decide.decide import decide
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
-from outsize.session.job.machine import choose_device
+from outsize.session.job.machine import choose_device, home_file
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.numa_binding import bound, placement_of
-from outsize.session.run_state import Position
+from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.record import CommitRecord
 from outsize.telemetry.nvml import GpuSampler
@@ -143,6 +144,8 @@ def _train(
             return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
     dataset = _dataset(stack, config, prepared, ranks, resumed)
+    _check_goes_on(config, dataset, resumed, record, ranks)
+    check_room(prepared, config.train, run_dir, announce)
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
@@ -213,7 +216,7 @@ def _open(
     if _is_replicated(config, ranks):
         trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
     else:
-        trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+        trainer = start(stack, config, prepared, own_dir, record, resumed, announce, dataset.identity())
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, asked, prepared, (flops, peak), placement)
@@ -306,6 +309,22 @@ def _dataset(
     return dataset
 
 
+def _check_goes_on(
+    config: Config, dataset: PackedDataset, resumed: Path | None, record: CommitRecord | None, ranks: Ranks
+) -> None:
+    """Check that a run goes on with the sequences that it had, and say which settings it goes on with otherwise."""
+    if record is not None:
+        state, where = record.state, home_file(config.memory, ranks.own_dir)
+    elif resumed is not None and not trainer_checkpoint.is_trainers(resumed):
+        state, where = read_state(resumed), resumed
+    else:
+        return
+    check_same_data(state, where, dataset.identity())
+    if ranks.is_first:
+        for line in changed_settings(state, config):
+            ranks.announce(line)
+
+
 def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
     """The result of a run that was at its end already."""
     return TrainResult(
@@ -328,13 +347,13 @@ def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDatase
     run_dir = ranks.run_dir
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype = trainer.loss_scale, trainer.prepared.dtype
+    scale, dtype, data = trainer.loss_scale, trainer.prepared.dtype, dataset.identity()
     return Saver(
         trainer,
         run_dir,
         config.train,
         commits=trainer.prepared.plan.layout.commits and not _is_replicated(config, ranks),
-        state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
+        state_of=lambda position: describe(position, config, dtype, scale, data, run),
         announce=ranks.announce,
         decide=ranks.first_decides if ranks.group.size > 1 else None,
         writes=ranks.is_first,

@@ -55,7 +55,7 @@ SetOption = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key of the configuration; repeatable."),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print plan and resolved config; train nothing.")
+    bool, typer.Option("--dry-run", help="Print the plan, then the resolved config; train nothing.")
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")

@@ -146,7 +146,7 @@ def _read_parquet(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise DataError(f"{path}: reading Parquet needs pyarrow; pip install 'outsize[parquet]'") from error
+        raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
