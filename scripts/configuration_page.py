@@ -16,7 +16,7 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from the sections in src/outsize/config; change it there. -->
 
-A run is described by a YAML file with nine sections, every key of which has a default except the two paths:
+A run is described by a YAML file with ten sections, every key of which has a default except the two paths:
 
 ```yaml
 model:

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             "max_bad_records": "3",
         }.items()
     },
+    **{
+        f"eval.{key}": (value, [([], ONE)])
+        for key, value in {"every": "5", "sequences": "8", "keep_best": "false", "patience": "2"}.items()
+    },
     "data.glob": ("a*", [([], Surroundings(one_file=True))]),
     "train.head_chunk_tokens": (
         "64",

@@ -39,7 +39,7 @@ def train(config: "Config", output: Output, dry_run: bool) -> None:
         result = run.train(config, progress=progress.update, announce=progress.say)
     output.emit(result.to_dict())
     output.print_result(_summary(result))
-    if result.steps < config.train.steps:
+    if result.steps < config.train.steps and not result.stopped_early:
         output.say(f"interrupted and saved; --resume auto --run-dir {result.run_dir} goes on from here")
 
 
@@ -55,6 +55,10 @@ def _summary(result: "TrainResult") -> str:
     ]
     if result.skipped_steps:
         lines.insert(1, f"{result.skipped_steps} steps skipped: loss or gradient norm not finite")
+    if result.eval_loss is not None:
+        lines.insert(1, f"evaluation: loss {result.eval_loss:.4f}, perplexity {result.eval_perplexity:.4g}")
+    if result.best_dir and result.best_dir != result.export_dir:
+        lines.append(f"best model {result.best_dir}")
     if result.export_dir:
         lines.append(f"trained model {result.export_dir}")
     return "\n".join([*lines, *_verdict(Path(result.run_dir))])

@@ -7,6 +7,7 @@ other, and
 """
 
 from outsize.config.data_section import DataConfig, SourceConfig
+from outsize.config.eval_section import EvalConfig
 from outsize.config.load import dump_config, load_config, parse_config
 from outsize.config.lora_section import LoraConfig
 from outsize.config.memory_section import MemoryConfig
@@ -22,6 +23,7 @@ from outsize.config.without_effect import Surroundings
 __all__ = [
     "Config",
     "DataConfig",
+    "EvalConfig",
     "LoraConfig",
     "MemoryConfig",
     "ModelConfig",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters)
+    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters, _evaluation)
     return [line for rule in rules for line in rule(config)]
 
 
@@ -83,6 +83,12 @@ def _clip(config: "Config") -> list[str]:
             "optimizer.clip: unit steps a unit before the gradients of all are known, and train.on_nonfinite=skip "
             "needs them; use optimizer.clip=global, or train.on_nonfinite=raise"
         ]
+    return []
+
+
+def _evaluation(config: "Config") -> list[str]:
+    if config.eval.data is not None and config.eval.split:
+        return ["eval.split: give eval.data or eval.split, not both"]
     return []
 
 

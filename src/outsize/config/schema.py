@@ -1,4 +1,4 @@
-"""What can be configured: nine sections, every key with its default, its unit and its meaning.
+"""What can be configured: ten sections, every key with its default, its unit and its meaning.
 
 The descriptions in the sections are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that knows the
@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from outsize.config.config_rules import contradictions
 from outsize.config.data_section import DataConfig
+from outsize.config.eval_section import EvalConfig
 from outsize.config.lora_section import LoraConfig
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.model_section import ModelConfig
@@ -29,6 +30,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()

@@ -99,6 +99,9 @@ _STAGES: Final[_Row] = (
     *_REPLICATED,
 )
 _HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
+_NO_EVALUATION: Final[_Row] = (
+    ("neither eval.data nor eval.split says what on", lambda case: not case.config.eval.on),
+)
 _NO_RECORDS: Final[_Row] = (
     (
         "files of this kind hold no records",
@@ -165,6 +168,8 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     ),
     "train.on_stall": _ALWAYS,
     **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), _NO_STALL),
+    **dict.fromkeys(("eval.data", "eval.split"), _ALWAYS),
+    **dict.fromkeys(("eval.every", "eval.sequences", "eval.keep_best", "eval.patience"), _NO_EVALUATION),
     **dict.fromkeys(("lora.r", "lora.lora_alpha", "lora.lora_dropout", "lora.target_modules"), _FULL),
     **dict.fromkeys(("lora.exclude_modules", "lora.bias", "lora.use_rslora", "lora.modules_to_save"), _FULL),
     **dict.fromkeys(("lora.init_lora_weights", "lora.rank_pattern", "lora.alpha_pattern"), _FULL),

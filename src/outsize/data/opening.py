@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.mixture import Mixed
+from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
 from outsize.data.reading.corpus import Corpus
@@ -89,16 +89,32 @@ def open_data(
             store, detected = making.open(corpus)
             unless_used.callback(store.close)
             _check_ids(detected, limits.vocab_size)
-            layouts.append(
+            layout: PackedLayout = (
                 Packed(store, seq_len, detected.num_trained_tokens)
                 if pack
                 else OnePerDocument(store, seq_len, _pad_id(tokenizer))
             )
+            layouts.append(_part_of(layout, corpus, seed))
             found.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
-        layout = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
+        whole = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
         unless_used.pop_all()
-        return PackedDataset(layout, found, seq_len=seq_len, seed=seed)
+        return PackedDataset(whole, found, seq_len=seq_len, seed=seed)
+
+
+def _part_of(layout: PackedLayout, corpus: Corpus, seed: int) -> PackedLayout:
+    """Return what of a source's sequences is meant: all, those that are held out, or the rest."""
+    if not corpus.split:
+        return layout
+    count = max(1, round(corpus.split * layout.num_sequences))
+    if count >= layout.num_sequences:
+        raise DataError(
+            f"{corpus.path}: of {layout.num_sequences} sequences eval.split={corpus.split:g} would hold out all; use "
+            "more data, a smaller data.seq_len, or eval.data"
+        )
+    if corpus.held:
+        return HeldPart(layout, 0, count, seed)
+    return HeldPart(layout, count, layout.num_sequences - count, seed)
 
 
 def _as_corpora(source: str | Path | Corpus | Sequence[Corpus]) -> Sequence[Corpus]:

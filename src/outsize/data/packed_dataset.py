@@ -191,6 +191,11 @@ class PackedDataset:
         first = step * num_sequences
         return self._layout.batch(*self._drawn(np.arange(first, first + num_sequences, dtype=np.int64)))
 
+    def sequences(self, first: int, count: int) -> Batch:
+        """Return ``count`` sequences from number ``first`` on, as they lie, for what is measured and not trained."""
+        numbers = np.arange(first, first + count, dtype=np.int64)
+        return self._layout.batch(numbers, np.zeros_like(numbers))
+
     def epoch(self, step: int, num_sequences: int) -> float:
         """Return how many times the data was used before ``step``, e.g. 1.5."""
         return step * num_sequences / self.num_sequences

@@ -153,6 +153,12 @@ class Line(Part):
         default=None,
         description="what other work and limits of the host took; null in steps that are too short to tell",
     )
+    eval_loss: float | None = Field(
+        default=None,
+        description="nats, mean over the tokens of an evaluation after the step; null without one",
+    )
+    eval_perplexity: float | None = Field(default=None, description="its exponential")
+    eval_tokens: int | None = Field(default=None, ge=0, description="tokens that it predicted")
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "
         "files instead of direct I/O, `recomputed` activations that found no room below the device, `failed_saves`, "

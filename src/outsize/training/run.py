@@ -26,12 +26,14 @@ from outsize.session.job.machine import choose_device, home_file
 from outsize.session.job.prepare import Prepared, prepare
 from outsize.session.numa_binding import bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
+from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.record import CommitRecord
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.aftermath import Aftermath
 from outsize.training.ddp import check_fits, one_share, start_replica
+from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress, Run
@@ -143,6 +145,7 @@ def _train(
             announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
             return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
+    check_evaluates(config, prepared)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
     _check_goes_on(config, dataset, resumed, record, ranks)
     check_room(prepared, config.train, run_dir, announce)
@@ -246,11 +249,24 @@ def _open(
         progress if ranks.is_first else None,
         trainer.position,
         expected,
+        _evaluations(stack, config, trainer, ranks),
     )
     aftermath.begun = True
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run
+
+
+def _evaluations(
+    stack: contextlib.ExitStack, config: Config, trainer: Trainer, ranks: Ranks
+) -> Evaluations | None:
+    """Open what the model is measured on; None where it is not."""
+    if not config.eval.on or not isinstance(trainer, StreamedTrainer):
+        return None
+    dataset = stack.enter_context(
+        open_dataset(config, trainer.prepared, ranks.run_dir, ranks.announce, measured=True)
+    )
+    return Evaluations(config, trainer, dataset, ranks.run_dir, trainer.position.step)
 
 
 def _watchdog(prepared: Prepared, ranks: Ranks, expected: Forecast | None) -> Watchdog:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,27 @@ from outsize.storage.directory import needed_directory
 
 
 def open_dataset(
-    config: Config, prepared: Prepared, run_dir: Path, announce: Callable[[str], None]
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    announce: Callable[[str], None],
+    *,
+    measured: bool = False,
 ) -> PackedDataset:
     """Open the data set of ``config``, tokenised into ``run_dir`` unless it is there already.
+
+    Args:
+        config: of the run.
+        prepared: its model.
+        run_dir: its directory.
+        announce: told what the data were taken for.
+        measured: open what the model is measured on, and not what the model is trained on.
 
     Raises:
         DataError: there is no tokenizer, or the data cannot be used.
         ConfigError: sequences are longer than the model takes.
     """
-    corpora = corpora_of(config)
+    corpora = corpora_of(config, measured=measured)
     is_tokens = [
         corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob).container == "tokens"
         for corpus in corpora
@@ -48,18 +61,27 @@ def open_dataset(
     with contextlib.ExitStack() as unless_used:
         unless_used.callback(dataset.close)
         kept = dataset.kept()
-        announce(dataset.describe(kept))
+        announce(
+            f"held out for evaluation: {dataset.num_sequences:,} sequences"
+            if measured and config.eval.split
+            else dataset.describe(kept)
+        )
         kept.check(config.data.seq_len)
         unless_used.pop_all()
     return dataset
 
 
-def corpora_of(config: Config) -> list[Corpus]:
-    """Return the sources of a run's data."""
-    return [
-        Corpus(**{name: getattr(source, name) for name in SourceConfig.model_fields})
+def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:
+    """Return the sources of a run's data, or of what the run is ``measured`` on."""
+    corpora = [
+        Corpus(**{name: getattr(source, name) for name in SourceConfig.model_fields}, split=config.eval.split)
         for source in (config.data, *config.data.more)
     ]
+    if not measured:
+        return corpora
+    if config.eval.data is not None:
+        return [replace(corpora[0], path=config.eval.data, weight=1.0)]
+    return [replace(corpus, weight=1.0, held=True) for corpus in corpora]
 
 
 def load_tokenizer(prepared: Prepared) -> Any:

@@ -27,6 +27,8 @@ class Corpus:
         train_on: what of a conversation is trained: the replies, the last reply, or everything.
         max_bad_records: records that may be malformed; they are left out and counted.
         weight: how often each sequence is used in an epoch.
+        split: share of the sequences that is held out.
+        held: whether these are what is held out, and not all the rest.
     """
 
     path: str | Path
@@ -38,6 +40,8 @@ class Corpus:
     train_on: TrainOn = "replies"
     max_bad_records: int = 0
     weight: float = 1.0
+    split: float = 0.0
+    held: bool = False
 
     def options(self) -> dict[str, object]:
         """Return all that decides over the tokens, besides the files themselves."""
