@@ -36,7 +36,9 @@ def _warmup(config: "Config") -> list[str]:
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.warmup_steps and optimizer.warmup_ratio:
         return ["optimizer.warmup_ratio: give optimizer.warmup_steps or optimizer.warmup_ratio, not both"]
-    if config.warmup_steps >= steps:
+    if optimizer.min_lr > optimizer.lr:
+        return [f"optimizer.min_lr: {optimizer.min_lr:g} is above optimizer.lr ({optimizer.lr:g}); lower it"]
+    if config.train.epochs is None and config.warmup_steps >= steps:
         return [
             f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
             f"train.steps ({steps}); lower it, for example to 0, or train for more steps"

@@ -5,6 +5,7 @@ them. Sections hold what the user said and decide nothing; ``auto`` and null are
 machine.
 """
 
+import math
 from typing import Self
 
 from pydantic import model_validator
@@ -22,6 +23,7 @@ from outsize.config.telemetry_section import TelemetryConfig
 from outsize.config.train_section import TrainConfig
 from outsize.config.transport_section import TransportConfig
 from outsize.config.without_effect import Surroundings, settings_without_effect
+from outsize.errors import ConfigError
 
 
 class Config(Section):
@@ -59,6 +61,23 @@ class Config(Section):
         """Return the same run with steps cut into ``count`` microbatches, at most one for each sequence."""
         train = self.train.model_copy(update={"microbatches": count})
         return self.model_copy(update={"train": train})
+
+    def over(self, num_sequences: int) -> Self:
+        """Return the same run with the steps that ``train.epochs`` come to over so many sequences.
+
+        Raises:
+            ConfigError: the warm-up is longer than that.
+        """
+        if self.train.epochs is None:
+            return self
+        steps = max(1, math.ceil(self.train.epochs * num_sequences / self.sequences_per_step))
+        found = self.model_copy(update={"train": self.train.model_copy(update={"steps": steps})})
+        if found.warmup_steps >= steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps: {found.warmup_steps} steps of warm-up do not fit before the end of the "
+                f"{steps} steps that train.epochs={self.train.epochs:g} comes to; lower it, or train for more epochs"
+            )
+        return found
 
     @property
     def sequences_per_step(self) -> int:

@@ -77,6 +77,13 @@ class _Case:
     def dtype(self) -> str:
         return self.around.dtype or self.config.model.dtype
 
+    @property
+    def schedule(self) -> str:
+        return self.config.optimizer.schedule
+
+    def has_no_min_lr(self) -> bool:
+        return self.schedule not in ("cosine", "wsd")
+
     def saves_once(self) -> bool:
         """Whether the checkpoint at the end is the only one; a run that goes on may find others."""
         train = self.config.train
@@ -114,6 +121,11 @@ _OPTIMIZER: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "beta2_decay"), _ALWAYS),
     **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "schedule"), _ALWAYS),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), _ALWAYS),
+    "min_lr": (("optimizer.schedule is neither cosine nor wsd", _Case.has_no_min_lr),),
+    "decay_ratio": (("optimizer.schedule is not wsd", lambda case: case.schedule != "wsd"),),
+    "restarts": (
+        ("optimizer.schedule is not cosine_restarts", lambda case: case.schedule != "cosine_restarts"),
+    ),
     "dampening": (("optimizer.momentum is 0", lambda case: not case.config.optimizer.momentum),),
     "max_grad_norm": (("optimizer.clip is none", lambda case: case.config.optimizer.clip == "none"),),
     "clip": (("optimizer.max_grad_norm is 0", lambda case: not case.config.optimizer.max_grad_norm),),
@@ -142,7 +154,8 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     "data.max_bad_records": _NO_RECORDS,
     **dict.fromkeys(("data.more", "data.weight"), _ALWAYS),
     "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
-    **dict.fromkeys(("train.method", "train.steps", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
+    "train.steps": (("train.epochs says how long", lambda case: case.config.train.epochs is not None),),
+    **dict.fromkeys(("train.method", "train.epochs", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
     **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (

@@ -105,4 +105,7 @@ def schedule_of(config: Config) -> LearningRateSchedule:
         lr=config.optimizer.lr,
         num_warmup_steps=config.warmup_steps,
         num_training_steps=config.train.steps,
+        min_lr=config.optimizer.min_lr,
+        num_decay_steps=round(config.optimizer.decay_ratio * config.train.steps),
+        num_cycles=config.optimizer.restarts + 1,
     )

@@ -139,14 +139,15 @@ def _train(
     asked = asked.in_microbatches(prepared.config.microbatches)
     replicated = _is_replicated(config, ranks)
     record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
-    if resumed is not None:
-        done = run_checkpoint.position_of(resumed)
-        if done.step >= config.train.steps:
-            announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
-            return _nothing_done(prepared, run_dir, done)
+    if config.train.epochs is None and (done := _done(config, resumed, announce)) is not None:
+        return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
     check_evaluates(config, prepared)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
+    config, prepared = _over_epochs(config, prepared, dataset, announce)
+    asked = asked.over(dataset.num_sequences)
+    if (done := _done(config, resumed, announce)) is not None:
+        return _nothing_done(prepared, run_dir, done)
     _check_goes_on(config, dataset, resumed, record, ranks)
     check_room(prepared, config.train, run_dir, announce)
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
@@ -323,6 +324,29 @@ def _dataset(
         first = 0 if resumed is None else run_checkpoint.position_of(resumed).step
         check_same_run(prepared, dataset.batch(first, config.sequences_per_step), resumed, ranks.group)
     return dataset
+
+
+def _done(config: Config, resumed: Path | None, announce: Announce) -> Position | None:
+    """Return where the run stands that is ``resumed``, if that is its end; said."""
+    done = None if resumed is None else run_checkpoint.position_of(resumed)
+    if done is None or done.step < config.train.steps:
+        return None
+    announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+    return done
+
+
+def _over_epochs(
+    config: Config, prepared: Prepared, dataset: PackedDataset, announce: Announce
+) -> tuple[Config, Prepared]:
+    """Return the run with its steps, where their number follows from the data."""
+    if config.train.epochs is None:
+        return config, prepared
+    config = config.over(dataset.num_sequences)
+    announce(
+        f"{config.train.epochs:g} epochs of {dataset.num_sequences:,} sequences are {config.train.steps:,} steps of "
+        f"{config.sequences_per_step}"
+    )
+    return config, replace(prepared, config=prepared.config.over(dataset.num_sequences))
 
 
 def _check_goes_on(
