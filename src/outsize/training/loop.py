@@ -66,12 +66,14 @@ class Run:
     bytes_read: int = 0
     bytes_written: int = 0
     stopped_early: bool = False
+    sequences_per_epoch: int = 0
     _known_s: float = field(default_factory=time.monotonic)
     _unwritten: tuple[StepRecord, StepOutcome] | None = None
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
+        self.sequences_per_epoch = dataset.num_sequences
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
             with _batches(dataset, self.config, self.ranks.group, self.position.step) as batches:
@@ -173,6 +175,7 @@ class Run:
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=None if saved is None else str(saved),
             failed_saves=self.saver.num_failed,
+            num_steps=self.config.train.steps,
             stopped_early=self.stopped_early,
             best_dir=None if (chosen := best(self.ranks.run_dir)) is None else str(chosen),
             **self._measured(),
@@ -209,7 +212,11 @@ class Run:
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()
         failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
-        record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
+        record = replace(
+            self.accounts.record(outcome, timeline, self.position.skipped, failed),
+            num_steps=self.config.train.steps,
+            epoch=self.position.step * self.config.sequences_per_step / self.sequences_per_epoch,
+        )
         self._unwritten = record, outcome
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))

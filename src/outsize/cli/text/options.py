@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -15,7 +16,7 @@ import typer
 from outsize.cli.text.console import Output
 
 if TYPE_CHECKING:
-    from outsize.config import Config
+    pass
 
 # The help repeats the heart of each key's description: reading it from there would slow every `--help` down.
 FLAGS: Sequence[tuple[str, str, type, str]] = (
@@ -61,7 +62,7 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")
 ]
 
-RunCommand = Callable[["Config", Output, bool], None]
+RunCommand = Callable[..., None]
 Options = TypeVar("Options")
 
 
@@ -87,8 +88,13 @@ def with_options(
     return decorate
 
 
-def with_run_options(command: RunCommand) -> Callable[..., None]:
-    """Return ``command(config, output, dry_run)`` as a function with the options of a run."""
+def with_run_options(
+    command: RunCommand, more: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+) -> Callable[..., None]:
+    """Return ``command(config, output, dry_run, **more)`` as a function with the options of a run.
+
+    ``more`` has annotation and default of each option that is the command's own.
+    """
     keys = {flag.removeprefix("--").replace("-", "_"): key for flag, key, _, _ in FLAGS}
 
     def run(
@@ -98,10 +104,11 @@ def with_run_options(command: RunCommand) -> Callable[..., None]:
 
         output = Output(as_json=as_json)
         with output.guarded():
+            own = {name: flags.pop(name) for name in more}
             config = load_config(
                 config_path, overrides or (), {keys[name]: value for name, value in flags.items()}
             )
-            command(config, output, dry_run)
+            command(config, output, dry_run, **own)
 
     offered = {
         "config_path": (ConfigArgument, None),
@@ -111,6 +118,7 @@ def with_run_options(command: RunCommand) -> Callable[..., None]:
         },
         "overrides": (SetOption, None),
         "dry_run": (DryRunOption, False),
+        **more,
         "as_json": (JsonOption, False),
     }
     return _offer(run, command, offered)

@@ -50,6 +50,8 @@ class StepRecord:
     device_bytes: dict[str, int] = field(default_factory=dict)
     gpus: tuple[dict[str, Any], ...] = ()
     host: dict[str, Any] | None = None
+    num_steps: int = 0
+    epoch: float | None = None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     eval_tokens: int | None = None
@@ -102,6 +104,7 @@ class TrainResult:
         eval_loss: loss of the last evaluation, in nats per predicted token; None where there was none.
         eval_perplexity: of that.
         best_dir: directory of the checkpoint with the least loss of those that were evaluated and kept.
+        num_steps: optimizer steps that the run was to have.
         stopped_early: whether the run ended since evaluations did not get better.
     """
 
@@ -124,6 +127,7 @@ class TrainResult:
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     best_dir: str | None = None
+    num_steps: int = 0
     stopped_early: bool = False
 
     def to_dict(self) -> dict[str, Any]:
