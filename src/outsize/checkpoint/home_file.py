@@ -142,7 +142,7 @@ def start(
     record: CommitRecord | None,
     resumed: Path | None,
     announce: Announce,
-    data: Mapping[str, Any],
+    data: Mapping[str, Any] | None = None,
 ) -> StreamedTrainer:
     """Open a trainer, entered in ``stack``, that stands where the run goes on; its `position` says where.
 
@@ -215,7 +215,7 @@ def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) 
 
 
 def _from_home(
-    config: Config, prepared: Prepared, run_dir: Path, record: CommitRecord, data: Mapping[str, Any]
+    config: Config, prepared: Prepared, run_dir: Path, record: CommitRecord, data: Mapping[str, Any] | None
 ) -> StreamedTrainer:
     """Return a trainer that stands where ``record`` says."""
     path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
