@@ -17,7 +17,7 @@ from pathlib import Path
 
 import common
 import torch
-from bench_optimizer import planes_of, stepper, zeros
+from bench_optimizer import in_torch_ops, planes_of, stepper, zeros
 
 from outsize import native
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
@@ -48,8 +48,8 @@ def forms_of(size: int) -> tuple[dict[str, Callable[[], object]], torch.Tensor, 
     scratches = [zeros(elements) for _ in range(layout.num_scratches)]
     counts = dict.fromkeys(NAMES, STEP)
 
-    def ours(*, use_native: bool) -> None:
-        step_whole(Adafactor(), unit, planes, scratches, step=counts, lr=LR, use_native=use_native)
+    def ours() -> None:
+        step_whole(Adafactor(), unit, planes, scratches, step=counts, lr=LR)
 
     parameters = [torch.nn.Parameter(zeros(size * size).normal_().view(size, size)) for _ in NAMES]
     cast = [zeros(size * size, torch.bfloat16).view(size, size) for _ in NAMES]
@@ -64,8 +64,8 @@ def forms_of(size: int) -> tuple[dict[str, Callable[[], object]], torch.Tensor, 
                 weights.copy_(parameter)
 
     forms = {
-        OURS: lambda: ours(use_native=True),
-        PLAIN: lambda: ours(use_native=False),
+        OURS: ours,
+        PLAIN: in_torch_ops(ours),
         TORCH: theirs,
         ADAMW: stepper(unit, planes_of(unit.numel, "fp32"), gradient).run,
     }

@@ -15,6 +15,7 @@ Needs a quiet machine, 3 GB of memory and under three minutes, most of them for 
 
 import argparse
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import torch
@@ -81,11 +83,19 @@ def planes_of(numel: int, moments: str, num_moments: int = 2) -> StatePlanes:
     return StatePlanes(weights=weights, master_low=low, master_ties=ties, **state)
 
 
-def stepper(
-    unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, rule: UpdateRule = RULE, use_native: bool = True
-) -> Form:
+def in_torch_ops(run: Callable[[], None]) -> Callable[[], None]:
+    """The same without kernels in C."""
+
+    def plain() -> None:
+        with mock.patch.object(native, "available", return_value=False):
+            run()
+
+    return plain
+
+
+def stepper(unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, rule: UpdateRule = RULE) -> Form:
     def run() -> None:
-        step_state(rule, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1, use_native=use_native)
+        step_state(rule, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1)
 
     kept = planes.bytes_per_element()
     # The bits of ties are touched at one element in 65,536.
@@ -220,7 +230,8 @@ def forms_of(numel: int, threads: int, *, compile_too: bool) -> dict[str, Form]:
         except Exception as error:  # no compiler, or none that inductor likes
             print(f"torch.compile: {error}")
     for name, planes in ((f"exact, {FALLBACKS}", exact), (f"8-bit moments, {FALLBACKS}", int8)):
-        forms[name] = stepper(unit, planes, narrow, use_native=False)
+        form = stepper(unit, planes, narrow)
+        forms[name] = dataclasses.replace(form, run=in_torch_ops(form.run))
     return forms
 
 

@@ -6,14 +6,19 @@ configuration, the plan of the run is simulated with those rates, and the run is
 prediction. Emulated links have the rate that they are given. Beside it: what a run expects after its own first steps.
 
     OMP_NUM_THREADS=1 python bench/bench_truth.py
+    python bench/bench_truth.py --large              # over a billion parameters: 24 GiB of RAM, 50 GiB of disk, 25 min
+    python bench/bench_truth.py --large --busy 1     # beside another job
 
-One compute thread leaves a core for what goes on beside it; the simulator knows no shared cores.
+Small models: one compute thread leaves a core for what goes on beside it. Large ones compute on all threads.
 """
 
 import argparse
+import contextlib
 import statistics
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +34,18 @@ from outsize.session.stream import StreamedTrainer
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.run_data import open_dataset
 
+# Layers, width, vocabulary. The 1.57B model's state is as large as the RAM of a machine of 24 GiB.
 MODELS = {"small": (6, 256, 4096), "wide": (4, 512, 4096)}
+LARGE_MODELS = {"1.06B": (18, 2048, 32000), "1.57B": (28, 2048, 32000)}
 SEQ_LEN = 256
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration; ``tight`` is a share of what its roomy plan takes on the device."""
+    """A configuration; ``tight`` is a share of what its roomy plan takes on the device.
+
+    The first ``cold`` steps of ``steps`` do not count.
+    """
 
     model: str
     device: str
@@ -44,12 +54,17 @@ class Case:
     sequences: int
     link_gb_per_s: float | None = None
     tight: float | None = None
+    method: str = "full"
+    device_memory: str = "2GiB"
+    host_memory: str = "4GiB"
+    cold: int = 3
 
     @property
     def name(self) -> str:
         link = f", {self.link_gb_per_s:g} GB/s" if self.link_gb_per_s else ""
         budget = f", budget x {self.tight:g}" if self.tight else ""
-        return f"{self.model}, {self.device}, {self.home}, {self.sequences}/{self.microbatches}{link}{budget}"
+        method = ", LoRA" if self.method == "lora" else ""
+        return f"{self.model}{method}, {self.device}, {self.home}, {self.sequences}/{self.microbatches}{link}{budget}"
 
 
 CASES = (
@@ -65,6 +80,14 @@ CASES = (
     Case("small", "emulated:2", "host", 4, 8, link_gb_per_s=1.0),
     Case("wide", "emulated:2", "host", 4, 4, link_gb_per_s=0.1),
 )
+LARGE_CASES = tuple(
+    Case(model, "cpu", home, 2, 4, method=method, device_memory="3GiB", host_memory="18GiB", cold=1)
+    for model, home, method in (
+        ("1.06B", "host", "full"),
+        ("1.57B", "disk", "full"),
+        ("1.57B", "host", "lora"),
+    )
+)
 
 
 def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
@@ -79,7 +102,8 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
         f"train.microbatches={case.microbatches}",
         f"memory.device={case.device}",
         f"memory.home={case.home}",
-        "memory.host_memory=4GiB",
+        f"memory.host_memory={case.host_memory}",
+        f"train.method={case.method}",
     ]
     if case.link_gb_per_s:
         settings.append(f"memory.link_gb_per_s={case.link_gb_per_s}")
@@ -88,14 +112,14 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
         config = load_config(None, [*settings, f"memory.device_memory={device_memory}"])
         return prepare(config, directory, lambda _: None)
 
-    roomy = with_memory("2GiB")
+    roomy = with_memory(case.device_memory)
     return with_memory(str(int(case.tight * roomy.plan.total_bytes("device")))) if case.tight else roomy
 
 
 def measured_s(
-    prepared: Prepared, directory: Path, steps: int, expected: Forecast
+    prepared: Prepared, directory: Path, steps: int, cold: int, expected: Forecast
 ) -> tuple[list[float], float]:
-    """Return the seconds of each step but the first three, and what the trace of those said of the others."""
+    """Return the seconds of each step but the first ``cold``, and what the trace of those said of the others."""
     config = prepared.config
     with tempfile.TemporaryDirectory(dir=directory) as store:
         with open_dataset(config, prepared, Path(store), lambda _: None) as dataset:
@@ -108,7 +132,19 @@ def measured_s(
                 seconds.append(outcome.seconds)
                 expected.step_ended(outcome.window, trainer.take_timeline())
             trainer.settle()
-    return seconds[3:], expected.step_s
+    return seconds[cold:], expected.step_s
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep ``count`` processors busy with something else."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def print_note(line: str) -> None:
@@ -117,24 +153,30 @@ def print_note(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=common.steps_above(3), default=9)
+    parser.add_argument("--steps", type=common.steps_above(3), help="9, or 4 of a large model, unless told")
+    parser.add_argument(
+        "--large", action="store_true", help="models of over a billion parameters instead of small ones"
+    )
+    parser.add_argument("--busy", type=int, default=0, help="processors that something else keeps busy")
     parser.add_argument("--dir", type=Path, help="where models and homes lie; best on a disk")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    steps = args.steps or (4 if args.large else 9)
+    if not args.large:
+        torch.set_num_threads(1)
     rows, results = [], []
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+    with tempfile.TemporaryDirectory(dir=args.dir) as name, busy(args.busy):
         directory = Path(name)
-        for model, (layers, hidden, vocabulary) in MODELS.items():
+        for model, (layers, hidden, vocabulary) in (LARGE_MODELS if args.large else MODELS).items():
             (directory / model).mkdir()
             bench_speed.build(directory / model, layers, hidden, vocabulary, 200_000)
-        for case in CASES:
-            prepared = prepared_for(case, directory, args.steps)
+        for case in LARGE_CASES if args.large else CASES:
+            prepared = prepared_for(case, directory, steps)
             expected = forecast(prepared, directory, print_note)
             if expected is None:
                 raise SystemExit(1)
             prediction = expected.step_s
-            seconds, recalibrated = measured_s(prepared, directory, args.steps, expected)
+            seconds, recalibrated = measured_s(prepared, directory, steps, case.cold, expected)
             measured = statistics.median(seconds)
             error = prediction / measured - 1
             print(f"{case.name}: {prediction:.3f} s, measured {measured:.3f} s", file=sys.stderr)
@@ -158,6 +200,7 @@ def main() -> None:
         {
             "bench": "truth",
             "machine": common.machine(),
+            "busy": args.busy,
             "cases": results,
             "median_error": statistics.median(errors),
             "worst_error": max(errors),

@@ -27,7 +27,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from outsize.data import ModelLimits, PackedDataset, Prefetcher, open_data
 from outsize.model.sizes.model_spec import pack_unit
-from outsize.optim.adamw import PlaneAdamW, step_planes
+from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.planes import StatePlanes
+from outsize.optim.step import step_state
 from outsize.probing.compute import measure_matmul
 from outsize.probing.effort import FULL
 from outsize.storage.arena import Arena
@@ -170,8 +172,8 @@ def bench_b(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
                 assert gradient is not None
                 planes[3][tensor.offset : tensor.offset + tensor.numel].copy_(gradient.flatten())
                 gradient.zero_()
-            state = dict(zip(("master", "exp_avg", "exp_avg_sq", "gradient"), planes, strict=True))
-            step_planes(PlaneAdamW(), unit, start=0, stop=unit.numel, step=index + 1, lr=1e-5, **state)
+            state = StatePlanes(weights=planes[0], exp_avg=planes[1], exp_avg_sq=planes[2])
+            step_state(PlaneAdamW(), unit, state, planes[3], start=0, step=index + 1, lr=1e-5)
             if index > 0:
                 times["wait"].append(waited - started)
                 times["layer"].append(computed - waited)

@@ -17,6 +17,16 @@ WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "i
 WireWeights = Literal["raw", "delta"]
 # How weights go over links; all keep every bit.
 TransportWeights = Literal["raw", "auto", "lossless4", "lossless3"]
+TransportActivations = Literal[
+    TransportWeights, "int8", "int8-asymmetric", "int8-hadamard", "int4", "int4-asymmetric", "int4-hadamard"
+]
+_Int8Gradients = Literal[
+    "int8", "int8-stochastic", "int8-ef", "int8-hadamard", "int8-hadamard-stochastic", "int8-hadamard-ef"
+]
+_Int4Gradients = Literal[
+    "int4", "int4-stochastic", "int4-ef", "int4-hadamard", "int4-hadamard-stochastic", "int4-hadamard-ef"
+]
+TransportGradients = Literal[TransportWeights, _Int8Gradients, _Int4Gradients]
 # How stages hand over what they make for the next one.
 Handover = Literal["auto", "host", "peer"]
 # What becomes of what backwards need of their forwards.

@@ -50,10 +50,10 @@ LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
         DIRECT,
         Kind.STEP,
         optimizer_ops,
-        "step_planes",
+        "step_state",
         r"STEP \d#\d@t\d failed on lane host",
     ),
-    "step of a unit": (HOST, Kind.STEP, optimizer_ops, "step_planes", r"STEP \d failed on lane host"),
+    "step of a unit": (HOST, Kind.STEP, optimizer_ops, "step_state", r"STEP \d failed on lane host"),
     "write of a tile": (
         DIRECT,
         Kind.WRITE,
@@ -265,7 +265,7 @@ def test_an_error_does_not_hold_the_run_in_a_cycle(world: World, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(OptimizerOps, "__init__", noted)
-        Trap(patched, Kind.STEP).put(optimizer_ops, "step_planes", raiser(RuntimeError("broken")))
+        Trap(patched, Kind.STEP).put(optimizer_ops, "step_state", raiser(RuntimeError("broken")))
         gc.collect()
         gc.disable()
         try:

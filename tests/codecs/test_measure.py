@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outsize.codecs.codec_figures import NAMES, core_seconds, kind_of, measure, measure_file
+from outsize.codecs.codec_figures import NAMES, core_seconds, exponent_bound, kind_of, measure, measure_file
 from outsize.errors import CodecError
 from outsize.testing.codec_contract import normal
 
@@ -32,7 +32,7 @@ def test_no_more_is_held_of_a_file_than_is_looked_at(tmp_path, monkeypatch):
 
 def test_lossless_ones_have_no_error_and_no_ratio_below_the_bound():
     for figures in measure("weights", normal(2**17, torch.bfloat16)):
-        lossless = figures.codec in ("lossless4", "lossless3", "entropy")
+        lossless = figures.codec in ("lossless4", "lossless3")
         assert (figures.largest_error == 0) == (figures.relative_error == 0) == lossless
         assert not lossless or figures.bound <= figures.ratio < 0.77
         assert figures.encode_bytes_per_s > 0
@@ -63,3 +63,11 @@ def test_the_time_of_work_is_above_zero_and_threads_are_as_before():
     before = torch.get_num_threads()
     assert core_seconds(lambda: None, 1) > 0
     assert torch.get_num_threads() == before
+
+
+def test_the_bound_is_the_entropy_of_exponents_and_all_other_bits():
+    """Four exponents, equally frequent, are two bits."""
+    source = torch.tensor([1.0, 2.0, -4.5, 8.0]).repeat(10)
+    assert exponent_bound(source.bfloat16()) == (1 + 7 + 2) / 16
+    assert exponent_bound(source) == (1 + 23 + 2) / 32
+    assert exponent_bound(source.half()) == (1 + 10 + 2) / 16

@@ -249,5 +249,7 @@ def run(directory, steps=None, *, plan=None, config=None, about=None, count=12, 
         "memory": {"device": "cuda"},
     } | (config or {})
     (directory / "config.yaml").write_text(json.dumps(settings))
-    (directory / "run.json").write_text(json.dumps({"tokens_per_microbatch": 2048} | (about or {})))
+    (directory / "run.json").write_text(
+        json.dumps({"tokens_per_microbatch": 2048, "fp32_flops_per_s": None} | (about or {}))
+    )
     return read_run(directory)

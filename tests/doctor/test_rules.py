@@ -227,6 +227,11 @@ SHOWN = {
         "compute reaches 2.0% of the device's peak while it works, 99% of a step, with 2048 tokens",
         lambda d: run(d, mfu=0.02, stall_s={}),
     ),
+    "dtype-slow": (
+        "warning",
+        "products in bf16 reach 20 GFLOP/s on this processor, in fp32 90",
+        lambda d: run(d, about={"dtype": "bf16", "peak_flops_per_s": 2e10, "fp32_flops_per_s": 9e10}),
+    ),
     "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
     "attention-eager": (
         "warning",

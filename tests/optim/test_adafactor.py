@@ -105,7 +105,7 @@ def test_sixty_steps_are_bit_equal_to_torch(rule, masters, gradients, clip, piec
         gradient = random(unit.numel, number) * 10.0 ** (number % 7 - 4)
         gradient = gradient.to(ITEM_DTYPE[gradients]).float()
         lr = 0.5 / number
-        ours.step(rule, gradient, number, lr, clip_coefficient=coefficient, use_native=use_native)
+        ours.step(rule, gradient, number, lr, clip_coefficient=coefficient)
         reference.step(gradient if clip is None else gradient * coefficient, lr)
     master = reference.flat(None, start)
     assert torch.equal(ours.master.view(torch.int32), master.view(torch.int32))

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
-from outsize.optim.adamw import PlaneAdamW, step_planes
+from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.clip import clip_coefficient, gradient_norms
+from outsize.optim.planes import StatePlanes
+from outsize.optim.step import step_state
 
 SETTINGS = PlaneAdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 # Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch their
@@ -67,10 +69,10 @@ def random_plane(numel: int, seed: int) -> torch.Tensor:
 
 
 def run_both(unit: UnitSpec, num_steps: int, tile: int, *, max_norm: float, skip_at: dict[int, set[str]]):
-    planes = {"master": random_plane(unit.numel, 0)}
+    planes = {"weights": random_plane(unit.numel, 0)}
     planes |= {name: torch.zeros(unit.numel) for name in ("exp_avg", "exp_avg_sq")}
     start_values = {name: plane.clone() for name, plane in planes.items()}
-    resident = Resident(unit, planes["master"], SETTINGS)
+    resident = Resident(unit, planes["weights"], SETTINGS)
     counts = {t.name: 0 for t in unit.tensors}
     for number in range(num_steps):
         gradient = random_plane(unit.numel, 1000 + number) * 10.0 ** (number % 7 - 4)
@@ -85,24 +87,23 @@ def run_both(unit: UnitSpec, num_steps: int, tile: int, *, max_norm: float, skip
         counts = {name: count + (name not in skip) for name, count in counts.items()}
         for start in range(0, unit.numel, tile):
             stop = min(start + tile, unit.numel)
-            step_planes(
-                SETTINGS, unit, start=start, stop=stop, gradient=gradient[start:stop], step=counts, lr=lr,
-                clip_coefficient=coefficient, skip=skip,
-                **{name: plane[start:stop] for name, plane in planes.items()},
+            step_state(
+                SETTINGS, unit, StatePlanes(**{name: plane[start:stop] for name, plane in planes.items()}),
+                gradient[start:stop], start=start, step=counts, lr=lr, clip_coefficient=coefficient, skip=skip,
             )  # fmt: skip
     return resident, planes, start_values
 
 
 @pytest.mark.parametrize("tile", [2048, 3 * 2048, 2**20])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_fifty_steps_are_bit_equal_to_torch_over_separate_parameters(tile, num_threads):
+def test_fifty_steps_are_bit_equal_to_torch_over_separate_parameters(tile, num_threads, use_native):
     former = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         resident, planes, start = run_both(odd_unit(), 50, tile, max_norm=1.0, skip_at={})
     finally:
         torch.set_num_threads(former)
-    assert torch.equal(planes["master"], resident.flat(None, start["master"]))
+    assert torch.equal(planes["weights"], resident.flat(None, start["weights"]))
     assert torch.equal(planes["exp_avg"], resident.flat("exp_avg", start["exp_avg"]))
     assert torch.equal(planes["exp_avg_sq"], resident.flat("exp_avg_sq", start["exp_avg_sq"]))
 
@@ -110,7 +111,7 @@ def test_fifty_steps_are_bit_equal_to_torch_over_separate_parameters(tile, num_t
 def test_parameters_without_a_gradient_are_left_alone_and_count_their_own_steps():
     skip_at = {0: {"p0"}, 3: {"p0", "p6"}, 4: {f"p{i}" for i in range(8)}}
     resident, planes, start = run_both(odd_unit(), 8, 2048, max_norm=0.5, skip_at=skip_at)
-    assert torch.equal(planes["master"], resident.flat(None, start["master"]))
+    assert torch.equal(planes["weights"], resident.flat(None, start["weights"]))
     assert torch.equal(planes["exp_avg_sq"], resident.flat("exp_avg_sq", start["exp_avg_sq"]))
 
 
@@ -123,19 +124,17 @@ def test_parameters_without_a_gradient_are_left_alone_and_count_their_own_steps(
 def test_any_sizes_and_tiles_are_bit_equal(sizes, tiles, max_norm):
     unit = pack_unit(0, "u", "block", [(f"p{i}", (n,), True, i % 3 > 0) for i, n in enumerate(sizes)])
     resident, planes, start = run_both(unit, 3, tiles * 2048, max_norm=max_norm, skip_at={})
-    assert torch.equal(planes["master"], resident.flat(None, start["master"]))
+    assert torch.equal(planes["weights"], resident.flat(None, start["weights"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_weights_are_the_rounded_masters_and_others_stay(dtype):
+def test_low_precision_weights_are_the_rounded_masters_and_others_stay(dtype, use_native):
     unit = odd_unit()
     master = random_plane(unit.numel, 0)
     weights = torch.full((unit.numel,), 7.0, dtype=dtype)
-    step_planes(
-        SETTINGS, unit, start=0, stop=unit.numel, master=master, weights=weights,
-        exp_avg=torch.zeros(unit.numel), exp_avg_sq=torch.zeros(unit.numel),
-        gradient=random_plane(unit.numel, 1), step=1, lr=1e-3, skip={"p1"},
-    )  # fmt: skip
+    moments = {name: torch.zeros(unit.numel) for name in ("exp_avg", "exp_avg_sq")}
+    planes = StatePlanes(weights=weights, master=master, **moments)
+    step_state(SETTINGS, unit, planes, random_plane(unit.numel, 1), start=0, step=1, lr=1e-3, skip={"p1"})
     for t in unit.tensors:
         part = slice(t.offset, t.offset + t.numel)
         stepped = t.trainable and t.name != "p1"
@@ -151,11 +150,11 @@ def test_padding_and_frozen_parameters_keep_weights_and_moments():
             outside[t.offset : t.offset + t.numel] = False
     planes = {
         name: random_plane(unit.numel, seed).abs()
-        for seed, name in enumerate(("master", "exp_avg", "exp_avg_sq"))
+        for seed, name in enumerate(("weights", "exp_avg", "exp_avg_sq"))
     }
     before = {name: plane.clone() for name, plane in planes.items()}
     gradient = torch.where(outside, torch.nan, 1.0)
-    step_planes(SETTINGS, unit, start=0, stop=unit.numel, gradient=gradient, step=1, lr=0.1, **planes)
+    step_state(SETTINGS, unit, StatePlanes(**planes), gradient, start=0, step=1, lr=0.1)
     for name, plane in planes.items():
         assert torch.equal(plane[outside], before[name][outside])
         assert not torch.equal(plane[~outside], before[name][~outside])
@@ -185,30 +184,11 @@ def test_settings_cannot_change():
         SETTINGS.eps = 1.0
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"start": 64}, "multiples of 2048"),
-        ({"stop": 2**30}, "multiples of 2048"),
-        ({"lr": -1.0}, "learning rate"),
-        ({"lr": float("nan")}, "learning rate"),
-        ({"exp_avg": torch.zeros(2048)}, "fp32 planes"),
-        ({"gradient": torch.zeros(4096, dtype=torch.bfloat16)}, "fp32 planes"),
-        ({"weights": torch.zeros(2048, dtype=torch.bfloat16)}, "4096 weights"),
-    ],
-)
-def test_planes_and_ranges_that_do_not_fit_are_refused(change, message):
-    arguments = {"start": 0, "stop": 4096, "step": 1, "lr": 0.1}
-    arguments |= {name: torch.zeros(4096) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
-    with pytest.raises(ValueError, match=message):
-        step_planes(SETTINGS, odd_unit(), **(arguments | change))
-
-
 def test_a_unit_without_tensors_steps_nothing():
     unit = ModelSpec(units=(pack_unit(0, "tied", "head", []),), dtype="fp32").units[0]
     empty = torch.empty(0)
-    step_planes(
-        SETTINGS, unit, start=0, stop=0, master=empty, exp_avg=empty, exp_avg_sq=empty, gradient=empty,
-        step=1, lr=0.1,
+    step_state(
+        SETTINGS, unit, StatePlanes(weights=empty, exp_avg=empty, exp_avg_sq=empty), empty,
+        start=0, step=1, lr=0.1,
     )  # fmt: skip
     assert gradient_norms(unit, empty).shape == (0,)

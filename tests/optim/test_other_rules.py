@@ -1,9 +1,11 @@
 """SGD and Lion over split masters, beside plain forms of them on separate fp32 parameters."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from optim.test_step import Resident, master_of, odd_unit, planes_of, random, same
+from optim.test_step import Resident, master_of, odd_unit, planes_of, random, same, torch_ops
 from outsize import native
 from outsize.optim.lion import Lion
 from outsize.optim.momentum_kernel import form_of_torch
@@ -76,10 +78,7 @@ def test_sgd_is_bit_equal_to_torch(rule, masters, use_native):
     for number in range(1, 21):
         gradient = random(unit.numel, number)
         clip = torch.tensor(0.7)
-        step_state(
-            rule, unit, planes, gradient, start=0, step=number, lr=0.1 / number, clip_coefficient=clip,
-            use_native=use_native,
-        )  # fmt: skip
+        step_state(rule, unit, planes, gradient, start=0, step=number, lr=0.1 / number, clip_coefficient=clip)
         resident.step(gradient * clip, 0.1 / number)
     master = resident.flat(None, start)
     assert torch.equal(master_of(planes), master)
@@ -120,7 +119,7 @@ def test_lion_is_bit_equal_to_its_published_algorithm(rule, masters, use_native)
     for number in range(1, 21):
         gradient = random(unit.numel, number)
         gradient[::9] = 0.0  # whose first step has no direction
-        step_state(rule, unit, planes, gradient, start=0, step=number, lr=1e-3, use_native=use_native)
+        step_state(rule, unit, planes, gradient, start=0, step=number, lr=1e-3)
         plain.step(gradient, 1e-3)
     master = plain.flat(None, start)
     assert torch.equal(master_of(planes), master)
@@ -139,11 +138,12 @@ def test_a_momentum_in_fewer_bits_is_the_same_bits_in_every_form(rule, moments, 
     for number in range(1, 5):
         gradient = (random(unit.numel, number) * 10.0 ** (number % 3 - 2)).to(dtype)
         gradient[::7] = 0.0
-        for planes, use in zip(forms, (False, use_native), strict=True):
-            step_state(
-                rule, unit, planes, gradient, start=0, step=number, lr=1e-2, seed=3,
-                clip_coefficient=torch.tensor(0.7), use_native=use,
-            )  # fmt: skip
+        for planes, form in zip(forms, (torch_ops(), nullcontext()), strict=True):
+            with form:
+                step_state(
+                    rule, unit, planes, gradient, start=0, step=number, lr=1e-2, seed=3,
+                    clip_coefficient=torch.tensor(0.7),
+                )  # fmt: skip
     assert same(*forms)
 
 

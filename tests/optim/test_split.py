@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from optim.test_step import torch_ops
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
 
 EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -20,16 +21,16 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def split(master: Tensor, use_native: bool, *, ties: bool = True, noise: int = 0):
+def split(master: Tensor, *, ties: bool = True, noise: int = 0):
     planes = [torch.empty(master.numel(), dtype=kind) for kind in (torch.bfloat16, torch.int16)]
     bits = torch.full((ties_bytes(master.numel()),), noise, dtype=torch.uint8) if ties else None
-    split_master(master, *planes, bits, use_native=use_native)
+    split_master(master, *planes, bits)
     return *planes, bits
 
 
-def joined(hi: Tensor, lo: Tensor, ties: Tensor | None, use_native: bool) -> Tensor:
+def joined(hi: Tensor, lo: Tensor, ties: Tensor | None) -> Tensor:
     master = torch.empty(hi.numel())
-    join_master(hi, lo, ties, master, use_native=use_native)
+    join_master(hi, lo, ties, master)
     return master
 
 
@@ -38,19 +39,19 @@ def test_every_upper_half_comes_back_bit_for_bit(low, use_native):
     """NaN, infinity, subnormals and -0 among them; whatever the plane of ties held before."""
     master = of_bits(EVERY_UPPER_HALF | low)
     for noise in (0x00, 0xFF):
-        assert same_bits(joined(*split(master, use_native, noise=noise), use_native), master)
+        assert same_bits(joined(*split(master, noise=noise)), master)
 
 
 def test_a_comb_through_all_numbers_comes_back(use_native):
     """4 million of the 2^32 patterns, evenly spread with a stride that no power of two divides."""
     master = of_bits((np.arange(1 << 22, dtype=np.uint64) * 1021 % 2**32).astype(np.uint32))
-    assert same_bits(joined(*split(master, use_native), use_native), master)
+    assert same_bits(joined(*split(master)), master)
 
 
 @pytest.mark.parametrize("low", LOWER_HALVES)
 def test_the_weight_is_what_torch_rounds_to(low, use_native):
     master = of_bits(EVERY_UPPER_HALF | low)
-    hi, *_ = split(master, use_native)
+    hi, *_ = split(master)
     expected = master.to(torch.bfloat16)
     assert torch.equal(hi.isnan(), expected.isnan())
     number = ~expected.isnan()
@@ -59,23 +60,23 @@ def test_the_weight_is_what_torch_rounds_to(low, use_native):
 
 def test_ties_are_told_apart_by_their_bit_alone(use_native):
     down, up = of_bits([0x3F808000]), of_bits([0x3F7F8000])
-    assert [part.item() for part in split(down, use_native)] == [1.0, -32768, 1]
-    assert [part.item() for part in split(up, use_native)] == [1.0, -32768, 0]
+    assert [part.item() for part in split(down)] == [1.0, -32768, 1]
+    assert [part.item() for part in split(up)] == [1.0, -32768, 0]
     odd = of_bits([0x3F818000])  # to an odd weight nothing ties
-    assert [part.item() for part in split(odd, use_native, noise=0xFF)] == [1.015625, -32768, 0xFE]
+    assert [part.item() for part in split(odd, noise=0xFF)] == [1.015625, -32768, 0xFE]
 
 
 def test_where_nothing_ties_the_bits_are_left_alone(use_native):
     master = torch.randn(10_000).view(torch.int32).bitwise_and_(~0x8000).view(torch.float32)
-    *_, ties = split(master, use_native, noise=0xA5)
+    *_, ties = split(master, noise=0xA5)
     assert (ties == 0xA5).all()
 
 
 @pytest.mark.parametrize("low", LOWER_HALVES)
 def test_without_ties_one_number_of_131072_loses_one_unit_in_the_last_place(low, use_native):
     numbers = EVERY_UPPER_HALF[(EVERY_UPPER_HALF & 0x7F800000) != 0x7F800000] | low
-    hi, lo, _ = split(of_bits(numbers), use_native, ties=False)
-    lost = numbers.astype(np.int64) - joined(hi, lo, None, use_native).numpy().view(np.uint32)
+    hi, lo, _ = split(of_bits(numbers), ties=False)
+    lost = numbers.astype(np.int64) - joined(hi, lo, None).numpy().view(np.uint32)
     tied = (numbers & 0xFFFF == 0x8000) & (numbers >> 16 & 1 == 0)
     assert (lost == tied).all()
 
@@ -86,7 +87,9 @@ def test_without_ties_one_number_of_131072_loses_one_unit_in_the_last_place(low,
 def test_all_forms_write_the_same_planes(bits):
     master = of_bits(bits)
     for ties in (True, False):
-        forms = [split(master, use, ties=ties, noise=0x5A) for use in (False, True)]
+        forms = [split(master, ties=ties, noise=0x5A)]
+    with torch_ops():
+        forms.append(split(master, ties=ties, noise=0x5A))
         for one, other in zip(*forms, strict=True):
             assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -98,7 +101,7 @@ def test_several_threads_write_what_one_writes():
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
         try:
-            forms.append(split(master, use_native=True))
+            forms.append(split(master))
         finally:
             torch.set_num_threads(former)
     for one, other in zip(*forms, strict=True):

@@ -1,4 +1,6 @@
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,10 @@ def odd_unit() -> UnitSpec:
     return pack_unit(
         0, "block", "block", [(f"p{i}", shape, i != 4, i % 3 > 0) for i, shape in enumerate(SHAPES)]
     )
+
+
+def torch_ops() -> AbstractContextManager[object]:
+    return mock.patch.object(native, "available", return_value=False)
 
 
 def random(numel: int, seed: int) -> torch.Tensor:
@@ -113,10 +119,7 @@ def test_two_hundred_steps_are_bit_equal_to_torch(rule, dtype, masters, clip, us
     for number in range(1, 201):
         gradient = (random(unit.numel, number) * 10.0 ** (number % 7 - 4)).to(dtype)
         lr = 1e-2 / number
-        step_state(
-            rule, unit, planes, gradient, start=0, step=number, lr=lr, clip_coefficient=coefficient,
-            use_native=use_native,
-        )  # fmt: skip
+        step_state(rule, unit, planes, gradient, start=0, step=number, lr=lr, clip_coefficient=coefficient)
         clipped = gradient.float()
         resident.step(clipped if clip is None else clipped * coefficient, lr)
     master = resident.flat(None, start)
@@ -143,11 +146,12 @@ def test_fewer_bits_are_the_same_bits_in_every_form(moments, masters, dtype, use
     for number in range(1, 6):
         gradient = (random(unit.numel, number) * 10.0 ** (number % 3 - 2)).to(dtype)
         gradient[::7] = 0.0
-        for planes, use in zip(forms, (False, use_native), strict=True):
-            step_state(
-                PlaneAdamW(weight_decay=0.1), unit, planes, gradient, start=0, step=number, lr=1e-2,
-                clip_coefficient=torch.tensor(0.7), seed=3, use_native=use,
-            )  # fmt: skip
+        for planes, form in zip(forms, (torch_ops(), nullcontext()), strict=True):
+            with form:
+                step_state(
+                    PlaneAdamW(weight_decay=0.1), unit, planes, gradient, start=0, step=number, lr=1e-2,
+                    clip_coefficient=torch.tensor(0.7), seed=3,
+                )  # fmt: skip
     assert same(*forms)
 
 
@@ -160,7 +164,7 @@ def test_tiles_and_threads_change_nothing(moments, tile, use_native):
     former = torch.get_num_threads()
     for number in range(1, 4):
         gradient = random(unit.numel, number).bfloat16()
-        common = {"step": number, "lr": 1e-2, "seed": 1, "use_native": use_native}
+        common = {"step": number, "lr": 1e-2, "seed": 1}
         torch.set_num_threads(1)
         step_state(PlaneAdamW(), unit, whole, gradient, start=0, **common)
         torch.set_num_threads(3)
@@ -187,8 +191,9 @@ def test_any_sizes_and_magnitudes_give_the_same_bits_in_both_forms(sizes, moment
     forms = [planes_of(random(unit.numel, seed), moments) for _ in range(2)]
     for number in (1, 2):
         gradient = random(unit.numel, number) * 10.0**scale * torch.exp(4 * random(unit.numel, seed + 9))
-        for planes, use in zip(forms, (False, True), strict=True):
-            step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=number, lr=0.1, use_native=use)
+        for planes, form in zip(forms, (torch_ops(), nullcontext()), strict=True):
+            with form:
+                step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=number, lr=0.1)
     assert same(*forms)
 
 
@@ -197,7 +202,7 @@ def test_what_does_not_step_keeps_what_it_has(moments, use_native):
     unit = odd_unit()
     planes = planes_of(random(unit.numel, 0), moments)
     gradient = random(unit.numel, 1)
-    step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, use_native=use_native)
+    step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1)
     before = planes_of(random(unit.numel, 0), moments)
     for field in dataclasses.fields(planes):
         if (plane := getattr(planes, field.name)) is not None:
@@ -207,9 +212,7 @@ def test_what_does_not_step_keeps_what_it_has(moments, use_native):
         if t.trainable and t.name != "p1":
             outside[t.offset : t.offset + t.numel] = False
     gradient[outside] = torch.nan
-    step_state(
-        PlaneAdamW(), unit, planes, gradient, start=0, step=2, lr=0.1, skip={"p1"}, use_native=use_native
-    )
+    step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=2, lr=0.1, skip={"p1"})
     for name in ("weights", "master_low", "exp_avg", "exp_avg_sq"):
         now, then = getattr(planes, name), getattr(before, name)
         assert torch.equal(now[outside], then[outside]), name
@@ -223,9 +226,7 @@ def test_another_seed_rounds_otherwise_and_the_same_seed_the_same(moments, use_n
     for seed in (1, 1, 2):
         planes = planes_of(random(unit.numel, 0), moments)
         gradient = random(unit.numel, 1)
-        step_state(
-            PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, seed=seed, use_native=use_native
-        )
+        step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1, seed=seed)
         results.append(planes)
     assert same(results[0], results[1])
     assert not torch.equal(results[0].exp_avg.view(torch.uint8), results[2].exp_avg.view(torch.uint8))

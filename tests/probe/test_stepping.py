@@ -59,6 +59,12 @@ def test_units_of_a_model_stand_for_it_as_far_as_they_fit(stepped):
     assert "STEPs of 2 units" in measure_adamw(replace(TINY, plane_bytes=MIB // 4), "fp32", units[2:]).source
     large = measure_adamw(TINY, "fp32", units[:1])
     assert "STEPs of 1 units, 196736 parameters" in large.source, "one block as large as may be"
+    norm = pack_unit(1, "norm", "resident", [("weight", (256,), True, False)])
+    mostly = measure_adamw(TINY, "fp32", [units[0], norm])
+    assert "STEPs of 1 units, 196736 parameters" in mostly.source, (
+        "a norm does not stand for what is too large"
+    )
+    assert "STEPs of 1 units, 256 parameters" in measure_adamw(TINY, "fp32", [norm]).source
 
 
 def test_a_probe_that_is_told_a_model_steps_its_units(stepped):

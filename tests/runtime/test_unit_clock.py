@@ -71,4 +71,5 @@ def test_forwards_that_keep_all_and_their_backwards_are_timed_where_a_plan_has_t
 
 def test_the_number_of_samples_follows_from_the_first():
     assert [_num_waiting(first_s) for first_s in (1.0, 0.4, 0.1, 0.01, 0.0)] == [0, 2, 5, 50, 64]
-    assert [_num_samples(first_s) for first_s in (1.0, 0.4, 0.1, 0.01, 0.001, 0.0)] == [0, 2, 3, 5, 5, 1000]
+    firsts = (20.0, 1.0, 0.4, 0.1, 0.01, 0.001, 0.0)
+    assert [_num_samples(first_s) for first_s in firsts] == [0, 1, 2, 3, 5, 5, 1000]

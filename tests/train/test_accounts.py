@@ -116,6 +116,20 @@ def test_a_rank_says_what_its_own_microbatches_hold(tmp_path: Path):
     assert (tokens(1), tokens(2)) == (config.tokens_per_step // 2, config.tokens_per_step // 4)
 
 
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "said"), [(2e10, 9e10, "4.5 times"), (9e10, 9e10, ""), (9e10, None, "")]
+)
+def test_a_processor_that_is_slow_in_16_bits_is_told_of(bf16: float, fp32: float | None, said: str):
+    line = flops.slow_products(flops.Peak(flops_per_s=bf16, source="", fp32_flops_per_s=fp32), "bf16")
+    assert bool(line) == bool(said)
+    assert said in line
+
+
+def test_fp32_is_measured_beside_another_dtype_of_a_cpu():
+    assert flops.peak_of("cpu", "bf16").fp32_flops_per_s > 0
+    assert flops.peak_of("cpu", "fp32").fp32_flops_per_s is None
+
+
 def test_peaks_are_those_of_data_sheets():
     assert flops.promised(["NVIDIA H100 80GB HBM3"], "bf16").flops_per_s == 989e12
     assert flops.promised(["NVIDIA GeForce RTX 4090"] * 2, "fp32").flops_per_s == pytest.approx(2 * 82.6e12)

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.codecs.byte_planes import exponent_bound
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.codec_spec import SPECS
+from outsize.codecs.host_arrays import host_words
 from outsize.codecs.open import open_codec
 from outsize.errors import CodecError
 
@@ -129,6 +130,21 @@ def _measured(kind: str, codec: Codec, source: Tensor, bound: float) -> CodecFig
         largest_error=float(error.abs().max() / exact.abs().max().clamp_min(1e-45)),
         relative_error=float(error.norm() / exact.norm().clamp_min(1e-45)),
     )
+
+
+def exponent_bound(tensor: Tensor) -> float:
+    """Return the least ratio of any code of single exponents: their entropy and the other bits, by all bits."""
+    words = host_words(tensor.reshape(-1), "exponent_bound")
+    mantissa_bits, exponent_bits = {
+        torch.float32: (23, 8),
+        torch.bfloat16: (7, 8),
+        torch.float16: (10, 5),
+    }[tensor.dtype]
+    exponents = (words >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    counts = np.bincount(exponents.astype(np.uint8), minlength=1 << exponent_bits)
+    shares = counts[counts > 0] / max(words.size, 1)
+    entropy = -float((shares * np.log2(shares)).sum())
+    return (1 + mantissa_bits + entropy) / (8 * words.itemsize)
 
 
 def core_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:

@@ -112,25 +112,11 @@ LOSSLESS3 = CodecSpec(
 )
 
 
-def _entropy_bytes(numel: int, dtype: str) -> int:
-    return ceil(raw_bytes(numel, dtype) * {"bf16": 0.667, "fp16": 0.86, "fp32": 0.834}[dtype])
-
-
 def _delta_bytes(numel: int, dtype: str) -> int:
     """What AdamW changes of normal bf16 weights at a learning rate of 2e-5."""
     return ceil(raw_bytes(numel, dtype) / 10)
 
 
-ENTROPY = CodecSpec(
-    name="entropy",
-    dtypes=("fp32", "bf16", "fp16"),
-    lossless=True,
-    fixed_rate=False,
-    max_bytes=raw_bytes,
-    expected_bytes=_entropy_bytes,
-    encode_bytes_per_s=0.8e9,
-    decode_bytes_per_s=1.2e9,
-)
 DELTA = CodecSpec(
     name="delta",
     dtypes=("bf16", "fp16"),
@@ -262,7 +248,7 @@ NF4_DOUBLE = CodecSpec(
 )
 
 SPECS: dict[str, CodecSpec] = {
-    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, ENTROPY, DELTA, *BLOCKWISE, NF4, NF4_DOUBLE)
+    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, DELTA, *BLOCKWISE, NF4, NF4_DOUBLE)
 }
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 from outsize.codecs.blockwise import BlockwiseCodec
-from outsize.codecs.byte_planes import PlanesCodec
 from outsize.codecs.codec import Codec, RawCodec
 from outsize.codecs.codec_spec import CodecSpec, codec_spec
 from outsize.codecs.delta import DeltaCodec
@@ -15,7 +14,6 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
     "raw": RawCodec,
     "lossless4": partial(WindowCodec, code_bits=4),
     "lossless3": partial(WindowCodec, code_bits=3),
-    "entropy": PlanesCodec,
     "delta": DeltaCodec,
     "int8": partial(BlockwiseCodec, bits=8),
     "int8-asymmetric": partial(BlockwiseCodec, bits=8, symmetric=False),

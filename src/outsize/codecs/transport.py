@@ -1,8 +1,9 @@
 """Which codec is used where bytes cross the link between a device and the tier below it. No torch."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
+from outsize.choices import TransportActivations, TransportGradients, TransportWeights
 from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.units import align_up
 
@@ -19,19 +20,15 @@ FEEDBACK: Final = "-ef"
 # Of bf16, kept per trained element on the device.
 RESIDUAL_BYTES: Final = 2
 
-LOSSLESS: Final = ("raw", "lossless4", "lossless3")
-ACTIVATIONS: Final = (
-    *LOSSLESS,
-    *("int8", "int8-asymmetric", "int8-hadamard"),
-    *("int4", "int4-asymmetric", "int4-hadamard"),
-)
-GRADIENTS: Final = (
-    *LOSSLESS,
-    *("int8", "int8-stochastic", "int8-ef"),
-    *("int8-hadamard", "int8-hadamard-stochastic", "int8-hadamard-ef"),
-    *("int4", "int4-stochastic", "int4-ef"),
-    *("int4-hadamard", "int4-hadamard-stochastic", "int4-hadamard-ef"),
-)
+# By crossing; `auto` is one of these in the end.
+CODECS: Final = {
+    crossing: tuple(name for name in get_args(known) if name != "auto")
+    for crossing, known in (
+        ("weights", TransportWeights),
+        ("activations", TransportActivations),
+        ("gradients", TransportGradients),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +59,7 @@ class Transport:
     gradients: str = RAW.name
 
     def __post_init__(self) -> None:
-        for crossing, known in (
-            ("weights", LOSSLESS),
-            ("activations", ACTIVATIONS),
-            ("gradients", GRADIENTS),
-        ):
+        for crossing, known in CODECS.items():
             if getattr(self, crossing) not in known:
                 raise ValueError(
                     f"no codec {getattr(self, crossing)!r} for {crossing}; there is {', '.join(known)}"

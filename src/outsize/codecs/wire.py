@@ -1,13 +1,12 @@
 """How gradients and weights are written on the network between ranks. No torch."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
+from outsize.choices import WireGradients, WireWeights
 from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.codecs.transport import FEEDBACK
 
-GRADIENTS: Final = ("fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef")
-WEIGHTS: Final = ("raw", "delta")
 # Elements of a share that are exchanged at once: 4 MiB of fp32, some milliseconds at 10 Gbit/s, beside which a round
 # trip is short.
 CHUNK_ELEMENTS: Final = 2**20
@@ -28,7 +27,7 @@ class Wire:
     weights: str = "raw"
 
     def __post_init__(self) -> None:
-        for what, known in (("gradients", GRADIENTS), ("weights", WEIGHTS)):
+        for what, known in (("gradients", get_args(WireGradients)), ("weights", get_args(WireWeights))):
             if getattr(self, what) not in known:
                 raise ValueError(f"no codec {getattr(self, what)!r} for {what}; there is {', '.join(known)}")
 

@@ -8,6 +8,8 @@ from outsize.doctor.finding import Seen
 _ENOUGH_TOKENS = 128
 # Share of the peak that blocks of a model reach where they are large enough; data sheets' peaks are hard to come by.
 _EFFICIENT = 0.3
+# fp32 products that are so many times as fast outweigh twice the bytes of weights (`training.metrics.flops`).
+_SLOWER = 1.25
 
 
 def tiny_microbatch(facts: Facts) -> Seen | None:
@@ -41,6 +43,22 @@ def slow_compute(facts: Facts) -> Seen | None:
         ),
         expected=f"{_EFFICIENT:.0%} and more with so many tokens",
         gain_share=1 - efficiency / _EFFICIENT,
+    )
+
+
+def slow_dtype(facts: Facts) -> Seen | None:
+    """A processor without products of 16 bits takes the time of fp32 ones and of converting to them."""
+    about, dtype = facts.run.about, facts.run.about.get("dtype")
+    if "fp32_flops_per_s" not in about:
+        raise LackingError("fp32_flops_per_s in run.json: it is of an older version")
+    rate, fp32_rate = about.get("peak_flops_per_s"), about["fp32_flops_per_s"]
+    if not rate or not fp32_rate or fp32_rate < _SLOWER * rate:
+        return None
+    return Seen(
+        severity="warning",
+        evidence=f"products in {dtype} reach {rate / 1e9:.3g} GFLOP/s on this processor, in fp32 {fp32_rate / 1e9:.3g}",
+        expected=f"a processor that multiplies {dtype} (AMX, AVX-512 BF16, or a GPU), or fp32",
+        gain_share=1 - rate / fp32_rate,
     )
 
 

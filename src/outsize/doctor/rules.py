@@ -449,6 +449,15 @@ RULES: Final[tuple[Rule, ...]] = (
         limits="slow compute",
     ),
     Rule(
+        id="dtype-slow",
+        part="compute",
+        look=compute_rules.slow_dtype,
+        causes=("the processor has no products of this dtype, and converts to fp32 and back",),
+        fix="model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits",
+        verify="peak_flops_per_s and fp32_flops_per_s in run.json",
+        limits="products in a dtype that the processor is slow at",
+    ),
+    Rule(
         id="compute-bound",
         part="run",
         look=run_rules.compute_bound,

@@ -63,7 +63,6 @@ def step_whole(
     clip_coefficient: Tensor | None = None,
     skip: AbstractSet[str] = frozenset(),
     rounds: bool = True,
-    use_native: bool = True,
 ) -> None:
     """Step all parameters of a unit in place; frozen and skipped ones keep what they have. The gradient is spent.
 
@@ -78,7 +77,6 @@ def step_whole(
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
         rounds: whether weights beside a separate master are made of it.
-        use_native: use the kernels in C where there are some.
     """
     seen = {factor: factored(unit, factor).tensors for factor in FACTORS}
     factors: dict[str, dict[str, Tensor]] = {}
@@ -90,7 +88,7 @@ def step_whole(
             continue
         part = {name: plane for name, plane in planes.items() if name not in FACTORS}
         room = iter(scratches)
-        master = _master(part, tensor, room, use_native=use_native)
+        master = _master(part, tensor, room)
         gradient = _gradient(part, tensor, room)
         if clip_coefficient is not None:
             gradient.mul_(float(clip_coefficient))
@@ -102,9 +100,8 @@ def step_whole(
             step[tensor.name],
             lr,
             decays=tensor.decay,
-            use_native=use_native,
         )
-        _put_back(part, tensor, master, rounds=rounds, use_native=use_native)
+        _put_back(part, tensor, master, rounds=rounds)
 
 
 def _view(plane: Tensor, tensor: TensorSpec) -> Tensor:
@@ -120,14 +117,12 @@ def _split_parts(planes: Mapping[str, Tensor], tensor: TensorSpec) -> tuple[Tens
     return weights, low, ties
 
 
-def _master(
-    planes: Mapping[str, Tensor], tensor: TensorSpec, room: Iterator[Tensor], *, use_native: bool
-) -> Tensor:
+def _master(planes: Mapping[str, Tensor], tensor: TensorSpec, room: Iterator[Tensor]) -> Tensor:
     """The fp32 master of a parameter, in its shape: where it lies, or joined in a scratch."""
     if MASTER_LOW not in planes:
         return _view(planes[MASTER if MASTER in planes else WEIGHTS], tensor)
     master = next(room)[: tensor.numel]
-    join_master(*_split_parts(planes, tensor), master, use_native=use_native)
+    join_master(*_split_parts(planes, tensor), master)
     return master.view(tensor.shape)
 
 
@@ -139,12 +134,10 @@ def _gradient(planes: Mapping[str, Tensor], tensor: TensorSpec, room: Iterator[T
     return next(room)[: tensor.numel].view(tensor.shape).copy_(gradient)
 
 
-def _put_back(
-    planes: Mapping[str, Tensor], tensor: TensorSpec, master: Tensor, *, rounds: bool, use_native: bool
-) -> None:
+def _put_back(planes: Mapping[str, Tensor], tensor: TensorSpec, master: Tensor, *, rounds: bool) -> None:
     """Make of a master that has been stepped what lies beside it."""
     if MASTER_LOW in planes:
-        split_master(master.view(-1), *_split_parts(planes, tensor), use_native=use_native)
+        split_master(master.view(-1), *_split_parts(planes, tensor))
     elif MASTER in planes and rounds:
         _view(planes[WEIGHTS], tensor).copy_(master)
 
@@ -158,7 +151,6 @@ def _step(
     lr: float,
     *,
     decays: bool,
-    use_native: bool,
 ) -> None:
     """Step one parameter; all tensors in its shape but the factors, the gradient free to be overwritten."""
     eps1, eps2 = rule.eps
@@ -173,9 +165,9 @@ def _step(
     if gradient.dim() > 1:
         rows = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
         factors["row_var"].lerp_(rows.square_().div_(gradient.size(-1)), weight)
-        columns = column_norms(gradient, use_native=use_native)
+        columns = column_norms(gradient)
         factors["col_var"].lerp_(columns.square_().div_(gradient.size(-2)), weight)
-        divide_by_root(gradient, factors["row_var"], factors["col_var"], eps1, use_native=use_native)
+        divide_by_root(gradient, factors["row_var"], factors["col_var"], eps1)
     else:
         factors["variance"].lerp_(gradient * gradient, weight)
         gradient.mul_(factors["variance"].clone().clamp_(min=eps1 * eps1).rsqrt_())

@@ -8,7 +8,7 @@ are stepped as one: a block is two or three pieces, not ten, and each piece that
 of all threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import isfinite, sqrt
@@ -55,8 +55,20 @@ class PlaneAdamW:
         exp_avg, exp_avg_sq = moments
         weight_decay = self.weight_decay if update.decay else 0.0
         if exact:
-            _fused(
-                self, [master], [gradient], [exp_avg], [exp_avg_sq], [update.count], update.lr, weight_decay
+            torch._fused_adamw_(
+                [master],
+                [gradient],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [torch.tensor(float(update.count))],
+                amsgrad=False,
+                lr=update.lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=weight_decay,
+                eps=self.eps,
+                maximize=False,
             )
             return
         beta1, beta2 = self.betas
@@ -90,101 +102,6 @@ class StepPiece:
     count: int
 
 
-@torch.no_grad()
-def step_planes(
-    settings: PlaneAdamW,
-    unit: UnitSpec,
-    *,
-    start: int,
-    stop: int,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient: Tensor,
-    weights: Tensor | None = None,
-    step: int | Mapping[str, int],
-    lr: float,
-    clip_coefficient: Tensor | None = None,
-    skip: AbstractSet[str] = frozenset(),
-) -> None:
-    """Step elements ``start`` to ``stop`` of a unit, in place.
-
-    Parameters that are frozen or skipped, and the padding between parameters, keep their values and their
-    moments.
-
-    Args:
-        settings: betas, eps and weight decay.
-        unit: whose parameters they are.
-        start: first element, a multiple of 2048.
-        stop: end of the range, a multiple of 2048.
-        master: fp32, ``stop - start`` elements: the weights, or their fp32 masters.
-        exp_avg: first moment, fp32.
-        exp_avg_sq: second moment, fp32.
-        gradient: fp32; clipped in place, so its content is used up.
-        weights: bf16 or fp16 weights to be set to the rounded masters; None where the masters are the
-            weights.
-        step: how often each parameter has been stepped, this step included: one number, or one by parameter
-            name.
-        lr: learning rate.
-        clip_coefficient: factor of all gradients from `outsize.optim.clip.clip_coefficient`; None multiplies
-            nothing.
-        skip: names of parameters that got no gradient; as in torch they are left alone, moments and decay
-            too.
-
-    Raises:
-        ValueError: a range or a tensor that does not fit the unit, or a bad learning rate.
-    """
-    _check(unit, start, stop, lr, (master, exp_avg, exp_avg_sq, gradient, weights))
-    pieces = pieces_of(unit, start, stop, step, skip)
-    if not pieces:
-        return
-    if clip_coefficient is not None and not _is_one(clip_coefficient):
-        gradient.mul_(clip_coefficient)
-    for decay in (True, False):
-        group = [piece for piece in pieces if piece.decay is decay]
-        if group:
-            _fused(
-                settings,
-                _views(master, group),
-                _views(gradient, group),
-                _views(exp_avg, group),
-                _views(exp_avg_sq, group),
-                [piece.count for piece in group],
-                lr,
-                settings.weight_decay if decay else 0.0,
-            )
-    if weights is not None:
-        for target, source in zip(_views(weights, pieces), _views(master, pieces), strict=True):
-            target.copy_(source)
-
-
-def _fused(
-    settings: PlaneAdamW,
-    master: list[Tensor],
-    gradient: list[Tensor],
-    exp_avg: list[Tensor],
-    exp_avg_sq: list[Tensor],
-    counts: list[int],
-    lr: float,
-    weight_decay: float,
-) -> None:
-    torch._fused_adamw_(
-        master,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        [],
-        [torch.tensor(float(count), device=master[0].device) for count in counts],
-        amsgrad=False,
-        lr=lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        weight_decay=weight_decay,
-        eps=settings.eps,
-        maximize=False,
-    )
-
-
 def pieces_of(
     unit: UnitSpec, start: int, stop: int, step: int | Mapping[str, int], skip: AbstractSet[str]
 ) -> list[StepPiece]:
@@ -201,34 +118,6 @@ def pieces_of(
             first = pieces.pop().start
         pieces.append(StepPiece(first, last, tensor.decay, count))
     return pieces
-
-
-def _views(plane: Tensor, pieces: Sequence[StepPiece]) -> list[Tensor]:
-    return [plane[piece.start : piece.stop] for piece in pieces]
-
-
-def _is_one(coefficient: Tensor) -> bool:
-    """Whether multiplying changes nothing; not asked of a GPU, which would have to be waited for."""
-    return coefficient.device.type == "cpu" and float(coefficient) == 1.0
-
-
-def _check(
-    unit: UnitSpec,
-    start: int,
-    stop: int,
-    lr: float,
-    planes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
-) -> None:
-    check_range(unit, start, stop, lr)
-    *state, weights = planes
-    for plane in state:
-        assert plane is not None
-        if plane.dtype != torch.float32 or plane.shape != (stop - start,):
-            raise ValueError(
-                f"need fp32 planes of {stop - start} elements, not {plane.dtype} {tuple(plane.shape)}"
-            )
-    if weights is not None and weights.shape != (stop - start,):
-        raise ValueError(f"need {stop - start} weights, not {tuple(weights.shape)}")
 
 
 def check_betas(betas: tuple[float, float]) -> None:

@@ -23,21 +23,19 @@ _FORMS = (0, 1)
 _PIECE_ELEMENTS = 2**17
 
 
-def column_norms(matrices: Tensor, *, use_native: bool = True) -> Tensor:
+def column_norms(matrices: Tensor) -> Tensor:
     """Return the 2-norms ``[..., 1, m]`` of the columns of fp32 ``[..., n, m]``, contiguous, in host memory.
 
     A single column lies as a row does, and torch sums it as one: fast, and in another order.
     """
-    form = form_of_torch(native.level()) if use_native and native.available() else None
+    form = form_of_torch(native.level()) if native.available() else None
     if form is None or matrices.size(-1) == 1:
         norms: Tensor = torch.linalg.vector_norm(matrices, dim=-2, keepdim=True)
         return norms
     return _norms(matrices, form)
 
 
-def divide_by_root(
-    gradient: Tensor, row_var: Tensor, col_var: Tensor, eps1: float, *, use_native: bool = True
-) -> None:
+def divide_by_root(gradient: Tensor, row_var: Tensor, col_var: Tensor, eps1: float) -> None:
     """Divide a gradient by the root of the second moment that its factors tell.
 
     Args:
@@ -45,13 +43,12 @@ def divide_by_root(
         row_var: fp32 ``[..., n, 1]``.
         col_var: fp32 ``[..., 1, m]``.
         eps1: what the root, and the mean of ``row_var``, are at least.
-        use_native: use the kernel in C where there is one.
     """
     means = row_var.mean(dim=-2, keepdim=True).clamp_(min=eps1).view(-1)
     num_rows, num_columns = gradient.shape[-2:]
     gradient = gradient.view(-1, num_rows, num_columns)
     rows, columns = row_var.view(-1, num_rows, 1), col_var.view(-1, 1, num_columns)
-    agrees = use_native and native.available() and form_of_torch(native.level()) is not None
+    agrees = native.available() and form_of_torch(native.level()) is not None
     divide = _divide if agrees else _divide_in_pieces
     for matrix, of_rows, of_columns, mean in zip(gradient, rows, columns, means, strict=True):
         divide(matrix, of_rows, of_columns, mean, eps1 * eps1)

@@ -33,9 +33,7 @@ def ties_bytes(numel: int) -> int:
 
 
 @torch.no_grad()
-def split_master(
-    master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None, *, use_native: bool = True
-) -> None:
+def split_master(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
     """Set the planes of ``master``.
 
     Args:
@@ -43,13 +41,12 @@ def split_master(
         hi: bf16 ``[n]``.
         lo: int16 ``[n]``.
         ties: uint8 ``[ties_bytes(n)]``; None for planes that do not tell ties apart.
-        use_native: use the C kernel where there is one.
 
     Raises:
         ValueError: planes that do not fit one another.
     """
     _check(master, hi, lo, ties)
-    if use_native and native.available():
+    if native.available():
         _call("split", master, hi, lo, ties)
         return
     for start in range(0, master.numel(), _PIECE_ELEMENTS):
@@ -58,12 +55,10 @@ def split_master(
 
 
 @torch.no_grad()
-def join_master(
-    hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor, *, use_native: bool = True
-) -> None:
+def join_master(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
     """Set ``master`` from its planes; arguments and errors as those of `split_master`."""
     _check(master, hi, lo, ties)
-    if use_native and native.available():
+    if native.available():
         _call("join", master, hi, lo, ties)
         return
     for start in range(0, master.numel(), _PIECE_ELEMENTS):

@@ -19,8 +19,9 @@ from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import join_master, split_master
 from outsize.optim.update import Update, UpdateRule
 
-# In torch ops a piece is stepped in tiles that stay in a cache: 512 KiB of fp32 for each of four tensors.
-_TILE_ELEMENTS = 2**17
+# In torch ops a piece is stepped in tiles. What has to be unpacked stays in a cache: 512 KiB of fp32 for each of four
+# tensors. Of planes that lie as they step only the gradient is copied, and long tiles spare threads their meetings.
+_TILE_ELEMENTS, _PLAIN_TILE_ELEMENTS = 2**17, 2**21
 
 
 @torch.no_grad()
@@ -36,7 +37,6 @@ def step_state(
     clip_coefficient: Tensor | None = None,
     skip: AbstractSet[str] = frozenset(),
     seed: int = 0,
-    use_native: bool = True,
 ) -> None:
     """Step elements of a unit in place, from ``start`` on, as many as ``planes`` hold.
 
@@ -53,7 +53,6 @@ def step_state(
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
         seed: of the chances by which moments of fewer bits are rounded.
-        use_native: use the C kernel where there is one.
 
     Raises:
         ValueError: planes or a gradient that do not fit the unit, the optimizer or one another.
@@ -76,27 +75,21 @@ def step_state(
             key=moments.chance_key(seed, unit.index, piece.count),
         )
         part, grad = planes.cut(piece.start, piece.stop), gradient[piece.start : piece.stop]
-        done = rule.step_native(update, part, grad) if use_native and native.available() else 0
-        for first in range(done, part.numel, _TILE_ELEMENTS):
-            tile = slice(first, min(first + _TILE_ELEMENTS, part.numel))
-            _step_tile(
-                rule,
-                update,
-                part.cut(tile.start, tile.stop),
-                grad[tile],
-                update.first + first,
-                use_native=use_native,
-            )
+        done = rule.step_native(update, part, grad) if native.available() else 0
+        plain = part.master_low is None and part.moments == "fp32"
+        length = _PLAIN_TILE_ELEMENTS if plain else _TILE_ELEMENTS
+        for first in range(done, part.numel, length):
+            stop = min(first + length, part.numel)
+            tile, at = part.cut(first, stop), update.first + first
+            _step_tile(rule, update, tile, grad[first:stop], at)
 
 
-def _step_tile(
-    rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor, first: int, *, use_native: bool
-) -> None:
+def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor, first: int) -> None:
     """Step a tile in torch ops, beginning at element ``first`` of its unit."""
     master = planes.master
     if planes.master_low is not None:
         master = torch.empty(planes.numel)
-        join_master(planes.weights, planes.master_low, planes.master_ties, master, use_native=use_native)
+        join_master(planes.weights, planes.master_low, planes.master_ties, master)
     elif master is None:
         master = planes.weights
     exact = planes.moments == "fp32"
@@ -108,7 +101,7 @@ def _step_tile(
     if not exact:
         _pack(planes, state, moments.chances(first, update.key, planes.numel))
     if planes.master_low is not None:
-        split_master(master, planes.weights, planes.master_low, planes.master_ties, use_native=use_native)
+        split_master(master, planes.weights, planes.master_low, planes.master_ties)
     elif planes.master is not None:
         planes.weights.copy_(master)
 

@@ -44,8 +44,8 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
     Args:
         effort: how long, and the size of an fp32 plane over all units.
         state: how units lie at home; a compute dtype stands for what a run takes by default.
-        units: a model's own, as many of them as the effort has room for; where all are too large, one block that is as
-            large as may be; without any, several blocks.
+        units: a model's own, as many of them as the effort has room for; where most are too large, one block that is
+            as large as may be; without any, several blocks.
     """
     layout = _layout(state)
     made_up = _blocks(effort, num_least=1 if units else _NUM_BLOCKS)
@@ -81,14 +81,19 @@ def _layout(state: State) -> StateLayout:
 
 
 def _fitting(effort: Effort, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
-    """Return trainable units, in order, as far as their fp32 planes together fit; larger ones are left out."""
+    """Return trainable units, in order, as far as their fp32 planes together fit.
+
+    Where units are left out, those that fit must fill half of the room: the final norm of a model of large blocks fits,
+    and the call takes longer than its few parameters.
+    """
     chosen: list[UnitSpec] = []
-    left = effort.plane_bytes // 4
-    for unit in units:
-        if unit.trainable and unit.numel <= left:
+    room = left = effort.plane_bytes // 4
+    trainable = [unit for unit in units if unit.trainable]
+    for unit in trainable:
+        if unit.numel <= left:
             chosen.append(replace(unit, index=len(chosen), frozen=()))
             left -= unit.numel
-    return tuple(chosen)
+    return tuple(chosen) if len(chosen) == len(trainable) or left <= room // 2 else ()
 
 
 def _blocks(effort: Effort, num_least: int) -> tuple[UnitSpec, ...]:

@@ -37,7 +37,7 @@ from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress, Run
-from outsize.training.metrics.flops import Peak, peak_of, step_flops
+from outsize.training.metrics.flops import Peak, peak_of, slow_products, step_flops
 from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
 from outsize.training.metrics.run_info import about, gpu_uuids
 from outsize.training.metrics.run_records import TrainResult
@@ -204,6 +204,8 @@ def _open(
     run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
     resumed, record = saved
     peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
+    if slow := slow_products(peak, prepared.dtype):
+        announce(slow)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
     begin_run(heap=prepared.heap)
     place = launched()

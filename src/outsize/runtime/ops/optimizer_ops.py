@@ -14,7 +14,6 @@ from torch import Tensor
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.adafactor import Adafactor, step_whole
-from outsize.optim.adamw import PlaneAdamW, step_planes
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
@@ -102,7 +101,7 @@ class OptimizerOps:
         if isinstance(self._home, HostHome):
             self._step_in_place(unit, start, stop, planes[GRADIENT], context)
             return
-        self._apply(unit, start, stop, planes, None, context)
+        self._apply(unit, range(start, stop), planes, context, rounds=False)
         if self._master != WEIGHTS:
             # All of the tile is written, and its weights were not read: those that do not step are made again.
             planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
@@ -118,7 +117,7 @@ class OptimizerOps:
             planes[name] = self._home.view(unit.index, name)[
                 first : first + plane.items_of(unit, stop - start)
             ]
-        self._step_range(unit, range(start, stop), planes, context)
+        self._apply(unit, range(start, stop), planes, context)
         if self._encoded is not None and stop == unit.numel:
             self._encoded.stepped(unit.index)
 
@@ -132,18 +131,11 @@ class OptimizerOps:
         planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
         planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
         if self._former is None:
-            self._step_range(unit, own, planes, context)
+            self._apply(unit, own, planes, context)
         else:
             self._step_and_keep(unit, own, planes, self._former, context)
         if self._encoded is not None:
             self._encoded.stepped(unit.index)
-
-    def _step_range(
-        self, unit: UnitSpec, part: range, planes: dict[str, Tensor], context: StepContext
-    ) -> None:
-        """Step elements of a unit in ``planes``, which begin with them."""
-        weights = planes[WEIGHTS] if self._master != WEIGHTS else None
-        self._apply(unit, part.start, part.stop, planes, weights, context)
 
     def _step_and_keep(
         self, unit: UnitSpec, own: range, planes: dict[str, Tensor], former: Tensor, context: StepContext
@@ -159,7 +151,7 @@ class OptimizerOps:
             cut[WEIGHTS] = cut[WEIGHTS][: len(part)]
             bits, before = cut[WEIGHTS].view(torch.int16), former[: len(part)]
             before.copy_(bits)
-            self._step_range(unit, part, cut, context)
+            self._apply(unit, part, cut, context)
             torch.bitwise_xor(bits, before, out=changed[start : start + len(part)])
 
     def write(self, op: Op, context: StepContext) -> None:
@@ -176,15 +168,17 @@ class OptimizerOps:
     def _apply(
         self,
         unit: UnitSpec,
-        start: int,
-        stop: int,
+        part: range,
         planes: dict[str, Tensor],
-        weights: Tensor | None,
         context: StepContext,
+        *,
+        rounds: bool = True,
     ) -> None:
-        length = stop - start
-        if start == self._own[unit.index].start:
+        """Step elements of a unit in ``planes``, which begin with them; ``rounds`` weights from separate masters."""
+        if part.start == self._own[unit.index].start:
             self._count(unit, context)
+        rounds = rounds and self._master != WEIGHTS
+        coefficient, skip = context.coefficient_of(unit.index), _untouched(unit, context)
         if isinstance(self._settings, Adafactor):
             step_whole(
                 self._settings,
@@ -193,40 +187,22 @@ class OptimizerOps:
                 self._scratches,
                 step=self.updates,
                 lr=context.learning_rate,
-                clip_coefficient=context.coefficient_of(unit.index),
-                skip=_untouched(unit, context),
-                rounds=weights is not None,
+                clip_coefficient=coefficient,
+                skip=skip,
+                rounds=rounds,
             )
             return
-        plain = self.state.plain and planes[GRADIENT].dtype is torch.float32
-        if not plain or not isinstance(self._settings, PlaneAdamW):
-            step_state(
-                self._settings,
-                unit,
-                self._state_planes(planes, length, rounds=weights is not None),
-                planes[GRADIENT][:length],
-                start=start,
-                step=self.updates,
-                lr=context.learning_rate,
-                clip_coefficient=context.coefficient_of(unit.index),
-                skip=_untouched(unit, context),
-                seed=self._seed,
-            )
-            return
-        step_planes(
+        step_state(
             self._settings,
             unit,
-            start=start,
-            stop=stop,
-            master=planes[self._master][:length],
-            exp_avg=planes["exp_avg"][:length],
-            exp_avg_sq=planes["exp_avg_sq"][:length],
-            gradient=planes["gradient"][:length],
-            weights=weights,
+            self._state_planes(planes, len(part), rounds=rounds),
+            planes[GRADIENT][: len(part)],
+            start=part.start,
             step=self.updates,
             lr=context.learning_rate,
-            clip_coefficient=context.coefficient_of(unit.index),
-            skip=_untouched(unit, context),
+            clip_coefficient=coefficient,
+            skip=skip,
+            seed=self._seed,
         )
 
     def _state_planes(self, planes: Mapping[str, Tensor], numel: int, *, rounds: bool) -> StatePlanes:

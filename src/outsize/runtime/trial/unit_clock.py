@@ -36,9 +36,10 @@ from outsize.runtime.trial.one_unit import OneUnit
 from outsize.runtime.trial.trial_pass import signature
 from outsize.runtime.trial.trial_weights import bind_trial_weights
 
-# A first sample that takes this long is its own warm-up. Shorter work is repeated: twice, for a few milliseconds, and
-# up to five times where that takes no longer than a quarter of a second, so that one bad sample does not decide.
-SLOW_S = 0.5
+# A first sample touches memory and builds kernels, and takes up to twice as long as those that follow: it counts only
+# where it takes this long. Shorter work is repeated: once, for half a second, twice, for a few milliseconds, and up to
+# five times where that takes no longer than a quarter of a second, so that one bad sample does not decide.
+SLOW_S, ENDLESS_S = 0.5, 15.0
 REPEATED_S = 0.005
 FEWEST, MOST = 2, 1000
 WANTED, WANTED_S = 5, 0.25
@@ -283,9 +284,9 @@ def _num_waiting(first_s: float) -> int:
 
 
 def _num_samples(first_s: float) -> int:
-    """How many samples to take behind one of ``first_s``; none where it is long enough to be its own warm-up."""
+    """How many samples to take behind one of ``first_s``; none where it is long enough to count."""
     if first_s > SLOW_S:
-        return 0
+        return int(first_s < ENDLESS_S)
     wanted = min(WANTED, math.ceil(WANTED_S / max(first_s, 1e-9)))
     return min(MOST, max(FEWEST, wanted, math.ceil(REPEATED_S / max(first_s, 1e-9))))
 

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from outsize.codecs.transport import LOSSLESS
+from outsize.codecs.transport import CODECS
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure, Peer
@@ -32,7 +32,7 @@ def peers_of(config: Config, machine: RunMachine) -> Pairs:
     if count == 1 or handover == "host":
         return frozenset()
     activations = config.transport.activations
-    if activations not in (*LOSSLESS, AUTO):
+    if activations not in (*CODECS["weights"], AUTO):
         if handover == "peer":
             raise ConfigError(
                 f"parallel.handover=peer: a backward would find inputs that {activations} has rounded, and its forward "

@@ -15,6 +15,8 @@ from outsize.session.job.prepare import Prepared
 
 # A square product of this size takes a core some milliseconds and its operands fit into caches.
 _SIDE, _REPEATS = 512, 10
+# fp32 that is so many times as fast is said to be: weights of two bytes halve what is moved.
+SLOWER = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +26,22 @@ class Peak:
     Attributes:
         flops_per_s: of all of them together; None where it is not known.
         source: whose figure that is.
+        fp32_flops_per_s: what a CPU computes in fp32, measured where a run takes another dtype; None elsewhere.
     """
 
     flops_per_s: float | None
     source: str
+    fp32_flops_per_s: float | None = None
+
+    def slower_than_fp32(self) -> float | None:
+        """Return how often as long as in fp32 products of the run take; None where they are faster, or not known."""
+        if (
+            not self.flops_per_s
+            or not self.fp32_flops_per_s
+            or self.fp32_flops_per_s < SLOWER * self.flops_per_s
+        ):
+            return None
+        return self.fp32_flops_per_s / self.flops_per_s
 
 
 def step_flops(prepared: Prepared) -> float | None:
@@ -53,6 +67,18 @@ def peak_of(device: str, dtype: str) -> Peak:
     return Peak(
         flops_per_s=_measured(TORCH_DTYPE[dtype]),
         source=f"measured: the best of {_REPEATS} products of {_SIDE} x {_SIDE} in {dtype} on all threads",
+        fp32_flops_per_s=None if dtype == "fp32" else _measured(torch.float32),
+    )
+
+
+def slow_products(peak: Peak, dtype: str) -> str:
+    """Return what to say of a processor that multiplies faster in fp32 than in ``dtype``; empty where none does."""
+    times = peak.slower_than_fp32()
+    if times is None:
+        return ""
+    return (
+        f"model.dtype: products in {dtype} take {times:.1f} times as long as in fp32 on this processor (measured now); "
+        "fp32 computes a step faster, with twice the bytes of each weight"
     )
 
 

@@ -66,6 +66,7 @@ def describe(
         "flops_per_step": flops,
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
+        "fp32_flops_per_s": peak.fp32_flops_per_s,
         "num_threads": torch.get_num_threads(),
         "machine": take_inventory([]).model_dump(mode="json"),
     }
