@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from outsize import __version__
+from outsize.cli.data_command import data
 from outsize.cli.doctor_command import doctor
 from outsize.cli.export_command import export
 from outsize.cli.generate_command import generate
@@ -68,5 +69,5 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, doctor, plan, train, verify, generate, inspect, export, report, watch):
+for _command in (probe, doctor, plan, data, train, verify, generate, inspect, export, report, watch):
     app.command()(_command)

@@ -1,7 +1,7 @@
 """Several sources as one: an epoch has every sequence of a source as often as the weight of the source says."""
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -64,6 +64,10 @@ class Mixed:
             num_trained=sum(part.num_trained for part in parts),
         )
 
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents of all sources, and the targets that they keep, the weights aside."""
+        return chain.from_iterable(layout.documents() for layout in self._layouts)
+
     def close(self) -> None:
         """Give the files back."""
         for layout in self._layouts:
@@ -103,6 +107,10 @@ class HeldPart:
     def kept(self) -> KeptTokens:
         """Return what of the whole source is in sequences."""
         return self._layout.kept()
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents of the whole source, and the targets that they keep."""
+        return self._layout.documents()
 
     def close(self) -> None:
         """Give the files back."""

@@ -7,7 +7,7 @@ every sequence is used once per epoch.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -19,7 +19,7 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
 from outsize.data.permute import SeededPermutation
 from outsize.data.recycled import RecycledArrays
-from outsize.data.survey import KeptTokens, survey_cut
+from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError
 
@@ -41,6 +41,9 @@ class PackedLayout(Protocol):
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences."""
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and the targets that they keep, see `kept_documents`; nothing without bounds."""
 
     def close(self) -> None:
         """Give the files back."""
@@ -91,6 +94,10 @@ class Packed:
             num_trained=self._num_trained - int(rest if trained is None else trained.sum()),
         )
 
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and their targets: none is cut off, as a document goes on in the next sequence."""
+        return iter(()) if self._store.num_documents is None else kept_documents(self._store, None)
+
     def close(self) -> None:
         """Give the files back."""
         self._store.close()
@@ -124,6 +131,10 @@ class OnePerDocument:
         """Return what of the data is in sequences: what is not cut off."""
         return survey_cut(self._store, self._seq_len)
 
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and the targets that they keep."""
+        return kept_documents(self._store, self._seq_len)
+
     def close(self) -> None:
         """Give the files back."""
         self._store.close()
@@ -139,7 +150,8 @@ class PackedDataset:
         seed: of the order in which sequences are drawn.
 
     Attributes:
-        detected: what was found in the first source.
+        found: what was found, source by source.
+        detected: the first of that.
         seq_len: tokens per sequence.
         num_sequences: sequences per epoch.
     """
@@ -150,8 +162,8 @@ class PackedDataset:
         self._layout = layout
         self._seed = seed
         self._block: tuple[int, int, NDArray[np.int64]] | None = None
-        self._found = [detected] if isinstance(detected, Detected) else list(detected)
-        self.detected = self._found[0]
+        self.found = [detected] if isinstance(detected, Detected) else list(detected)
+        self.detected = self.found[0]
         self.seq_len = seq_len
         self.num_sequences = layout.num_sequences
 
@@ -159,11 +171,15 @@ class PackedDataset:
         """Return what a command prints of the data: what was found, and what is lost of it."""
         kept = kept or self._layout.kept()
         lines = [f"  {line}" for line in kept.lines(self.seq_len)]
-        return "\n".join([*(found.describe() for found in self._found), *lines])
+        return "\n".join([*(found.describe() for found in self.found), *lines])
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences."""
         return self._layout.kept()
+
+    def lengths(self) -> list[Bucket]:
+        """Return how many documents there are of which length, the shortest first; empty where nobody knows."""
+        return histogram(self._layout.documents())
 
     def identity(self) -> dict[str, object]:
         """Return what tells these sequences from others, wherever their files lie: how many, and a hash of some."""

@@ -1,7 +1,9 @@
 """What of the documents of a data set is trained once they are cut to the length of a sequence."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +104,32 @@ def _trained(store: TokenStore, starts: NDArray[np.int64], kept: NDArray[np.int6
     stops = starts - begin + kept
     found: NDArray[np.int64] = sums[stops] - sums[np.minimum(starts - begin + 1, stops)]
     return found
+
+
+class Bucket(NamedTuple):
+    """Documents of about one length.
+
+    Attributes:
+        most_tokens: tokens of the longest, a power of two.
+        num_documents: that have more tokens than half of that, and not more than that.
+        num_trained: tokens of them that are targets.
+    """
+
+    most_tokens: int
+    num_documents: int
+    num_trained: int
+
+
+def histogram(documents: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> list[Bucket]:
+    """Return how many documents there are of which length, the shortest first, from what `kept_documents` yields."""
+    counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    for lengths, trained in documents:
+        powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+        for power in np.unique(powers).tolist():
+            here = powers == power
+            counts[power][0] += int(here.sum())
+            counts[power][1] += int(trained[here].sum())
+    return [Bucket(1 << power, *counts[power]) for power in sorted(counts)]
 
 
 def survey_cut(store: TokenStore, seq_len: int) -> KeptTokens:

@@ -89,17 +89,22 @@ def with_options(
 
 
 def with_run_options(
-    command: RunCommand, more: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    command: RunCommand,
+    more: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
+    *,
+    has_dry_run: bool = True,
 ) -> Callable[..., None]:
     """Return ``command(config, output, dry_run, **more)`` as a function with the options of a run.
 
-    ``more`` has annotation and default of each option that is the command's own.
+    Args:
+        command: is called with a configuration.
+        more: annotation and default of each option that is the command's own, by name.
+        has_dry_run: whether there is something that can be left undone.
     """
+    more = {**({"dry_run": (DryRunOption, False)} if has_dry_run else {}), **more}
     keys = {flag.removeprefix("--").replace("-", "_"): key for flag, key, _, _ in FLAGS}
 
-    def run(
-        *, config_path: Path | None, overrides: list[str] | None, dry_run: bool, as_json: bool, **flags: Any
-    ) -> None:
+    def run(*, config_path: Path | None, overrides: list[str] | None, as_json: bool, **flags: Any) -> None:
         from outsize.config import load_config
 
         output = Output(as_json=as_json)
@@ -108,7 +113,7 @@ def with_run_options(
             config = load_config(
                 config_path, overrides or (), {keys[name]: value for name, value in flags.items()}
             )
-            command(config, output, dry_run, **own)
+            command(config, output, **own)
 
     offered = {
         "config_path": (ConfigArgument, None),
@@ -117,7 +122,6 @@ def with_run_options(
             for name, (flag, _, kind, text) in zip(keys, FLAGS, strict=True)
         },
         "overrides": (SetOption, None),
-        "dry_run": (DryRunOption, False),
         **more,
         "as_json": (JsonOption, False),
     }
