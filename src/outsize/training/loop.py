@@ -134,12 +134,10 @@ class Run:
         self.trainer.take_timeline()  # of the evaluation, which is no part of the next step
         if self._unwritten is not None:
             known, outcome = self._unwritten
-            told = {
-                "eval_loss": record.loss,
-                "eval_perplexity": record.perplexity,
-                "eval_tokens": record.tokens,
-            }
-            self._unwritten = replace(known, **told), outcome
+            known = replace(
+                known, eval_loss=record.loss, eval_perplexity=record.perplexity, eval_tokens=record.tokens
+            )
+            self._unwritten = known, outcome
             self._write_line()
         is_best = self.evaluations.best is record
         loss = (
