@@ -136,6 +136,15 @@ class ChatTemplate:
             spans.append(span)
         return full, spans
 
+    def open(self, messages: list[Message]) -> str:
+        """Return a conversation as text, up to where the assistant's reply begins.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        text: str = self._apply(messages, None, "the conversation", add_generation_prompt=True)
+        return text
+
     def _apply(self, messages: list[Message], tools: list[Any] | None, where: str, **options: Any) -> Any:
         options = {"tokenize": False, **self._variables, **options}
         try:

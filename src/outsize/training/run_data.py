@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.config import Config, SourceConfig
 from outsize.data import Corpus, ModelLimits, open_data
+from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
@@ -116,6 +117,15 @@ def load_tokenizer(model: ModelFiles, trust_remote_code: bool) -> Any:
             f"no tokenizer in {model.directory}: {first_line}; copy the tokenizer files of the model there, or use "
             "pre-tokenised data with data.format=tokens"
         ) from error
+
+
+def chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """Return a conversation as text, by the template of its tokenizer, up to where the reply begins.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    return ChatTemplate(tokenizer).open(messages)
 
 
 @dataclass(frozen=True)
