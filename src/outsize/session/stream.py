@@ -122,16 +122,8 @@ class StreamedTrainer:
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
         self.position = replace(self.position, step=first)
-        self._standing[:] = [
-            Standing(
-                self.position,
-                self.loss_scale,
-                self.engine.optimizer.updates,
-                self._run_config,
-                self.prepared.dtype,
-                self._data,
-            )
-        ]
+        going_on = self.engine.optimizer.updates, self._run_config, self.prepared.dtype, self._data
+        self._standing[:] = [Standing(self.position, self.loss_scale, *going_on)]
         began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
             data_s = time.perf_counter() - asked
