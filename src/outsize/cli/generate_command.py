@@ -100,7 +100,7 @@ def generate(options: GenerateOptions, output: Output) -> None:
     _check_drawing(options, output)
     prompts = read_prompts(options.prompt or [], options.prompts, chat=options.chat, system=options.system)
     talks = options.chat and not prompts and not output.as_json and not options.json_lines
-    check_question(prompts or [""] * talks, options.max_new_tokens, options.batch_size)
+    check_question(len(prompts) + talks, options.max_new_tokens, options.batch_size)
     with _Writer(options) as writer:
         if talks:
             conversation(writer.reply, options.system, sys.stdin, output.say)

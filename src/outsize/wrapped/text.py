@@ -110,7 +110,7 @@ def write(
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
 
 
-def check_question(prompts: Sequence[str], max_new_tokens: int, batch_size: int) -> None:
+def check_question(num_prompts: int, max_new_tokens: int, batch_size: int) -> None:
     """Refuse what cannot be written, whatever the model.
 
     Raises:
@@ -121,7 +121,7 @@ def check_question(prompts: Sequence[str], max_new_tokens: int, batch_size: int)
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens} and batch_size {batch_size}; both are at least 1"
         )
-    if not prompts:
+    if not num_prompts:
         raise DataError("there is no prompt; give --prompt, a file with one per line as --prompts, or --chat")
 
 
