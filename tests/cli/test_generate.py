@@ -213,3 +213,12 @@ def test_the_directory_of_a_run_is_a_model(method: str, tmp_path: Path, capsys: 
         texts.append(json.loads(capsys.readouterr().out)["written"][0]["text"])
     assert len(set(texts)) == 1
     assert texts[0] == resident(whole, "ab", 6)
+
+
+def test_weights_that_do_not_move_are_said_to_rest_in_host_memory(model: Path, capsys: Any):
+    """On a processor a host home is where the model computes, and a budget of the device does not bound it."""
+    shared = ["--prompt", "a", "--max-new-tokens", 2, "--device", "cpu"]
+    assert run(model, *shared, "--device-memory", "1MiB", "--home", "host") == 0
+    assert "weights were used where they rest, in host memory" in capsys.readouterr().err
+    assert run(model, *shared, "--device-memory", "64MiB", "--home", "disk") == 0
+    assert "weights were used where they rest" not in capsys.readouterr().err

@@ -530,3 +530,27 @@ def test_one_source_of_weight_one_is_in_the_order_it_always_was(tmp_path):
         ) as listed,
     ):
         assert torch.equal(alone.batch(0, 10).input_ids, listed.batch(0, 10).input_ids)
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+def test_prompts_and_completions_of_messages_are_masked_as_trl_does(
+    tmp_path, make, chatml, marked, cache_dir, template
+):
+    """All that the template writes after the prompt, opened for a reply; with tags, what stands between them."""
+    tokenizer = make({"chatml": chatml, "marked": marked}[template])
+    prompt = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "not trained"},
+        {"role": "user", "content": "b"},
+    ]
+    completion = [{"role": "assistant", "content": "trained"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
+    with open_small(path, tokenizer, cache_dir, seq_len=128, pack=False, eos=False) as dataset:
+        batch = dataset.batch(0, 1)
+        assert dataset.detected.format == "prompt_completion"
+    opened = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*prompt, *completion])["input_ids"]
+    count = int(batch.attention_mask.sum())
+    assert batch.input_ids[0, :count].tolist() == whole
+    assert batch.labels[0, :count].tolist() == [IGNORED] * len(opened) + whole[len(opened) :]

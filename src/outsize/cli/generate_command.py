@@ -245,6 +245,11 @@ def _summary(figures: "Figures") -> str:
             f"break-even batch {figures.break_even_batch:.0f}: with so many prompts at once computing takes as long as "
             f"moving weights at {format_rate(figures.link_bytes_per_s)}"
         )
-    else:
+    elif figures.num_kept:
         lines.append("all weights stayed on the device")
+    else:
+        lines.append(
+            "weights were used where they rest, in host memory, and nothing moved: --device-memory bounds what is held "
+            "beside them; --home disk streams them"
+        )
     return "\n".join(lines)
