@@ -21,9 +21,10 @@ ARROWS = {
     "units": set(),
     "files": set(),
     "choices": set(),
-    "config": GROUND | {"choices"},
+    "accelerators": {"errors"},
+    "config": GROUND | {"accelerators", "choices"},
     "native": set(),
-    "hardware": GROUND | {"native.library"},
+    "hardware": GROUND | {"accelerators", "native.library"},
     "codecs": GROUND | {"choices", "native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"files", "model.sizes"},
@@ -81,10 +82,11 @@ ARROWS = {
     },
     "storage": GROUND | {"codecs", "files", "model.sizes", "optim.optimizer_spec"},
     "group": GROUND,
-    "runtime.device": GROUND | {"hardware", "planner.program", "storage"},
-    "runtime.forward": GROUND | {"model", "runtime.device"},
+    "runtime.device": GROUND | {"accelerators", "hardware", "planner.program", "storage"},
+    "runtime.forward": GROUND | {"accelerators", "model", "runtime.device"},
     "runtime.ops": GROUND
     | {
+        "accelerators",
         "codecs",
         "group",
         "hardware",
@@ -99,11 +101,21 @@ ARROWS = {
     "runtime.engine": GROUND
     | {"model", "optim", "planner", "runtime.device", "runtime.forward", "runtime.ops", "storage"},
     "runtime.trial": GROUND
-    | {"group", "model", "optim", "planner.simulate", "runtime.device", "runtime.forward", "runtime.ops"},
+    | {
+        "accelerators",
+        "group",
+        "model",
+        "optim",
+        "planner.simulate",
+        "runtime.device",
+        "runtime.forward",
+        "runtime.ops",
+    },
     "data.reading": GROUND | {"files"},
     "data": GROUND | {"data.reading", "files", "runtime.device.allocator"},
     "probing": GROUND
     | {
+        "accelerators",
         "codecs",
         "data",
         "hardware",
@@ -114,11 +126,12 @@ ARROWS = {
         "runtime",
         "storage",
     },
-    "doctor": GROUND | {"hardware", "telemetry.heartbeat_schema"},
+    "doctor": GROUND | {"accelerators", "hardware", "telemetry.heartbeat_schema"},
     "telemetry": GROUND | {"hardware"},
     "reporting": GROUND | {"doctor", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
+        "accelerators",
         "checkpoint.files",
         "choices",
         "codecs",
@@ -135,6 +148,7 @@ ARROWS = {
     },
     "session.decide": GROUND
     | {
+        "accelerators",
         "choices",
         "codecs",
         "config",
@@ -150,6 +164,7 @@ ARROWS = {
     },
     "session": GROUND
     | {
+        "accelerators",
         "checkpoint.files",
         "codecs",
         "config",
@@ -181,6 +196,7 @@ ARROWS = {
     },
     "training.metrics": GROUND
     | {
+        "accelerators",
         "files",
         "hardware",
         "model.sizes",
@@ -194,6 +210,7 @@ ARROWS = {
     },
     "training": GROUND
     | {
+        "accelerators",
         "checkpoint",
         "choices",
         "config",
@@ -213,9 +230,19 @@ ARROWS = {
         "training.metrics",
     },
     "inference": GROUND
-    | {"codecs", "hardware", "model", "planner.program", "planner.search", "runtime", "storage"},
+    | {
+        "accelerators",
+        "codecs",
+        "hardware",
+        "model",
+        "planner.program",
+        "planner.search",
+        "runtime",
+        "storage",
+    },
     "wrapped": GROUND
     | {
+        "accelerators",
         "checkpoint",
         "choices",
         "codecs",
@@ -235,6 +262,7 @@ ARROWS = {
     "cli.text": GROUND | {"config", "doctor", "hardware", "planner", "probing", "training"},
     "cli": GROUND
     | {
+        "accelerators",
         "checkpoint",
         "choices",
         "cli.text",
