@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from outsize.data import record_reader
-from outsize.data.record_reader import read_records
+from outsize.data.reading import record_reader
+from outsize.data.reading.record_reader import read_records
 from outsize.errors import DataError
 
 
