@@ -303,6 +303,10 @@ class ComputeOps:
         return _Naming(f"{op}, unit {self._split.spec.units[op.unit].name}")
 
 
+# What a device raises under whatever code runs there: the machine's, not the model's.
+_OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError)
+
+
 class _Naming:
     """Says in which op and unit the model's own code raised."""
 
@@ -313,7 +317,7 @@ class _Naming:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, OutsizeError):
+        if isinstance(error, Exception) and not isinstance(error, (OutsizeError, *_OF_DEVICES)):
             advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
             raise ModelError(
                 f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
