@@ -13,9 +13,9 @@ from typing import Any
 from common import finish, machine, print_table
 
 from outsize.hardware.all_reduce_arithmetic import crossing_bytes
+from outsize.hardware.cards.gpu_table import known_card
 from outsize.hardware.machine_file import MachineFile, read
 from outsize.hardware.pcie import LANE_BYTES_PER_S, SOUND_SHARE, theory_bytes_per_s
-from outsize.hardware.presets import GPUS
 
 GB = 1e9
 # What each seed says of a link (GB/s), and what it is per direction.
@@ -131,8 +131,8 @@ def by_the_vendor(found: MachineFile) -> list[dict[str, Any]]:
     """Return measured products, memory and links of each GPU that a preset knows, beside the vendor's figures."""
     told: list[dict[str, Any]] = []
     for index, device in enumerate(found.devices):
-        key = device.name.lower().replace(" ", "")
-        preset = next((gpu for name, gpu in GPUS.items() if name in key), None)
+        card = known_card(device.name)
+        preset = None if card is None else card.gpu()
         if preset is None or not device.device.startswith("cuda"):
             continue
 

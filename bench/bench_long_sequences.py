@@ -21,8 +21,8 @@ from typing import Any
 from common import finish, machine, print_table
 
 from outsize.errors import InfeasiblePlanError
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import DEVICE_SHARE, HOST_SHARE
-from outsize.hardware.presets import parse_gpus
 from outsize.model.sizes.model_spec import Workload
 from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload

@@ -427,8 +427,8 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def simulated() -> list[dict[str, Any]]:
     """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
+    from outsize.hardware.cards.presets import parse_gpus
     from outsize.hardware.machine_spec import Figure
-    from outsize.hardware.presets import parse_gpus
     from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
     from outsize.model.sizes.workload import count_workload
     from outsize.planner.predict.decision import planned_at

@@ -26,9 +26,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outsize.cli.plan_largest import largest_models
-from outsize.cli.plan_options import PlanFlags
-from outsize.cli.plan_question import Asked, ask
+from outsize.cli.plan.plan_largest import largest_models
+from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_question import Asked, ask
 from outsize.codecs.codec_figures import measure
 from outsize.codecs.transport import Transport
 from outsize.planner.predict.decision import fits_at_all, planned_at

@@ -8,7 +8,7 @@ import pytest
 
 from cli.command_line import LLAMA, status_of
 from outsize.cli import main
-from outsize.hardware.presets import parse_gpus
+from outsize.hardware.cards.presets import parse_gpus
 
 run = partial(status_of, "plan")
 
@@ -20,7 +20,7 @@ def answer(capsys, *arguments):
 
 
 def test_the_tables_say_that_they_predict_and_from_what(model_dir, capsys):
-    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M") == 0
+    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M", "--full") == 0
     text = capsys.readouterr().out
     for words in (
         "A prediction from the figures below, not a measurement",
@@ -28,10 +28,26 @@ def test_the_tables_say_that_they_predict_and_from_what(model_dir, capsys):
         "1M tokens take",
         "what would help",
         "verdict: fits. What ends it is",
-        "NVIDIA Ada GPU architecture white paper",
+        "NVIDIA Ada white paper",
         "assumed: a backward takes two forwards",
     ):
         assert words in text
+
+
+def test_what_matters_first_is_said_in_ten_lines(model_dir, capsys):
+    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M") == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) <= 12
+    text = " ".join(lines)
+    for words in (
+        "fits, its training state in host memory",
+        "tokens/s (",
+        "what ends a step is",
+        "1M tokens take",
+        "--full",
+    ):
+        assert words in text
+    assert "to change first" in text or "nothing that is usually changed gains a percent" in text
 
 
 def test_json_has_it_all(model_dir, capsys):
@@ -79,10 +95,19 @@ def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_
     assert 0 <= found["what_if"][0]["gain"] < 0.01
 
 
-def test_changes_that_cannot_be_are_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
+def test_a_change_that_is_none_of_this_machine_is_answered_so_beside_the_plan(model_dir, capsys):
+    changes = ("--what-if", "state=int8", "--what-if", "compute=x2")
+    found = answer(capsys, model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", *changes)
+    state, compute = found["what_if"]
+    assert "priced for one GPU only; leave it out" in state["error"]
+    assert not state["fits"]
+    assert compute["fits"]
+
+
+def test_what_is_no_change_is_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
     monkeypatch.setattr("outsize.planner.predict.decision.decide", lambda question: pytest.fail("searched"))
-    assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int8") == 2
-    assert "priced for one GPU only; leave it out" in capsys.readouterr().err
+    assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int9") == 2
+    assert "what moments are kept in" in capsys.readouterr().err
 
 
 def test_tokens_are_as_many_where_encoded_weights_fit(tmp_path, capsys):
@@ -173,7 +198,7 @@ def test_what_if_answers_where_the_base_does_not_fit(model_dir, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"model_type": "mamba"}', "no sizes from the config of a 'mamba' model; there are llama"),
+        ('{"model_type": "mamba3"}', "transformers does not know it"),
         ('{"model_type": "llama"}', "lacks a size"),
         ("[1]", "not the config of a model"),
         ("{", "cannot read"),

@@ -1,16 +1,18 @@
 """LoRA, nodes, hub ids and the largest model: what `outsize plan` takes, and what it says of mistakes."""
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
 from cli.command_line import LLAMA
 from cli.test_plan import answer, run
-from outsize.cli import model_config
-from outsize.cli.model_config import read_config
-from outsize.cli.plan_largest import largest
+from outsize.cli.plan import model_config
+from outsize.cli.plan.model_config import read_config
+from outsize.cli.plan.plan_largest import largest
 from outsize.config import load_config
 from outsize.errors import ModelError
+from outsize.hardware.cards.presets import parse_gpus
 
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])
@@ -124,7 +126,10 @@ def test_what_is_short_is_said_in_bytes_by_tier(model_dir, capsys):
 
 def test_a_plan_for_another_model_s_config_is_refused(tmp_path, capsys):
     """Not a causal decoder, and a config that lacks a size."""
-    for config, words in (({"model_type": "t5"}, "no sizes"), ({"model_type": "llama"}, "lacks a size")):
+    for config, words in (
+        ({"model_type": "t5"}, "is an encoder-decoder"),
+        ({"model_type": "llama"}, "lacks a size"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert run(tmp_path, "--gpus", "4090") != 0
         assert words in capsys.readouterr().err
@@ -165,3 +170,76 @@ def test_a_hub_that_cannot_be_asked_is_a_clear_error(monkeypatch):
         read_config("owner/tiny")
     with pytest.raises(ModelError, match="give a model directory"):
         read_config("no/such/place")
+
+
+def test_any_gpu_is_described_in_figures(model_dir, capsys):
+    options = (model_dir, "--seq-len", 128, "--no-advice")
+    named = answer(capsys, *options, "--gpus", "4090")
+    spec = "memory=24GiB,tflops=165.2,gbps=1008"
+    described = answer(capsys, *options, "--gpu-spec", f"{spec},share=0.7", "--ram", "128GiB")
+    assert described["machine"] == "1xdescribed"
+    assert described["budget_bytes"]["device"] == named["budget_bytes"]["device"]
+    two = answer(capsys, *options, "--gpu-spec", f"{spec},count=2,name=mine,pcie=5x8")
+    assert two["machine"] == "2xmine"
+
+
+def test_the_host_is_said_by_options(model_dir, capsys):
+    options = (model_dir, "--seq-len", 128, "--no-advice", "--gpus", "4090", "--home", "disk")
+    found = answer(
+        capsys, *options, "--disk", "1GB", "--disk-read", "2GB", "--disk-write", "1GB", "--cpu-cores", 2
+    )
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert (figures["disk reads"], figures["disk writes"]) == (2e9, 1e9)
+    assert figures["AdamW on the host"] == 1.8e9
+    assert found["budget_bytes"]["disk"] == pytest.approx(0.9e9, rel=0.01)
+    less = answer(capsys, *options, "--commits", "none")
+    assert sum(less["memory_bytes"]["disk"].values()) < 0.6 * sum(found["memory_bytes"]["disk"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--gpus", "4090", "--ram", "64"), "64 without a unit is 64 bytes; write 64GB"),
+        (("--gpus", "4090", "--device-memory", "20"), "write 20GB"),
+        (("--gpus", "4090", "--ram", "much"), "not a size"),
+        (("--gpu-spec", "memory=24GB"), "lacks tflops and gbps"),
+        (("--gpu-spec", "memory=24GB,tflop=1"), "did you mean tflops"),
+        (("--gpu-spec", "memory=24GB,tflops=fast,gbps=1"), "not a number"),
+        (("--gpu-spec", "memory=24GB,tflops=1,gbps=1,pcie=9"), "not a slot"),
+        (("--gpu-spec", "memory=24GB,tflops=1,gbps=1,count=1.5"), "describes no GPU"),
+        (("--gpu-spec", "memory=24GB,tflops=1,gbps=1,share=2"), "at most all of the peak"),
+        (("--gpus", "4090", "--gpu-spec", "memory=24GB,tflops=1,gbps=1"), "say which machine, once"),
+        (("--gpus", "4090", "--disk", "none", "--disk-read", "1GB"), "without a disk"),
+        (("--gpus", "4090", "--disk-read", "1Gb"), "not a rate"),
+        (("--gpus", "4090", "--cpu-cores", "0"), "at least one"),
+        (("--gpus", "t4"), "no rate for bf16 on t4"),
+    ],
+)
+def test_a_machine_that_is_none_is_named_with_what_to_write(model_dir, capsys, options, words):
+    assert run(model_dir, "--seq-len", 128, "--no-advice", *options) != 0
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("over", ["tokens-per-step", "seq-len", "gpus", "ram"])
+def test_a_sweep_is_a_table_with_bars_and_a_picture(model_dir, tmp_path, capsys, over):
+    length = () if over == "seq-len" else ("--seq-len", 128)
+    options = (model_dir, "--gpus", "4090", *length, "--sweep", over)
+    found = answer(capsys, *options)
+    assert (found["kind"], found["over"]) == ("sweep", over)
+    assert any(point["tokens_per_s"] for point in found["points"])
+    picture = tmp_path / "sweep.svg"
+    assert run(*options, "--picture", picture) == 0
+    shown = capsys.readouterr().out
+    assert "█" in shown
+    drawn = ElementTree.fromstring(picture.read_text())
+    bars = [element for element in drawn if element.tag.endswith("rect")]
+    assert len(bars) == sum(point["tokens_per_s"] is not None for point in found["points"])
+
+
+def test_what_cannot_be_swept_is_said(model_dir, tmp_path, capsys):
+    machine = tmp_path / "machine.json"
+    machine.write_text(parse_gpus("4090").to_json())
+    assert run(model_dir, "--machine", machine, "--sweep", "gpus") != 0
+    assert "name them with --gpus" in capsys.readouterr().err
+    assert run(model_dir, "--gpus", "4090", "--picture", tmp_path / "x.svg") != 0
+    assert "--picture is of a --sweep" in capsys.readouterr().err

@@ -23,8 +23,8 @@ from outsize.checkpoint.files.checkpoint_format import read_header, read_tensor,
 from outsize.config.load import load_config
 from outsize.data.detected import Detected
 from outsize.data.token_cache import CachedTokens
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.from_probe import read_machine
-from outsize.hardware.presets import parse_gpus
 from outsize.model.build import load_hf_config
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.model.split import split

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from outsize.hardware.presets import parse_gpus
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict.question import Question

@@ -5,8 +5,8 @@ from math import inf
 
 import pytest
 
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
-from outsize.hardware.presets import parse_gpus
 from outsize.planner.predict.expectation import PlannedStep
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
-from outsize.hardware.presets import parse_gpus
 from outsize.planner.predict.assumptions import figures_used
 from outsize.planner.predict.decision import decide, missing_host_bytes
 from outsize.planner.predict.prediction import fastest, predict

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.presets import find_gpu, parse_gpus
-from outsize.planner.simulate.gpu_times import unit_times
+from outsize.hardware.cards.gpu_table import find_card
+from outsize.hardware.cards.presets import parse_gpus
+from outsize.planner.simulate.gpu_times import ROUTED_SHARE, unit_times
 from planner.questions import ask
 
 WORK = ask().workload_of(2)
@@ -13,7 +14,7 @@ WORK = ask().workload_of(2)
 def test_blocks_take_their_flops_and_the_embedding_its_bytes():
     machine = parse_gpus("4090")
     times = unit_times(machine, "bf16", WORK)
-    rate = 165.2e12 * 0.75
+    rate = machine.gpus[0].flops_per_s("bf16")
     assert times.forward_s[1:] == pytest.approx([flops / rate for flops in WORK.forward_flops[1:]])
     assert times.forward_s[0] == pytest.approx(2 * WORK.boundary_bytes[1] / 1008e9)
     assert times.recompute_s[1] < times.forward_s[1]
@@ -23,7 +24,7 @@ def test_blocks_take_their_flops_and_the_embedding_its_bytes():
 
 def test_the_slowest_gpu_sets_the_time():
     pair = parse_gpus("2x4090")
-    mixed = replace(pair, gpus=(pair.gpus[0], find_gpu("3090")))
+    mixed = replace(pair, gpus=(pair.gpus[0], find_card("3090").gpu()))
     assert (
         unit_times(mixed, "bf16", WORK).forward_s[1:]
         == unit_times(parse_gpus("3090"), "bf16", WORK).forward_s[1:]
@@ -31,5 +32,15 @@ def test_the_slowest_gpu_sets_the_time():
 
 
 def test_a_dtype_without_a_figure():
-    with pytest.raises(ConfigError, match="no rate for fp8"):
-        unit_times(parse_gpus("4090"), "fp8", WORK)
+    with pytest.raises(ConfigError, match="no rate for fp4"):
+        unit_times(parse_gpus("4090"), "fp4", WORK)
+
+
+def test_products_of_experts_take_longer_than_dense_ones():
+    dense = unit_times(parse_gpus("4090"), "bf16", WORK)
+    half = replace(WORK, routed_flops=tuple(flops / 2 for flops in WORK.forward_flops))
+    mixed = unit_times(parse_gpus("4090"), "bf16", half)
+    slower = 0.5 + 0.5 / ROUTED_SHARE
+    assert mixed.forward_s[1:] == pytest.approx([slower * each for each in dense.forward_s[1:]])
+    assert mixed.backward_s[1:] == pytest.approx([slower * each for each in dense.backward_s[1:]])
+    assert mixed.forward_s[0] == dense.forward_s[0]

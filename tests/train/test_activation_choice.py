@@ -7,8 +7,8 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
-from outsize.hardware.presets import parse_gpus
 from outsize.planner.predict import question
 from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.ops import Kind

@@ -5,8 +5,8 @@ import pytest
 
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ModelError
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
-from outsize.hardware.presets import parse_gpus
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates

@@ -7,7 +7,7 @@ import torch
 
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
-from outsize.hardware.presets import parse_gpus
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.session.job.device_presets import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Prepared, prepare

@@ -13,7 +13,7 @@ from outsize.cli.doctor_command import doctor
 from outsize.cli.export_command import export
 from outsize.cli.generate_command import generate
 from outsize.cli.inspect_command import data, inspect
-from outsize.cli.plan_command import plan
+from outsize.cli.plan.plan_command import plan
 from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
 from outsize.cli.sweep_command import sweep

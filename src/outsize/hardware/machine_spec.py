@@ -28,11 +28,13 @@ class Figure:
         value: in the unit that the field's name says.
         source: data sheet, or how it was measured or assumed.
         measured: whether it was measured on the machine that it stands for.
+        within: half of the interval that it lies in, a share of it; 0 where nobody has said.
     """
 
     value: float
     source: str
     measured: bool = False
+    within: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.value > 0:

@@ -201,6 +201,7 @@ class Workload:
         held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
         saved_bytes: of what each streamed unit's forward makes and its backward needs; 0 for the last.
         gradient_flops: of each streamed unit's backward, without what it recomputes.
+        routed_flops: of its forward, those of tokens with the experts that they visit; empty for none.
         again_flops: that its backward computes again whatever is kept, see `model.tiled_mlp`; empty for none.
         attention_bytes: of what each streamed unit's attention returns; empty where it is unknown.
         attention_flops: of that attention.
@@ -220,6 +221,7 @@ class Workload:
     attention_flops: tuple[float, ...] = ()
     products_bytes: tuple[int, ...] = ()
     again_flops: tuple[float, ...] = ()
+    routed_flops: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

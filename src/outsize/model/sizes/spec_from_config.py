@@ -167,6 +167,12 @@ def attention_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, 
     return (0.0, *[scores] * shape.layers, 0.0)
 
 
+def routed_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
+    """Return the FLOPs of the products of tokens with the experts that they visit, of each streamed unit's forward."""
+    routed = 6.0 * sequences * seq_len * shape.hidden * shape.active_experts * shape.expert_intermediate
+    return (0.0, *(routed * shape.is_mixture(layer) for layer in range(shape.layers)), 0.0)
+
+
 def recompute_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
     """Return the FLOPs of what a backward needs of each streamed unit's forward.
 

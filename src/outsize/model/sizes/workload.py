@@ -7,7 +7,13 @@ queries, keys, values, the attention's output and what the MLP makes, and in fp3
 """
 
 from outsize.model.sizes.model_spec import ITEMSIZE, Workload
-from outsize.model.sizes.spec_from_config import Shape, attention_flops, forward_flops, recompute_flops
+from outsize.model.sizes.spec_from_config import (
+    Shape,
+    attention_flops,
+    forward_flops,
+    recompute_flops,
+    routed_flops,
+)
 
 # Bytes per logit of a chunk of the loss: their softmax, and in the backward two more of that size, fp32.
 LOGIT_BYTES = 12
@@ -41,6 +47,7 @@ def count_workload(
         recompute_flops=recompute_flops(shape, sequences, seq_len),
         gradient_flops=tuple(2 * forward for forward in flops),  # two products for each of the forward's
         again_flops=(0.0, *[mlp] * shape.layers, 0.0) if shape.mlp_parts > 1 else (),
+        routed_flops=routed_flops(shape, sequences, seq_len) if shape.experts else (),
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
         backward_workspace_bytes={

@@ -54,6 +54,7 @@ class Prediction:
         memory: bytes by tier and class; the device's are those of each GPU.
         step_s: time of a step among others.
         tokens_per_s: tokens that it trains on, over that.
+        interval: where that lies, as far as the share of the peak is known; see `_interval`.
         mfu: FLOPs of forward and backward without recompute, over what the GPUs' data sheets promise in that time.
         bubble: share of the GPUs' time in which they compute nothing.
         stalls: the same by cause, largest first.
@@ -73,6 +74,7 @@ class Prediction:
     memory: Table
     step_s: float
     tokens_per_s: float
+    interval: tuple[float, float]
     mfu: float
     bubble: float
     stalls: Mapping[str, float]
@@ -137,6 +139,8 @@ def predict(decision: Decision) -> Prediction:
         gpu.peak_flops_per_s[question.model.compute_dtype].value for gpu in question.machine.gpus
     )
     scale = question.sequences * question.seq_len / work.tokens
+    usage = _usage(simulated, simulated.busy_s / num_gpus, step_s)
+    tokens_per_s = question.tokens_per_step / step_s
     return Prediction(
         plan_id=plan.plan_id,
         num_gpus=num_gpus,
@@ -145,17 +149,27 @@ def predict(decision: Decision) -> Prediction:
         home=plan.home,
         memory=_by_plane(plan),
         step_s=step_s,
-        tokens_per_s=question.tokens_per_step / step_s,
+        tokens_per_s=tokens_per_s,
+        interval=_interval(question, tokens_per_s, usage[COMPUTE]),
         mfu=scale * sum(work.forward_flops + work.gradient_flops) / available,
         bubble=simulated.bubble,
         stalls=_stalls(simulated.steady, simulated.lanes),
-        usage=_usage(simulated, simulated.busy_s / num_gpus, step_s),
+        usage=usage,
         break_even=_break_even(question, plan, work),
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
         simulation=simulated.done,
         assumptions=_assumptions(decision),
     )
+
+
+def _interval(question: Question, tokens_per_s: float, computing: float) -> tuple[float, float]:
+    """Return where tokens per second lie: what computes takes as much longer or shorter as its rate is uncertain.
+
+    Rates of links, hosts and disks have no interval yet, or were measured; where these end the step it is too narrow.
+    """
+    within = max(gpu.efficiency.within for gpu in question.machine.gpus) * computing
+    return tokens_per_s * (1 - within), tokens_per_s * (1 + within)
 
 
 def _assumptions(decision: Decision) -> tuple[str, ...]:

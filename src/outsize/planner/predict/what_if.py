@@ -56,10 +56,11 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     Raises:
         ConfigError: not a change.
     """
-    changed = parse_change(text)(question)
+    change = parse_change(text)
     name = text.partition("=")[0].strip()
     if name in _SIMULATED:
         return outcome(question, base, text)
+    changed = change(question)
     same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
     try:
         before_s = clocked_s(question.deciding(stages=base.stages), microbatches, base.home)
@@ -106,7 +107,13 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     Raises:
         ConfigError: not a change.
     """
-    changed = parse_change(text)(question)
+    change = parse_change(text)
+    try:
+        changed = change(question)
+    except (
+        ConfigError
+    ) as error:  # a change that is none of this model and machine; others are, and the plan is
+        return Outcome(change=text, prediction=None, gain=None, error=str(error))
     name = text.partition("=")[0].strip()
     stays = name not in ("vram", "gpus", "state", "mlp_parts")
     if base is not None and name == "ram":

@@ -76,7 +76,7 @@ def _calibrate(
     chunk_tokens: int | None,
     ambient: Ambient,
 ) -> Measured:
-    lengths = _lengths(seq_len, num_sequences)
+    lengths = trial_lengths(seq_len, num_sequences)
     binder = Binder(split, Discard())
     try:
         memory = bind_trial_weights(binder, split.spec)
@@ -100,8 +100,8 @@ def _calibrate(
     return scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
 
 
-def _lengths(seq_len: int, num_sequences: int) -> tuple[int, ...]:
-    """The lengths to run: the real one where it is short, and more of them where several sequences are asked for."""
+def trial_lengths(seq_len: int, num_sequences: int) -> tuple[int, ...]:
+    """Return the lengths to run: the real one where it is short, and more where several sequences are asked for."""
     if seq_len > SHORT_LENGTHS[-1]:
         return SHORT_LENGTHS
     return (seq_len,) if num_sequences == 1 or seq_len < 4 else (seq_len // 4, seq_len // 2, seq_len)

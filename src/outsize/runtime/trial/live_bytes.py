@@ -54,7 +54,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.detach.default:  # the same memory, and what a hook on saved tensors does
+        # The same memory, and what a hook on saved tensors does; and a question that only fake tensors pass on.
+        if func is torch.ops.aten.detach.default or func is torch.ops.prim.device.default:
             return out
         if self.ops is not None:
             self.ops.append(func)

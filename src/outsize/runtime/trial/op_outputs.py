@@ -3,7 +3,7 @@
 Attention is counted as causal where it is said to be: half of its scores.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ class YieldTrial:
         if func in ATTENTION or func in PRODUCTS:
             tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
             is_product = func in PRODUCTS
-            flops = _product_flops(args) if is_product else _attention_flops(args, kwargs)
+            flops = _product_flops(args) if is_product else attention_flops(args, kwargs)
             memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)  # type: ignore[no-untyped-call]
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             self._returned.append(_Returned(len(self._ops), is_product, size, flops, memory))
@@ -100,7 +100,8 @@ def _product_flops(args: tuple[Any, ...]) -> int:
     return int(2 * left.shape[0] * left.shape[1] * right.shape[1])
 
 
-def _attention_flops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def attention_flops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the FLOPs of an attention that is one operation."""
     query, key = args[0], args[1]
     causal = any(arg is True for arg in (*args, kwargs.get("is_causal")))
     return int(4 * query.numel() * key.shape[-2] // (2 if causal else 1))

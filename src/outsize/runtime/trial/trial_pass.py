@@ -1,6 +1,7 @@
 """One forward over the units of a model at a short length, each distinct unit measured forward and backward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class TrialPass:
         forwards: tuple[Callable[..., Any], ...],
         inputs: Mapping[str, Any],
         chunk_tokens: int | None,
-        ambient: Ambient,
+        ambient: Ambient = nullcontext,
     ) -> None:
         self._split = split
         self._forwards = tuple(_within(ambient, forward) for forward in forwards)
@@ -40,6 +41,7 @@ class TrialPass:
         self._chunk_tokens = chunk_tokens
         self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
         self._row = Row([], [], [], [], 0, False, False)
+        self._last_needed = 0
         self._uses = GlueUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> Row:
@@ -80,7 +82,7 @@ class TrialPass:
         finally:
             walk.close()
             live.forget()
-        pointers = [tensor.untyped_storage().data_ptr() for tensor in storages]
+        pointers = [_place(tensor) for tensor in storages]
         self._row.shared = len(set(pointers)) < len(pointers) or several
         self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
         return self._row
@@ -100,14 +102,12 @@ class TrialPass:
     def _receive(self, call: UnitCall) -> list[Tensor]:
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad]
-        unique = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        unique = {_place(tensor): tensor for tensor in tensors}
         self._row.boundary.append(sum(tensor.untyped_storage().nbytes() for tensor in unique.values()))
         return list(unique.values())
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
-        spec = self._split.spec.units[unit]
-        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
-        key = (type(self._split.modules[unit]), shapes, signature(call))
+        key = self._form(unit, call)
         if key in self._known:
             forward, backward, kept, outputs = self._known[key]
         else:
@@ -129,6 +129,12 @@ class TrialPass:
         self._row.kept.append(kept)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, tracked=True)[0]
+
+    def _form(self, unit: int, call: UnitCall) -> Any:
+        """What units that are measured once have in common."""
+        spec = self._split.spec.units[unit]
+        shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
+        return (type(self._split.modules[unit]), shapes, signature(call))
 
     def _backward(
         self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None
@@ -156,13 +162,22 @@ class TrialPass:
         leaves = [leaf for leaf in _tensors(outputs) if is_differentiable(leaf)]
         del outputs
         others = [t for t in pytree.tree_leaves(expected) if is_differentiable(t)]
-        same = all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
+        same = self._is_same(leaves, others)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
             torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        last_needed = trial.saved_at[-1] if trial.saved_at else 0
-        yields = returned.yields(last_needed, given | made.keys())
+        self._last_needed = trial.saved_at[-1] if trial.saved_at else 0
+        yields = returned.yields(self._last_needed, given | made.keys())
         return same, Kept(saved, trial.needed(), yields, len(trial.saved_at))
+
+    def _is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether a unit gave the same with a graph and without."""
+        return all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
+
+    def _note_loss(self, made: Any, output: Any) -> None:
+        """Note what the model's loss is of, where the head made ``made``."""
+        labels = self._inputs.get("labels")
+        self._row.plain, self._row.shifted = is_plain(made, output, labels), is_shifted(output, labels)
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -176,8 +191,7 @@ class TrialPass:
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
             self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
-            self._row.plain = is_plain(outputs, ending.output, self._inputs.get("labels"))
-            self._row.shifted = is_shifted(ending.output, self._inputs.get("labels"))
+            self._note_loss(outputs, ending.output)
         del outputs
         self._row.forward.append(())
         self._row.kept.append(Kept())

@@ -16,9 +16,9 @@ import psutil
 from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ConfigError
 from outsize.group.pace import Pace
+from outsize.hardware.cards.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine
-from outsize.hardware.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import StateLayout

@@ -3,8 +3,9 @@
 import contextlib
 
 from outsize.accelerators import index_of, is_accelerator, module_of
+from outsize.hardware.cards.gpu_table import find_card, known_card
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Gpu, Machine
-from outsize.hardware.presets import GPUS, parse_gpus
 from outsize.runtime.device.device_group import device_names
 
 # Stands for devices without figures, emulated ones and GPUs that nobody has described.
@@ -12,11 +13,9 @@ USUAL = "4090"
 
 
 def preset_of(name: str) -> Gpu | None:
-    """Return the preset for a driver's name, e.g. ``NVIDIA H100 80GB HBM3``; cards that share a name only have none."""
-    words = name.lower().replace(" ti", "ti").replace("-", " ").split()
-    if "pcie" in words or "laptop" in words or "super" in words or "nvl" in words:
-        return None
-    return next((gpu for word, gpu in GPUS.items() if word in words), None)
+    """Return the preset for a driver's name, e.g. ``NVIDIA H100 80GB HBM3``; None for one that nobody has described."""
+    card = known_card(name)
+    return None if card is None else card.gpu()
 
 
 def assumed_machine(device: str) -> Machine:
@@ -25,7 +24,7 @@ def assumed_machine(device: str) -> Machine:
     For what must not be timed, since another start would find another number.
     """
     names = device_names(device)
-    gpu = GPUS[USUAL]
+    gpu = find_card(USUAL).gpu()
     if is_accelerator(device):
         with contextlib.suppress(
             AssertionError, RuntimeError

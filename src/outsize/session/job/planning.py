@@ -13,9 +13,9 @@ from outsize.codecs.wire import EXACT
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.group.group import Group
+from outsize.hardware.cards.presets import NVME
 from outsize.hardware.machine_spec import CUBLAS_BYTES, Figure, Peer
 from outsize.hardware.machine_spec import Machine as Figures
-from outsize.hardware.presets import NVME
 from outsize.model.split import Split
 from outsize.model.tiled_mlp import can_take_in_parts
 from outsize.optim.optimizer_spec import StateLayout

@@ -219,11 +219,12 @@ def _sourced(
         source.load_buffers(model)
     if config.train.method != "lora":
         return directory, source, None
-    adapters = put_in(model, _lora(config, model), config.train.seed)
+    adapters = put_in(model, lora_of(config, model), config.train.seed)
     return directory, AdapterSource(source, adapters, adapters_from), adapters
 
 
-def _lora(config: Config, model: nn.Module) -> Any:
+def lora_of(config: Config, model: nn.Module) -> Any:
+    """Return PEFT's configuration of the adapters that ``config`` names."""
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
     return peft_config(settings, config.model.path, causal)

@@ -1,7 +1,7 @@
 """A ``train.yaml`` of a predicted run."""
 
 from outsize.accelerators import kind_of
-from outsize.cli.plan_question import Asked
+from outsize.cli.plan.plan_question import Asked
 from outsize.config import dump_config
 from outsize.planner.predict.prediction import Prediction
 

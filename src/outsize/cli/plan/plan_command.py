@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
 
 if TYPE_CHECKING:
-    from outsize.cli.plan_question import Asked
+    from outsize.cli.plan.plan_question import Asked
     from outsize.planner.predict.prediction import Prediction
     from outsize.planner.predict.what_if import Outcome
 
@@ -23,17 +23,21 @@ def plan(options: PlanFlags, output: Output) -> None:
 
     Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
     """
-    from outsize.cli import plan_table
-    from outsize.cli.plan_largest import largest_models
-    from outsize.cli.plan_question import ask_what_fits
+    from outsize.cli.plan import plan_table
+    from outsize.cli.plan.plan_largest import largest_models
+    from outsize.cli.plan.plan_question import ask_what_fits
 
+    if options.sweep is not None or options.picture is not None:
+        _swept(options, output)
+        return
     asked = ask_what_fits(options)
     prediction, outcomes, helps = _answer(asked, options.what_if or [], options.advice, output)
     with _uncollected():
         scaled = largest_models(asked) if options.largest else ()
     _write(_files(asked, prediction, options))
     output.emit(plan_table.to_dict(asked, prediction, outcomes, helps, scaled))
-    output.print_result(plan_table.render(asked, prediction, outcomes, helps, scaled))
+    show = plan_table.render if options.full else plan_table.render_short
+    output.print_result(show(asked, prediction, outcomes, helps, scaled))
 
 
 def _answer(
@@ -42,10 +46,10 @@ def _answer(
     """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
 
     Raises:
-        ConfigError: something that is no change, or none of this machine and model.
+        ConfigError: something that is no change.
         InfeasiblePlanError: nothing fits; what the changes would bring has been said.
     """
-    from outsize.cli import plan_table
+    from outsize.cli.plan import plan_table
     from outsize.errors import InfeasiblePlanError
     from outsize.planner.predict.decision import decide
     from outsize.planner.predict.prediction import predict
@@ -53,7 +57,7 @@ def _answer(
 
     question = asked.question
     for change in changes:
-        parse_change(change)(question)  # what is no change of this one is said before anything is searched
+        parse_change(change)  # what is no change is said before anything is searched
     with _uncollected():
         try:
             decision = decide(question)
@@ -75,6 +79,26 @@ def _answer(
     return prediction, outcomes, helps
 
 
+def _swept(options: PlanFlags, output: Output) -> None:
+    """Answer the question over a range.
+
+    Raises:
+        ConfigError: no range, or one in which nothing can be asked about.
+    """
+    from outsize.cli.plan.plan_sweep import render, sweep, to_dict, to_svg
+    from outsize.errors import ConfigError
+
+    kind = options.sweep
+    if kind is None:
+        raise ConfigError("--picture is of a --sweep; say over what, for example --sweep gpus")
+    with _uncollected():
+        points = sweep(options, kind)
+    if options.picture is not None:
+        _write({options.picture: to_svg(options.model, kind, points)})
+    output.emit(to_dict(kind, points))
+    output.print_result(render(kind, points))
+
+
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Look for no garbage: what planners make has no cycles, and looking takes a third of the time."""
@@ -91,7 +115,7 @@ def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict
     """Return the texts of the files that were asked for."""
     import json
 
-    from outsize.cli.plan_yaml import train_yaml
+    from outsize.cli.plan.plan_yaml import train_yaml
     from outsize.reporting.chrome import to_chrome
 
     texts = {}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ from outsize.choices import (
     WireGradients,
     WireWeights,
 )
+from outsize.hardware.cards.product_rates import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,18 @@ class PlanFlags:
     ]
     gpus: Annotated[
         str | None, typer.Option(metavar="NxNAME", help="GPUs and a usual host, e.g. 4090, 8x4090, 2xh100.")
+    ] = None
+    gpu_spec: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIGURES", help="A GPU of no list: memory=24GB,tflops=165,gbps=1008,pcie=4x16,count=2."
+        ),
+    ] = None
+    kernels: Annotated[
+        Kernels | None,
+        typer.Option(
+            help="What computes: eager blocks (default), or fused kernels; a rate of products each."
+        ),
     ] = None
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
@@ -63,6 +76,18 @@ class PlanFlags:
         str | None,
         typer.Option(metavar="SIZE", help="Host memory of the machine, e.g. 64GB, if not as usual."),
     ] = None
+    cpu_cores: Annotated[int | None, typer.Option(help="Cores of the host, which step the optimizer.")] = None
+    disk: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Free space of the disk, e.g. 2TB; none for no disk.")
+    ] = None
+    disk_read: Annotated[str | None, typer.Option(metavar="RATE", help="Reads of the disk, e.g. 7GB.")] = None
+    disk_write: Annotated[str | None, typer.Option(metavar="RATE", help="Writes of the disk, e.g. 6GB.")] = (
+        None
+    )
+    commits: Annotated[
+        Literal["step", "none"],
+        typer.Option(help="When a home on disk commits; none takes half the disk."),
+    ] = "step"
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
     ] = None
@@ -116,6 +141,17 @@ class PlanFlags:
             help="vram=+8GB, ram=+64GB, state=int8, link=x2, compute=x2, bandwidth=x2, disk=x2, net=x2, gpus=+1, "
             "nodes=+1.",
         ),
+    ] = None
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Also show memory by class, waits, and every figure with its source."),
+    ] = False
+    sweep: Annotated[
+        Literal["tokens-per-step", "seq-len", "gpus", "ram"] | None,
+        typer.Option(help="Ask over a range instead, and answer with a table and bars."),
+    ] = None
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what --sweep finds as a picture, SVG.")
     ] = None
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True
     data: Annotated[str, typer.Option(help="Data that --output names; it is not read.")] = "data"

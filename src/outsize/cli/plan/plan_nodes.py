@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates

@@ -1,34 +1,27 @@
 """From the options of ``outsize plan`` to a question for the planner."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
 from typing import Any
 
-from outsize.cli.model_config import read_config
-from outsize.cli.plan_nodes import check_nodes, net_of, share_of, wire_of
-from outsize.cli.plan_options import PlanFlags
+from outsize.cli.plan.model_config import read_config
+from outsize.cli.plan.plan_machine import machine_from, size_of
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures, check_largest
+from outsize.cli.plan.plan_nodes import check_nodes, net_of, share_of, wire_of
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
-from outsize.hardware.presets import parse_gpus
-from outsize.model.sizes.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
-from outsize.model.sizes.model_spec import ModelSpec, Workload
-from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
-from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict.decision import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
-from outsize.units import parse_bytes, parse_count
+from outsize.units import parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
-# Rank and modules.
-Adapters = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +34,8 @@ class Asked:
         config: of the run that is asked about; its microbatches are those given, or one.
         tokens: to train on; None where the user named none.
         method: what trains, for people.
-        hf_config: of the model.
-        adapters: rank and modules; None for full training.
+        model: that it is about.
+        figures: of that model.
     """
 
     name: str
@@ -50,8 +43,8 @@ class Asked:
     config: Config
     tokens: float | None
     method: str
-    hf_config: Mapping[str, Any]
-    adapters: Adapters | None
+    model: AskedModel
+    figures: ModelFigures
 
     @property
     def steps(self) -> int | None:
@@ -66,12 +59,16 @@ def ask_what_fits(options: PlanFlags) -> Asked:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
-    asked = ask(options)
+    model = AskedModel(*read_config(options.model))
+    if options.largest:
+        check_largest(model)
+    asked = ask(options, model)
     nodes = asked.question.nodes
     sequences = asked.question.sequences * nodes
     while options.tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
         sequences //= 2
-        asked = ask(replace(options, tokens_per_step=sequences * asked.question.seq_len))
+        options = replace(options, tokens_per_step=sequences * asked.question.seq_len)
+        asked = ask(options, model, asked.figures)
     return asked
 
 
@@ -82,21 +79,25 @@ def _fits(asked: Asked) -> bool:
     return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
 
 
-def ask(options: PlanFlags) -> Asked:
+def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigures | None = None) -> Asked:
     """Return the question that the options of the command make.
+
+    Args:
+        options: of the command.
+        model: that they name, where its config was read already.
+        figures: of that model, where it was asked about with other tokens per step.
 
     Raises:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
     """
     check_nodes(options)
-    machine = _with_ram(_machine(options.gpus, options.machine), options.ram)
-    path, hf_config = read_config(options.model)
-    adapters = (options.lora_r, parse_modules(options.lora_modules)) if options.method == "lora" else None
-    spec, workload_of = model_of(hf_config, options.dtype, adapters, options.mlp_parts)
-    seq_len = _seq_len(options.seq_len, hf_config.get("max_position_embeddings"))
-    config = _config(options, path, seq_len)
-    in_parts = _in_parts(hf_config, options.dtype, adapters, seq_len) if options.mlp_parts == 1 else None
+    machine = machine_from(options)
+    model = model or AskedModel(*read_config(options.model))
+    seq_len = _seq_len(options.seq_len, model.positions)
+    config = _config(options, model.path, seq_len, model.modules(options.lora_modules))
+    figures = figures or model.figures(config)
+    spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
     question = question_for(
         config,
@@ -109,11 +110,11 @@ def ask(options: PlanFlags) -> Asked:
             spec,
             num_workers=len(machine.gpus),
             num_ranks=options.nodes,
-            can_part=in_parts is not None,
+            can_part=figures.in_mlp_parts is not None,
             wire=wire_of(options),
         ),
-        workload_of=lambda sequences: workload_of(sequences, seq_len),
-        in_mlp_parts=in_parts,
+        workload_of=figures.workload_of,
+        in_mlp_parts=figures.in_mlp_parts,
         net_bytes_per_s=net_of(options),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
         fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in machine.gpus) else 0,
@@ -123,17 +124,24 @@ def ask(options: PlanFlags) -> Asked:
         question=question,
         config=config,
         tokens=_tokens(options.tokens),
-        method=_method(adapters),
-        hf_config=hf_config,
-        adapters=adapters,
+        method=_method(config),
+        model=model,
+        figures=figures,
     )
 
 
-def _method(adapters: Adapters | None) -> str:
-    if adapters is None:
+def _method(config: Config) -> str:
+    if config.train.method != "lora":
         return "full training"
-    rank, modules = adapters
-    return f"LoRA of rank {rank} on {', '.join(modules)}"
+    named = config.lora.target_modules
+    modules = (
+        "the layers that PEFT chooses"
+        if named is None
+        else named
+        if isinstance(named, str)
+        else ", ".join(named)
+    )
+    return f"LoRA of rank {config.lora.r} on {modules}"
 
 
 def _seq_len(wanted: int | None, limit: int | None) -> int:
@@ -145,7 +153,7 @@ def _seq_len(wanted: int | None, limit: int | None) -> int:
     return wanted
 
 
-def _config(options: PlanFlags, path: str, seq_len: int) -> Config:
+def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[str, ...] | None) -> Config:
     """Return the configuration of the run that is asked about."""
     tokens_per_step = options.tokens_per_step
     flags: dict[str, Any] = {
@@ -162,81 +170,23 @@ def _config(options: PlanFlags, path: str, seq_len: int) -> Config:
         "optimizer.state": options.optimizer_state,
         "optimizer.masters": options.masters,
         "memory.device": "cuda",
-        "memory.device_memory": options.device_memory,
-        "memory.host_memory": options.host_memory,
+        "memory.device_memory": _budget("--device-memory", options.device_memory),
+        "memory.host_memory": _budget("--host-memory", options.host_memory),
         "memory.home": options.home,
+        "memory.commits": options.commits,
         "transport.weights": options.transport_weights,
         "parallel.gradients": options.net_gradients,
         "parallel.weights": options.net_weights,
     }
     if options.method == "lora":
         flags |= {"train.method": "lora", "lora.r": options.lora_r}
-        if options.lora_modules:
-            flags["lora.target_modules"] = _named(options.lora_modules)
+        if modules is not None:  # always named, as PEFT has no choice of its own for every family
+            flags["lora.target_modules"] = modules
     return load_config(flags=flags, environ={})
 
 
-def model_of(
-    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None, mlp_parts: int = 1
-) -> tuple[ModelSpec, Callable[[int, int], Workload]]:
-    """Return the units of a model, and what a microbatch of so many sequences of so many tokens takes.
-
-    Raises:
-        ModelError: a family whose sizes its config does not tell, or a mixture whose MLPs are to go in parts.
-        ConfigError: adapters for layers that it does not have.
-    """
-    shape, spec = in_mlp_parts(read_shape(hf_config), mlp_parts), spec_from_config(hf_config, dtype)
-
-    def plain(sequences: int, seq_len: int) -> Workload:
-        return count_workload(shape, dtype, sequences=sequences, seq_len=seq_len)
-
-    if adapters is None:
-        return spec, plain
-    adapted = with_adapters(spec, *adapters)
-    return adapted, lambda sequences, seq_len: adapted_workload(plain(sequences, seq_len), adapted)
-
-
-def _in_parts(
-    hf_config: Mapping[str, Any], dtype: str, adapters: Adapters | None, seq_len: int
-) -> Callable[[int], Callable[[int], Workload]] | None:
-    """Return what a microbatch takes with MLPs in so many parts; None for mixtures of experts."""
-    if read_shape(hf_config).experts:
-        return None
-
-    def workload_of(mlp_parts: int) -> Callable[[int], Workload]:
-        _, found = model_of(hf_config, dtype, adapters, mlp_parts)
-        return lambda sequences: found(sequences, seq_len)
-
-    return workload_of
-
-
-def _named(modules: str) -> str | tuple[str, ...]:
-    """Return adapted modules as a configuration names them, where a text by itself is a regular expression."""
-    return modules.strip() if modules.strip() == ALL_LINEAR else parse_modules(modules)
-
-
-def _machine(gpus: str | None, file: Path | None) -> Machine:
-    if (gpus is None) == (file is None):
-        raise ConfigError("say which machine, once: --gpus 8x4090, or --machine machine.json")
-    if gpus is not None:
-        return parse_gpus(gpus)
-    assert file is not None
-    from outsize.hardware.from_probe import read_machine  # the form of a probe's file takes a while to load
-
-    return read_machine(file)
-
-
-def _with_ram(machine: Machine, ram: str | None) -> Machine:
-    """Return ``machine`` with that much host memory."""
-    if ram is None:
-        return machine
-    try:
-        num_bytes = parse_bytes(ram)
-    except ValueError as error:
-        raise ConfigError(f"--ram: {error}") from error
-    if num_bytes <= 0:
-        raise ConfigError("--ram: a machine has some; write for example 64GB")
-    return replace(machine, host=replace(machine.host, memory_bytes=num_bytes))
+def _budget(option: str, text: str | None) -> int | None:
+    return None if text is None else size_of(option, text)
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:

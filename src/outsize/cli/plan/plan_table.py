@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outsize.cli.plan_largest import Scaled
-from outsize.cli.plan_question import Asked
+from outsize.cli.plan.plan_largest import Scaled
+from outsize.cli.plan.plan_question import Asked
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.decision import host_refusal
 from outsize.planner.predict.prediction import Prediction
@@ -17,6 +17,8 @@ from outsize.planner.predict.what_if import Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
 WIDTH = 110
+# What gains less is no advice.
+LEAST_GAIN = 0.01
 
 
 def to_dict(
@@ -49,9 +51,80 @@ def to_dict(
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
-        "assumptions": [*ALWAYS, *prediction.assumptions],
+        "assumptions": [*ALWAYS, *asked.figures.notes, *prediction.assumptions],
         "figures": [asdict(figure) for figure in figures_used(question, prediction)],
     }
+
+
+def render_short(
+    asked: Asked,
+    prediction: Prediction,
+    outcomes: Sequence[Outcome],
+    helps: Sequence[Outcome],
+    scaled: Sequence[Scaled] = (),
+) -> str:
+    """Return what somebody wants to know first, in some ten lines, and what was asked for besides."""
+    question = asked.question
+    tiers = [
+        f"{format_bytes(prediction.total_bytes(tier))} of {format_bytes(budget)} {where}"
+        for tier, where in (("device", "on each GPU"), ("host", "in host memory"), ("disk", "on disk"))
+        if prediction.total_bytes(tier) and (budget := getattr(question.budgets, tier)) is not None
+    ]
+    home = "in host memory" if prediction.home == "host" else "on disk"
+    speed, step_s = f"{prediction.tokens_per_s:,.0f} tokens/s", format_seconds(prediction.step_s)
+    lines = [
+        _headline(asked),
+        f"fits, its training state {home}: {', '.join(tiers)}",
+        f"{speed}{_between(prediction)}, {step_s} for a step of {question.tokens_per_step:,} tokens in "
+        f"{prediction.microbatches} microbatches; MFU {prediction.mfu:.0%}",
+        f"what ends a step is {prediction.ends_it}",
+    ]
+    if asked.tokens is not None and asked.steps is not None:
+        took = format_seconds(asked.steps * prediction.step_s)
+        lines.append(f"{format_count(asked.tokens)} tokens take {took}")
+    why = _why_on_disk(asked, prediction)
+    if why is not None:
+        lines.append(f"home on disk, for want of host memory: there {why}")
+    lines += _change_first(helps)
+    lines += [f"note: {note}" for note in asked.figures.notes]
+    text = StringIO()
+    console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+    for line in lines:
+        console.print(line)
+    if outcomes:
+        console.print("")
+        console.print(_outcome_table("what if", outcomes))
+    if scaled:
+        console.print("")
+        console.print(_largest_table(scaled))
+    console.print(
+        "A prediction, not a measurement; --full shows the figures that it rests on, memory by class, and waits."
+    )
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _change_first(helps: Sequence[Outcome]) -> list[str]:
+    """Return what to change first, in a line; nothing where nothing gains a percent."""
+    gains = sorted(
+        (
+            (outcome.gain, outcome.change)
+            for outcome in helps
+            if outcome.gain is not None and outcome.gain >= LEAST_GAIN
+        ),
+        reverse=True,
+    )
+    if not gains:
+        return ["nothing that is usually changed gains a percent"] if helps else []
+    return ["to change first: " + ", ".join(f"{change} ({gain:+.0%})" for gain, change in gains[:3])]
+
+
+def _headline(asked: Asked) -> str:
+    question = asked.question
+    nodes = f"{question.nodes} nodes of " if question.nodes > 1 else ""
+    return (
+        f"{asked.name}: {format_count(question.model.num_parameters)} parameters, {question.model.compute_dtype}, "
+        f"{asked.method} on {nodes}{question.machine.name}"
+    )
 
 
 def render(
@@ -65,11 +138,7 @@ def render(
     question = asked.question
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
-    nodes = f"{question.nodes} nodes of " if question.nodes > 1 else ""
-    console.print(
-        f"{asked.name}: {format_count(question.model.num_parameters)} parameters, {question.model.compute_dtype}, "
-        f"{asked.method} on {nodes}{question.machine.name}"
-    )
+    console.print(_headline(asked))
     console.print("A prediction from the figures below, not a measurement.\n")
     console.print(_memory_table(asked, prediction))
     why = _why_on_disk(asked, prediction)
@@ -80,6 +149,7 @@ def render(
     console.print(_share_table("in use", "share of the step", prediction.usage))
     if outcomes:
         console.print(_outcome_table("what if", outcomes))
+    helps = [outcome for outcome in helps if outcome.gain is None or outcome.gain >= LEAST_GAIN]
     if helps:
         about = any(outcome.estimated for outcome in helps)
         title = "what would help, estimated (--what-if simulates)" if about else "what would help"
@@ -88,7 +158,7 @@ def render(
         console.print(_largest_table(scaled))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
-    for assumption in (*ALWAYS, *prediction.assumptions):
+    for assumption in (*ALWAYS, *asked.figures.notes, *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
@@ -142,7 +212,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
             f"{prediction.microbatches} of {prediction.sequences_per_microbatch} x {question.seq_len} tokens",
         ),
         ("time", format_seconds(prediction.step_s)),
-        ("tokens/s", f"{prediction.tokens_per_s:,.0f}"),
+        ("tokens/s", f"{prediction.tokens_per_s:,.0f}{_between(prediction)}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),
         ("bubble, compute idle", f"{prediction.bubble:.1%}"),
         ("activations", ", ".join(f"{count} {choice}" for choice, count in prediction.activations.items())),
@@ -156,6 +226,11 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         table.add_row(f"  {name}", value)
     table.add_row("", "")
     return table
+
+
+def _between(prediction: Prediction) -> str:
+    low, high = prediction.interval
+    return f" ({low:,.0f} to {high:,.0f})" if low < high else ""
 
 
 def _share_table(title: str, what: str, shares: Any) -> Table:

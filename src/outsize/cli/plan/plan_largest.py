@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from outsize.cli.plan_question import Asked, model_of
+from outsize.cli.plan.plan_model import AskedModel
+from outsize.cli.plan.plan_question import Asked
 from outsize.planner.predict.decision import fits_at_all
 
 # A model with more layers than this, or wider by more, is none that anyone would train.
@@ -50,15 +51,11 @@ def largest_models(asked: Asked) -> tuple[Scaled, ...]:
     question = replace(asked.question, microbatches=asked.question.sequences)
 
     def fits(hf_config: Mapping[str, Any]) -> int | None:
-        spec, workload_of = model_of(
-            hf_config, asked.config.model.dtype, asked.adapters, asked.config.train.mlp_parts
-        )
-        other = replace(
-            question, model=spec, workload_of=lambda sequences: workload_of(sequences, question.seq_len)
-        )
-        return spec.num_parameters if fits_at_all(other) else None
+        found = AskedModel(asked.model.path, hf_config).figures(asked.config)
+        other = replace(question, model=found.spec, workload_of=found.workload_of)
+        return found.spec.num_parameters if fits_at_all(other) else None
 
-    return largest(asked.hf_config, fits)
+    return largest(asked.model.hf_config, fits)
 
 
 def largest(config: Mapping[str, Any], fits: Fits) -> tuple[Scaled, ...]:

@@ -1,0 +1,1 @@
+"""``outsize plan``: what is asked, of which model and machine, and how the answer reads."""

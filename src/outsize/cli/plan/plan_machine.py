@@ -1,0 +1,180 @@
+"""The machine that ``outsize plan`` is asked about: GPUs by name or by their figures, and the host around them."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+
+from outsize.cli.plan.plan_options import PlanFlags
+from outsize.errors import ConfigError
+from outsize.hardware.cards.gpu_table import Card, find_card
+from outsize.hardware.cards.presets import NVME, machine_of, split_count
+from outsize.hardware.machine_spec import Disk, Figure, Host, Machine
+from outsize.units import parse_bytes
+
+# What an AdamW steps on each core where memory does not bound it, see bench/results/optimizer_2core_2026-11.json.
+ADAMW_PARAMS_PER_CORE_S = 0.9e9
+ADAMW_BYTES = 28
+_SPEC_EXAMPLE = "memory=24GB,tflops=165,gbps=1008,pcie=4x16"
+_SPEC_KEYS = ("memory", "tflops", "gbps", "pcie", "share", "name", "count")
+_HALF = ("bf16", "fp16")
+_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def machine_from(options: PlanFlags) -> Machine:
+    """Return the machine that the options describe.
+
+    Raises:
+        ConfigError: none, more than one, or figures that are none.
+    """
+    named = [options.gpus is not None, options.machine is not None, options.gpu_spec is not None]
+    if sum(named) != 1:
+        raise ConfigError(
+            f"say which machine, once: --gpus 8x4090, --machine machine.json, or --gpu-spec {_SPEC_EXAMPLE}"
+        )
+    if options.machine is not None:
+        from outsize.hardware.from_probe import (
+            read_machine,  # the form of a probe's file takes a while to load
+        )
+
+        if options.kernels is not None:
+            raise ConfigError(
+                "--kernels has no effect on a machine whose products were measured; leave it out"
+            )
+        return _with_host(read_machine(options.machine), options)
+    if options.gpu_spec is not None:
+        machine = _described(options.gpu_spec, options)
+    else:
+        assert options.gpus is not None
+        count, name = split_count(options.gpus)
+        machine = machine_of(find_card(name), count, options.kernels or "eager")
+    return _with_host(machine, options)
+
+
+def size_of(option: str, text: str) -> int:
+    """Return the bytes that an option names.
+
+    Raises:
+        ConfigError: no size, or a number without a unit that is too small to be bytes.
+    """
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    if re.fullmatch(r"\s*[0-9.]+\s*", text) and 0 < num_bytes < 2**20:
+        number = text.strip()
+        raise ConfigError(
+            f"{option}: {number} without a unit is {number} bytes; write {number}GB or {number}GiB"
+        )
+    if num_bytes <= 0:
+        raise ConfigError(f"{option}: a machine has some; write for example 64GB")
+    return num_bytes
+
+
+def _described(text: str, options: PlanFlags) -> Machine:
+    """Return the machine of a GPU that is told in figures."""
+    found = dict(_pairs(text))
+    missing = [key for key in ("memory", "tflops", "gbps") if key not in found]
+    if missing:
+        raise ConfigError(f"--gpu-spec lacks {' and '.join(missing)}; write for example {_SPEC_EXAMPLE}")
+    generation, lanes = _slot(found.get("pcie", "4x16"))
+    rate = _number("tflops", found["tflops"]) * 1e12
+    source = "--gpu-spec"
+    card = Card(
+        name=found.get("name", "described"),
+        aliases=(),
+        kind="",
+        memory_bytes=size_of("--gpu-spec memory", found["memory"]),
+        memory_bytes_per_s=_number("gbps", found["gbps"]) * 1e9,
+        peaks={**dict.fromkeys(_HALF, rate), "fp32": rate if options.dtype == "fp32" else rate / 2},
+        pcie_generation=generation,
+        lanes=lanes,
+        peer="none",
+        peer_bytes_per_s=0.0,
+        source=source,
+    )
+    count = int(_number("count", found.get("count", "1")))
+    machine = machine_of(card, count, options.kernels or "eager")
+    if "share" not in found:
+        return machine
+    share = _number("share", found["share"])
+    if share > 1:
+        raise ConfigError("--gpu-spec share: products reach at most all of the peak; write for example 0.7")
+    figure = Figure(value=share, source=source)
+    return replace(machine, gpus=tuple(replace(gpu, efficiency=figure) for gpu in machine.gpus))
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or key not in _SPEC_KEYS:
+            near = get_close_matches(key, _SPEC_KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SPEC_KEYS)}"
+            raise ConfigError(f"--gpu-spec: not a figure: {part.strip()!r}; {hint}, as in {_SPEC_EXAMPLE}")
+        pairs.append((key, value))
+    return pairs
+
+
+def _slot(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([345])(?:\.0)?x(1|2|4|8|16)", text.lower())
+    if match is None:
+        raise ConfigError(f"--gpu-spec pcie: not a slot: {text!r}; write for example 4x16 or 5x8")
+    return int(match[1]), int(match[2])
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ConfigError(f"--gpu-spec {key}: not a number: {text!r}, as in {_SPEC_EXAMPLE}") from error
+    if not value > 0 or (key == "count" and value != int(value)):
+        raise ConfigError(f"--gpu-spec {key}: {text} describes no GPU, as in {_SPEC_EXAMPLE}")
+    return value
+
+
+def _with_host(machine: Machine, options: PlanFlags) -> Machine:
+    """Return ``machine`` with what the options say of its host and disk."""
+    host = machine.host
+    if options.ram is not None:
+        host = replace(host, memory_bytes=size_of("--ram", options.ram))
+    if options.cpu_cores is not None:
+        host = _with_cores(host, options.cpu_cores)
+    return replace(machine, host=host, disk=_with_disk(machine.disk, options))
+
+
+def _with_cores(host: Host, cores: int) -> Host:
+    if cores < 1:
+        raise ConfigError("--cpu-cores: a host has at least one")
+    bound = min(cores * ADAMW_PARAMS_PER_CORE_S, host.bytes_per_s.value / ADAMW_BYTES)
+    source = f"--cpu-cores {cores}: each steps 0.9 G parameters/s, and memory bounds all of them"
+    return replace(host, cores=cores, adamw_params_per_s=Figure(value=bound, source=source))
+
+
+def _with_disk(disk: Disk | None, options: PlanFlags) -> Disk | None:
+    if options.disk is not None and options.disk.strip().lower() == "none":
+        if options.disk_read is not None or options.disk_write is not None:
+            raise ConfigError(
+                "--disk none: a machine without a disk reads and writes nothing; leave the rates out"
+            )
+        return None
+    changes: dict[str, int | Figure] = {}
+    if options.disk is not None:
+        changes["capacity_bytes"] = size_of("--disk", options.disk)
+    rates: tuple[tuple[str, str, str | None], ...] = (
+        ("read_bytes_per_s", "--disk-read", options.disk_read),
+        ("write_bytes_per_s", "--disk-write", options.disk_write),
+    )
+    for field, option, text in rates:
+        if text is not None:
+            changes[field] = Figure(value=_rate(option, text), source=option)
+    replaced: Callable[..., Disk] = replace
+    return replaced(disk or NVME, **changes) if changes else disk
+
+
+def _rate(option: str, text: str) -> float:
+    """Return bytes per second."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMGT]?)B(?:/s|ps)?\s*", text)
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{option}: not a rate: {text!r}; write for example 7GB, in bytes per second")
+    return float(match[1]) * _FACTORS[match[2].lower()]

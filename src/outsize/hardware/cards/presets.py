@@ -1,0 +1,117 @@
+"""Figures of common hosts, links and disks, each with its source, and machines made of them and of GPUs.
+
+What is no data sheet's is an assumption until a probe replaces it, and says so.
+"""
+
+import re
+
+from outsize.errors import ConfigError
+from outsize.hardware.cards.gpu_table import GIB, Card, find_card
+from outsize.hardware.cards.product_rates import Kernels
+from outsize.hardware.machine_spec import Disk, Figure, Host, Link, Machine, Peer
+from outsize.hardware.pcie import theory_bytes_per_s
+
+# What pinned copies of 64 MiB and more reach of it: 12.3 of 15.8, 25 of 31.5 and 55 of 63 GB/s.
+PCIE_EFFICIENCY = {
+    3: Figure(value=0.78, source="assumed: 12.3 GB/s are common on x16"),
+    4: Figure(value=0.79, source="assumed: 25 GB/s are common on x16"),
+    5: Figure(value=0.87, source="assumed: 55 GB/s are common on x16"),
+}
+COPY_LATENCY_S = Figure(value=6e-6, source="assumed: an asynchronous copy costs 5 to 7 us")
+
+# Of NVLink and its like: half of what data sheets call the total of both directions, between all GPUs of a server.
+NVLINK_EFFICIENCY = 0.8
+
+_DESKTOP = Host(
+    memory_bytes=128 * GIB,
+    bytes_per_s=Figure(value=65e9, source="assumed: dual-channel DDR5-5600, 73 % of 89.6 GB/s"),
+    cores=16,
+    adamw_params_per_s=Figure(value=2.3e9, source="assumed: bound by memory, 28 bytes per parameter"),
+)
+_SERVER = Host(
+    memory_bytes=1024 * GIB,
+    bytes_per_s=Figure(value=250e9, source="assumed: eight channels per socket, two sockets"),
+    cores=64,
+    adamw_params_per_s=Figure(value=8.9e9, source="assumed: bound by memory, 28 bytes per parameter"),
+)
+NVME = Disk(
+    capacity_bytes=2 * 10**12,
+    read_bytes_per_s=Figure(value=7e9, source="assumed: one PCIe 4.0 NVMe drive, data sheets"),
+    write_bytes_per_s=Figure(value=6e9, source="assumed: one PCIe 4.0 NVMe drive, data sheets"),
+)
+
+
+def pcie_bytes_per_s(generation: int, lanes: int = 16) -> Figure:
+    """Return what copies reach over ``lanes`` of a PCIe ``generation``, per direction.
+
+    Raises:
+        ConfigError: there is no figure for that generation, or no such width.
+    """
+    if generation not in PCIE_EFFICIENCY or lanes not in (1, 2, 4, 8, 16):
+        raise ConfigError(f"no figure for PCIe {generation}.0 x{lanes}; there are 3 to 5, x1 to x16")
+    peak, share = theory_bytes_per_s(generation, lanes), PCIE_EFFICIENCY[generation]
+    source = f"PCIe {generation}.0 base specification, x{lanes}; {share.source}"
+    return Figure(value=peak * share.value, source=source)
+
+
+def parse_gpus(text: str, kernels: Kernels = "eager") -> Machine:
+    """Return a machine of GPUs such as ``8x4090`` or ``H100``, with a host that is usual for so many.
+
+    Up to two cards of a desktop sit in one, two of them on half the lanes each; anything else is a server with all
+    lanes for each.
+
+    Args:
+        text: number and name.
+        kernels: what computes on them.
+
+    Raises:
+        ConfigError: not of this form, or an unknown name.
+    """
+    count, name = split_count(text)
+    return machine_of(find_card(name), count, kernels)
+
+
+def split_count(text: str) -> tuple[int, str]:
+    """Return the number and the name that ``8x4090`` is made of; the number is one where there is none.
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    match = re.fullmatch(r"\s*(?:([0-9]+)\s*[xX*]\s*)?(\S.*?)\s*", text)
+    count = int(match[1] or 1) if match else 0
+    if match is None or count < 1:
+        raise ConfigError(f"not a number of GPUs: {text!r}; write for example 8x4090 or h100")
+    return count, match[2]
+
+
+def machine_of(card: Card, count: int, kernels: Kernels = "eager") -> Machine:
+    """Return a machine of ``count`` such cards, with a host that is usual for so many; see `parse_gpus`."""
+    is_desktop = count <= 2 and card.is_desktop
+    if card.peer == "c2c":
+        rate = Figure(
+            value=card.peer_bytes_per_s * NVLINK_EFFICIENCY, source=f"{card.source}; assumed: four fifths"
+        )
+    else:
+        lanes = min(card.lanes, 8) if is_desktop and count == 2 else card.lanes
+        rate = pcie_bytes_per_s(card.pcie_generation, lanes)
+    link = Link(up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=COPY_LATENCY_S)
+    return Machine(
+        name=f"{count}x{card.name}",
+        gpus=(card.gpu(kernels),) * count,
+        links=(link,) * count,
+        host=_DESKTOP if is_desktop else _SERVER,
+        disk=NVME,
+        peers=_peers(card, count),
+    )
+
+
+def _peers(card: Card, count: int) -> tuple[Peer, ...]:
+    """Return which of ``count`` GPUs copy to each other: all in a server; drivers of GeForce cards switch it off."""
+    if card.peer != "nvlink":
+        return ()
+    rate = Figure(
+        value=card.peer_bytes_per_s * NVLINK_EFFICIENCY,
+        source=f"{card.source}, per direction; assumed: large copies reach four fifths of it",
+    )
+    pairs = ((a, b) for a in range(count) for b in range(count) if a != b)
+    return tuple(Peer(source=a, target=b, bytes_per_s=rate, own_wire=True) for a, b in pairs)

@@ -1,0 +1,59 @@
+"""What of a data sheet's peak matrix products within a model reach: by class of device, and by kind of kernels.
+
+``fused`` are systems with kernels of their own for what lies between products; ``eager`` are blocks of transformers as
+they are, with one kernel for attention. Shares are read off published runs, as the FLOPs that those computed, recompute
+included, over time and peak; they are of no run of this project. Each has an interval, a share of itself.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outsize.hardware.machine_spec import Figure
+
+Kernels = Literal["eager", "fused"]
+
+# Fused kernels gain about a fifth over eager blocks (Liger kernels; LLMQ's repository prints LLaMA-Factory beside its
+# own runs of Qwen2.5 0.5B and 1.5B on one 4090: 0.76 and 0.67 of its rate).
+_EAGER = 1 / 1.2
+# Whatever was not read off published runs.
+_ASSUMED_WITHIN = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A share of the peak.
+
+    Attributes:
+        prefix: of the classes that it is of; the longest that fits counts.
+        fused: with fused kernels.
+        within: half of its interval, a share of it.
+        source: where it comes from.
+    """
+
+    prefix: str
+    fused: float
+    within: float
+    source: str
+
+
+_LLMQ = "LLMQ's benchmarks (arXiv 2512.15306)"
+_SHARES = (
+    _Share("", 0.60, _ASSUMED_WITHIN, "assumed: nobody has published runs of this class"),
+    _Share("geforce", 0.80, _ASSUMED_WITHIN, "assumed: as newer cards of the kind"),
+    _Share("geforce-ada", 0.84, 0.08, f"{_LLMQ}: 0.79 to 0.89 on a 4090, 0.5B to 14B"),
+    _Share("geforce-blackwell", 0.88, 0.08, f"{_LLMQ}: 0.85 to 0.95 on a 5060 Ti, 0.5B to 7B"),
+    _Share("workstation-blackwell", 0.68, 0.08, f"{_LLMQ}: 0.61 to 0.69 on an RTX PRO 6000, 1.5B to 14B"),
+    _Share("server-ampere", 0.65, 0.15, "assumed: large models on A100 servers train at 0.55 to 0.70"),
+    _Share("server-hopper", 0.59, 0.08, f"{_LLMQ}: 0.57 to 0.62 on an H100, 1.5B to 14B"),
+    _Share("server-cdna", 0.45, _ASSUMED_WITHIN, "assumed: published training on MI300X, 0.35 to 0.50"),
+    _Share("radeon", 0.50, _ASSUMED_WITHIN, "assumed: products of hipBLASLt on RDNA 3"),
+)
+
+
+def share_of_peak(kind: str, kernels: Kernels) -> Figure:
+    """Return the share of the peak that a device of class ``kind`` reaches with such kernels."""
+    share = max((one for one in _SHARES if kind.startswith(one.prefix)), key=lambda one: len(one.prefix))
+    if kernels == "fused":
+        return Figure(value=share.fused, source=f"fused kernels; {share.source}", within=share.within)
+    source = f"eager blocks, a sixth less than fused kernels; {share.source}"
+    return Figure(value=share.fused * _EAGER, source=source, within=share.within + 0.06)
