@@ -401,11 +401,6 @@ WIDE = {
     "planner/simulate/costs.py cost_model",
     "runtime/engine/workers.py make_crew",
     "runtime/engine/workers.py make_single",
-    "runtime/ops/compute_ops.py __init__",
-    "runtime/ops/gradient_ops.py __init__",
-    "runtime/ops/optimizer_ops.py __init__",
-    "runtime/ops/stage_compute_ops.py __init__",
-    "storage/committed.py __init__",
     "wrapped/api.py load",
     "wrapped/api.py wrap",
 }
