@@ -389,11 +389,7 @@ LONG = {
     "data/opening.py open_data",
     "runtime/engine/engine.py __init__",
     "runtime/engine/workers.py make_crew",
-    "session/job/planning.py question_of",
-    "session/job/prepare.py prepare",
     "training/run.py _open",
-    "wrapped/api.py load",
-    "wrapped/api.py wrap",
 }
 WIDE = {
     "data/opening.py open_data",

@@ -14,29 +14,25 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outsize.codecs.transport import Transport
-from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
-from outsize.optim.optimizer_spec import Moments
 from outsize.planner.passes.step_parts import step_units, summing
 from outsize.planner.program.program import Program
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, wrap_planning
+from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import Passage
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
-from outsize.wrapped.planned import RAW_TRANSPORT
 
 
 class Runner(Inferring):
@@ -46,19 +42,8 @@ class Runner(Inferring):
         coefficient: what the gradients at home are to be multiplied by, for a clipping that no step has used yet.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        memory: MemoryConfig,
-        microbatches: int,
-        store_dir: Path,
-        fill: Fill,
-        codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool | None = True,
-        transport: Transport = RAW_TRANSPORT,
-        moments: Moments = "fp32",
-    ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport, moments)
+    def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
+        super().__init__(model, settings, fill)
         self.coefficient: Tensor | None = None
         self._caller = Caller(self._device)
         self._num_steps = self._num_forwards = 0

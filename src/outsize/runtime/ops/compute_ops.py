@@ -4,8 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,8 +45,8 @@ class ComputeSettings:
     seed: int
     chunk_tokens: int | None = None
     graph_in_forward: bool = False
-    needed: Mapping[int, Needed] = MappingProxyType({})
-    num_products: Mapping[int, int] = MappingProxyType({})
+    needed: Mapping[int, Needed] = field(default_factory=dict)
+    num_products: Mapping[int, int] = field(default_factory=dict)
 
 
 def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int:

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class GradientSettings:
     clips: bool
     unit_clips: bool = False
     skip_nonfinite: bool
-    times_home: Mapping[int, int] = MappingProxyType({})
+    times_home: Mapping[int, int] = field(default_factory=dict)
     dtype: str = "fp32"
     tile_elements: int = 0
 
