@@ -18,6 +18,7 @@ from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
+from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.optim.decay_groups import decay_parameter_names
 from outsize.optim.shares import shares
