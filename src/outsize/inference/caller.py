@@ -8,11 +8,7 @@ from torch import Tensor
 
 
 class Caller:
-    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return.
-
-    Args:
-        device: where the caller computes.
-    """
+    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

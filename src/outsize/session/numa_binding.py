@@ -19,14 +19,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def placement_of(config: Config, prepared: Prepared, local_processes: int, root: Path = ROOT) -> Placement:
-    """Return where the threads of a run go that is about to take its memory.
-
-    Args:
-        config: of the run.
-        prepared: it is.
-        local_processes: of this machine that train together.
-        root: of the file system that describes the machine.
-    """
+    """Return where the threads of a run go that is about to take its memory."""
     if config.memory.numa == "off":
         return left_alone("memory.numa is off")
     return place(

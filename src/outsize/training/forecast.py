@@ -42,10 +42,6 @@ FIRST_MEASURED, NUM_MEASURED = 1, 2
 class Forecast:
     """What a run's steps are expected to take.
 
-    Args:
-        prepared: the run.
-        rates: that it reaches.
-
     Attributes:
         planned: the step, as the simulator takes it.
         step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
@@ -85,12 +81,7 @@ class Forecast:
         )
 
     def step_ended(self, window: Window, timeline: Timeline) -> bool:
-        """Take note of a step; returns whether it was the last that is compared.
-
-        Args:
-            window: of the step.
-            timeline: what lanes did since the step before.
-        """
+        """Take note of a step; returns whether it was the last that is compared."""
         self._num_seen += 1
         if self.comparison is not None or self._num_seen <= FIRST_MEASURED:
             return False

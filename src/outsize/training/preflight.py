@@ -40,11 +40,6 @@ _SAMPLE_BYTES = 2**16
 def check_same_start(config: Config, group: Group, variables: Mapping[str, str] = os.environ) -> list[str]:
     """Compare what ranks know before they read anything; returns notes for people.
 
-    Args:
-        config: of this rank.
-        group: all of them.
-        variables: the environment.
-
     Raises:
         ConfigError: ranks differ in what has to be the same, or share a device.
     """

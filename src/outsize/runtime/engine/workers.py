@@ -19,7 +19,7 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.forward.binding import Binder, GradientSums
 from outsize.runtime.forward.module_replicas import replicate
-from outsize.runtime.forward.outer_forward import Glue
+from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings
 from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
@@ -175,7 +175,7 @@ def make_crew(
         return memories[worker].weights.planes(layout.num_streamed, layout.resident_slot)
 
     with contextlib.ExitStack() as stack:
-        glue = Glue(split, device, rest_planes, sums, settings.num_threads)
+        glue = OuterForward(split, device, rest_planes, sums, settings.num_threads)
         stack.callback(glue.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
         stack.pop_all()

@@ -56,16 +56,7 @@ def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int
 
 
 class ComputeOps:
-    """Runs units on microbatches. All its methods are called by one thread, the compute lane's.
-
-    Args:
-        split: the model and its units.
-        forwards: the units' own forwards.
-        binder: puts planes into modules.
-        device: where tensors live.
-        weights: owner of the slots.
-        settings: the rest.
-    """
+    """Runs units on microbatches. All its methods are called by one thread, the compute lane's."""
 
     def __init__(
         self,

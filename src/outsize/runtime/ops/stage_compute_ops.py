@@ -12,7 +12,7 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.module_replicas import ModuleReplica
-from outsize.runtime.forward.outer_forward import Glue
+from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
 from outsize.runtime.ops.context import StepContext
@@ -41,7 +41,7 @@ class StagedComputeOps(ComputeOps):
         split: Split,
         replica: ModuleReplica,
         worker: int,
-        glue: Glue,
+        glue: OuterForward,
         binder: Binder,
         device: Device,
         weights: WeightOps,
