@@ -12,13 +12,13 @@ from outsize.config import Config
 from outsize.hardware.cpu import read_cpu
 from outsize.hardware.numa import Placement, left_alone, node_of_pci, place
 from outsize.runtime.device.device_group import device_names
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 
 ROOT = Path("/")
 _TASKS = Path("/proc/self/task")
 
 
-def placement_of(config: Config, prepared: Prepared, local_processes: int, root: Path = ROOT) -> Placement:
+def placement_of(config: Config, prepared: Job, local_processes: int, root: Path = ROOT) -> Placement:
     """Return where the threads of a run go that is about to take its memory."""
     if config.memory.numa == "off":
         return left_alone("memory.numa is off")

@@ -29,7 +29,7 @@ from outsize.runtime.device.allocator import trim
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.lane_rates import MACHINE_FILE
 from outsize.session.decide.rates import Rates, measure_exchange, measure_rates, of_slowest
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.job.relative_times import kept_bytes
 from outsize.training.metrics.heartbeat import write_json, write_whole
 from outsize.units import format_seconds
@@ -48,7 +48,7 @@ class Forecast:
         comparison: of prediction and measurement, as soon as there is one.
     """
 
-    def __init__(self, prepared: Prepared, rates: Rates) -> None:
+    def __init__(self, prepared: Job, rates: Rates) -> None:
         self._machine, self._times = rates.machine, rates.times
         self.planned = PlannedStep(
             plan=prepared.plan,
@@ -67,7 +67,7 @@ class Forecast:
         self._windows: list[Window] = []
         self._events: list[Any] = []
 
-    def _beside_lanes(self, prepared: Prepared, rates: Rates) -> UnitTimes:
+    def _beside_lanes(self, prepared: Job, rates: Rates) -> UnitTimes:
         """Return what units take while lanes compute beside them, where those are threads of the same cores."""
         if not math.isfinite(rates.cores):
             return rates.times
@@ -118,7 +118,7 @@ class Forecast:
 
 
 def forecast(
-    prepared: Prepared, run_dir: Path, announce: Callable[[str], None], rates: Rates | None = None
+    prepared: Job, run_dir: Path, announce: Callable[[str], None], rates: Rates | None = None
 ) -> Forecast | None:
     """Return what the steps of a run will take; None, said aloud, where that could not be found out.
 
@@ -183,7 +183,7 @@ def _traced(value: float) -> Figure:
     return Figure(value=value, source="the first steps of a run", measured=True)
 
 
-def _measured_here(prepared: Prepared, run_dir: Path) -> Rates:
+def _measured_here(prepared: Job, run_dir: Path) -> Rates:
     """Measure, and where that fails tell the other ranks, who ask in `of_slowest`."""
     try:
         return measure_rates(prepared, run_dir)

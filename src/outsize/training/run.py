@@ -22,7 +22,7 @@ from outsize.session.decide.decide import decide
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import choose_device
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.numa_binding import bound, placement_of
 from outsize.session.run_state import Position
 from outsize.session.torch_state import borrowed_torch
@@ -149,7 +149,7 @@ def _train(
     return run.go(dataset, interrupt)
 
 
-def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Prepared, Rates | None]:
+def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Job, Rates | None]:
     """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
@@ -187,7 +187,7 @@ def _open(
     config: Config,
     asked: Config,
     ranks: Ranks,
-    prepared: Prepared,
+    prepared: Job,
     dataset: PackedDataset,
     saved: tuple[Path | None, CommitRecord | None],
     expected: Forecast | None,
@@ -252,7 +252,7 @@ def _open(
     return run
 
 
-def _watchdog(prepared: Prepared, ranks: Ranks, expected: Forecast | None) -> Watchdog:
+def _watchdog(prepared: Job, ranks: Ranks, expected: Forecast | None) -> Watchdog:
     train = prepared.config.train
     return Watchdog(
         ranks.own_dir,
@@ -275,7 +275,7 @@ def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: 
 def _write_facts(
     ranks: Ranks,
     asked: Config,
-    prepared: Prepared,
+    prepared: Job,
     computing: tuple[float | None, Peak],
     placement: Placement,
 ) -> None:
@@ -288,7 +288,7 @@ def _write_facts(
     )
 
 
-def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> None:
+def _write_plan(ranks: Ranks, prepared: Job, errors: dict[str, float]) -> None:
     """Write what a streamed run follows, and what became of frozen weights that a codec has written."""
     write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     if errors:
@@ -297,7 +297,7 @@ def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> N
 
 
 def _dataset(
-    stack: contextlib.ExitStack, config: Config, prepared: Prepared, ranks: Ranks, resumed: Path | None
+    stack: contextlib.ExitStack, config: Config, prepared: Job, ranks: Ranks, resumed: Path | None
 ) -> PackedDataset:
     """Open the data of whole batches; of several ranks, check that all have read the same."""
     with ranks.first_goes_first():
@@ -308,7 +308,7 @@ def _dataset(
     return dataset
 
 
-def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
+def _nothing_done(prepared: Job, run_dir: Path, position: Position) -> TrainResult:
     """The result of a run that was at its end already."""
     return TrainResult(
         steps=position.step,
@@ -344,7 +344,7 @@ def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDatase
     )
 
 
-def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+def _with_tokenizer(prepared: Job, config: Config) -> Job:
     """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
 
     The Hugging Face ``Trainer`` saves one only if it was given one.

@@ -9,12 +9,12 @@ from outsize.data import open_data
 from outsize.data.corpus_files import find_sources
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import DataError
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.storage.directory import needed_directory
 
 
 def open_dataset(
-    config: Config, prepared: Prepared, run_dir: Path, announce: Callable[[str], None]
+    config: Config, prepared: Job, run_dir: Path, announce: Callable[[str], None]
 ) -> PackedDataset:
     """Open the data set of ``config``, tokenised into ``run_dir`` unless it is there already.
 
@@ -45,7 +45,7 @@ def open_dataset(
     return dataset
 
 
-def load_tokenizer(prepared: Prepared) -> Any:
+def load_tokenizer(prepared: Job) -> Any:
     """Load the tokenizer beside the model.
 
     Raises:

@@ -50,7 +50,7 @@ Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Job:
     """A run that is known to fit.
 
     Attributes:
@@ -111,7 +111,7 @@ def prepare(
     source: WeightSource | None = None,
     adapters_from: Path | None = None,
     group: Group | None = None,
-) -> Prepared:
+) -> Job:
     """Read the model's config, split it, measure it, and plan a step.
 
     Args:
@@ -147,7 +147,7 @@ def prepare(
     for line in _told(config, plan, machine, state_bytes, group.size):
         announce(line)
     measured, chunk_tokens = tried(plan.layout.num_microbatches)
-    prepared = Prepared(
+    prepared = Job(
         config=config,
         machine=machine,
         directory=directory,
@@ -166,7 +166,7 @@ def prepare(
     return planned_so(prepared, plan, run_dir)
 
 
-def planned_so(prepared: Prepared, plan: Plan, run_dir: Path) -> Prepared:
+def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
     """Return the run with ``plan``: its microbatches, its home, and what the microbatches need.
 
     Raises:
