@@ -11,7 +11,6 @@ stand the lesson's own table, its own formula evaluated, and what that gives wit
 import argparse
 import math
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from common import finish, machine, print_table
 
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, crossing_bytes
 from outsize.probing.all_reduce import measure_all_reduce
-from outsize.probing.effort import FULL
 
 # The lesson's table, 8 GPUs, fp16 gradients: parameters in 1e9, milliseconds by the GB/s that it names.
 PRINTED_MS = {
@@ -107,11 +105,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    effort = replace(FULL, all_reduce_bytes_max=arguments.bytes_max)
     results = []
     for ranks in arguments.ranks:
         backend = "nccl" if ranks <= gpus else "gloo"
-        runs = [measure_all_reduce(ranks, effort, backend=backend) for _ in range(arguments.rounds)]
+        runs = [
+            measure_all_reduce(ranks, arguments.bytes_max, backend=backend) for _ in range(arguments.rounds)
+        ]
         for run in runs:
             if run.fit is None:
                 raise SystemExit(run.note)

@@ -4,6 +4,7 @@ import json
 
 from hardware.fake_machine import SERVER, build, link, measured, probed
 from outsize.doctor.run_record import read_run
+from outsize.hardware.all_reduce_arithmetic import summarize
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.inventory import Inventory
 from outsize.hardware.machine_file import DeviceRates, MachineFile
@@ -167,8 +168,15 @@ def gpu_machine(root, *, gpus=None, devices=None, **changes):
         "host": host,
         "together": together(),
         "peers": peers(),
+        "all_reduce": sums(2e10),
     }
     return found.model_copy(update=sound)
+
+
+def sums(bytes_per_s, backend="nccl"):
+    """Sums over two ranks whose links carry so much."""
+    seconds = {size: (1e-5 + size / bytes_per_s,) * 3 for size in (2**10, 2**14, 2**18, 2**22, 2**26)}
+    return summarize(seconds, backend=backend, num_ranks=2, note="")
 
 
 def changed(found: MachineFile, **changes):

@@ -17,6 +17,7 @@ from doctor.records import (
     pin_costs,
     run,
     step,
+    sums,
     together,
     told,
 )
@@ -175,6 +176,11 @@ SHOWN = {
         "warning",
         "NCCL_P2P_DISABLE=1",
         lambda d: gpu_machine(d, **variables(NCCL_P2P_DISABLE="1")),
+    ),
+    "sums-slow": (
+        "warning",
+        "sums over 2 GPUs: 2.00 GB/s on each link, where copies reach",
+        lambda d: gpu_machine(d).model_copy(update={"all_reduce": sums(2e9)}),
     ),
     "nccl-misspelt": (
         "warning",
@@ -364,6 +370,8 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
         ("swap-active", lambda d: cpu_machine(d, memory__swap_free_bytes=0)),
         # Virtual drives say that they turn.
         ("disk-unsuitable", lambda d: disk_place(cpu_machine(d), rotational=True)),
+        # Sockets are all that gloo has; what it reaches says nothing of the GPUs.
+        ("sums-slow", lambda d: gpu_machine(d).model_copy(update={"all_reduce": sums(2e9, "gloo")})),
         # A quota with as many threads is no trouble.
         ("cpu-quota", lambda d: cpu_machine(d, cpu__quota_cores=2, **variables(OMP_NUM_THREADS="2"))),
         # powersave of these drivers raises the clock with the load.

@@ -1,17 +1,16 @@
 import signal
 import subprocess
-from dataclasses import replace
 from types import SimpleNamespace
 
 from outsize.probing import all_reduce
 from outsize.probing.all_reduce import measure_all_reduce
 from patience import PATIENCE_S
-from probe.efforts import MIB, TINY
+from probe.efforts import MIB
 
 
 def test_two_processes_sum_and_tell_their_bus_bandwidth(monkeypatch):
     monkeypatch.setattr(all_reduce, "_START_S", PATIENCE_S)
-    rates = measure_all_reduce(2, replace(TINY, all_reduce_bytes_max=2**14))
+    rates = measure_all_reduce(2, 2**14)
     assert [point.num_bytes for point in rates.points] == [2**power for power in range(10, 15)], rates.note
     assert rates.num_ranks == 2
     assert rates.fit is not None
@@ -19,8 +18,8 @@ def test_two_processes_sum_and_tell_their_bus_bandwidth(monkeypatch):
 
 
 def test_what_cannot_be_summed_says_why(monkeypatch):
-    assert "--full" in measure_all_reduce(2, TINY).note
-    small = replace(TINY, all_reduce_bytes_max=2**14)
+    assert "outsize all-reduce" in measure_all_reduce(2, 0).note
+    small = 2**14
     assert "two of them" in measure_all_reduce(1, small).note
     assert "need 800.0" in measure_all_reduce(2, small, free_bytes=512 * MIB).note
     failed = SimpleNamespace(stderr="a trace\nno such backend\n")
@@ -42,5 +41,5 @@ def test_ranks_that_do_not_answer_in_time_are_ended_by_torchrun(monkeypatch):
 
     monkeypatch.setattr(all_reduce, "_START_S", 0.05)
     monkeypatch.setattr(all_reduce.subprocess, "Popen", Silent)
-    assert "timed out" in measure_all_reduce(2, replace(TINY, all_reduce_bytes_max=2**14)).note
+    assert "timed out" in measure_all_reduce(2, 2**14).note
     assert sent == [signal.SIGTERM]

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from outsize import __version__
+from outsize.cli.all_reduce_command import all_reduce
 from outsize.cli.doctor_command import doctor
 from outsize.cli.export_command import export
 from outsize.cli.generate_command import generate
@@ -71,3 +72,4 @@ def _root(
 
 for _command in (probe, doctor, plan, train, verify, generate, inspect, export, report, watch):
     app.command()(_command)
+app.command("all-reduce")(all_reduce)

@@ -1,10 +1,13 @@
 """What several nodes ask of a plan: an even share each, a network, and what is written on it."""
 
+import json
 import re
+from pathlib import Path
 
 from outsize.cli.plan_options import PlanFlags
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
+from outsize.hardware.all_reduce_arithmetic import AllReduceRates
 from outsize.hardware.machine_spec import Figure
 
 _FACTORS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -52,7 +55,9 @@ def wire_of(options: PlanFlags) -> Wire:
 
 
 def net_of(options: PlanFlags) -> Figure | None:
-    """Return the rate of the network: bits per second where it ends in ``b``, bytes where in ``B``; of one node, None.
+    """Return the rate of the network; of one node, None.
+
+    It is bits per second where it ends in ``b``, bytes where in ``B``, or what a file of ``outsize all-reduce`` says.
 
     Raises:
         ConfigError: a network for one node, none for several, or no rate.
@@ -63,11 +68,30 @@ def net_of(options: PlanFlags) -> Figure | None:
             raise ConfigError("--net has no effect with one node; say how many with --nodes")
         return None
     if text is None:
-        raise ConfigError("--nodes needs the rate of the network: --net 25Gb")
+        raise ConfigError(
+            "--nodes needs the rate of the network: --net 25Gb, or a file of outsize all-reduce"
+        )
+    if Path(text).is_file():
+        return _summed(Path(text))
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMGT])(b|bit|B)(?:/s|ps)?\s*", text)
     if match is None or not float(match[1]):
         raise ConfigError(
-            f"--net: not a rate: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"
+            f"--net: neither a rate nor a file: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"
         )
     rate = float(match[1]) * _FACTORS[match[2]]
     return Figure(value=rate if match[3] == "B" else rate / 8, source=f"--net {text.strip()}")
+
+
+def _summed(path: Path) -> Figure:
+    """Return what each rank sends while all sum, by a file of ``outsize all-reduce`` or of ``outsize probe``."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        rates = AllReduceRates.model_validate(told.get("all_reduce") or told)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--net {path}: no rates in it; write them with outsize all-reduce --output FILE"
+        ) from error
+    if rates.fit is None:
+        raise ConfigError(f"--net {path}: nothing was measured: {rates.note}")
+    source = f"sums over {rates.num_ranks} ranks by {rates.backend}, in {path.name}"
+    return Figure(value=rates.fit.bytes_per_s, source=source, measured=True)

@@ -92,7 +92,10 @@ class PlanFlags:
     ] = "raw"
     nodes: Annotated[int, typer.Option(help="Machines like this one that share each step.")] = 1
     net: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Network of each node, e.g. 25Gb (bits) or 3GB.")
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Network of each node: 25Gb (bits), 3GB, or a file of `outsize all-reduce`."
+        ),
     ] = None
     net_gradients: Annotated[WireGradients, typer.Option(help="How gradients are written between nodes.")] = (
         "fp32"

@@ -333,7 +333,18 @@ RULES: Final[tuple[Rule, ...]] = (
         look=nccl_rules.overridden,
         causes=("left over from a search for an error", "copied from another machine"),
         fix="unset the variables; set one again only where a benchmark on this machine shows that it helps",
-        verify="all_reduce_perf of nccl-tests with and without",
+        verify="outsize all-reduce with and without",
+    ),
+    Rule(
+        id="sums-slow",
+        part="link",
+        look=nccl_rules.slow_sums,
+        causes=(
+            "NCCL takes sockets instead of shared memory or peer copies: a container without /dev/shm, or a variable",
+            "GPUs below different processors, and memory of only one of them",
+        ),
+        fix="NCCL_DEBUG=INFO outsize all-reduce --backend nccl names the transports; docker run --ipc=host",
+        verify="outsize all-reduce --output machine.json, then outsize doctor --machine machine.json",
     ),
     Rule(
         id="nccl-misspelt",

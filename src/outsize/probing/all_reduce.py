@@ -1,11 +1,9 @@
 """Sums over several processes, started by torchrun: gloo anywhere, NCCL where there are GPUs.
 
-``measure_all_reduce`` starts the ranks on this machine. Over several machines, start them yourself on each::
-
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m outsize.probing.all_reduce --output out.json
+`measure_all_reduce` starts the ranks on this machine, each of them ``outsize all-reduce``, which over several machines
+torchrun starts on each.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -15,7 +13,6 @@ import time
 from pathlib import Path
 
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
-from outsize.probing.effort import Effort
 from outsize.units import format_bytes
 
 _SMALLEST_BYTES = 2**10
@@ -27,21 +24,21 @@ _PROCESS_BYTES = 400 * 2**20
 
 
 def measure_all_reduce(
-    num_ranks: int, effort: Effort, *, backend: str = "gloo", free_bytes: int | None = None
+    num_ranks: int, bytes_max: int, *, backend: str = "gloo", free_bytes: int | None = None
 ) -> AllReduceRates:
     """Return the times of sums over ``num_ranks`` processes of this machine.
 
     Args:
         num_ranks: processes; NCCL needs a GPU for each.
-        effort: the largest sum; 0 measures nothing.
+        bytes_max: the largest sum, on each rank; 0 measures nothing.
         backend: ``gloo`` or ``nccl``.
         free_bytes: memory that the processes may take together; None where it is not known.
     """
-    if effort.all_reduce_bytes_max < _SMALLEST_BYTES:
-        return _nothing(backend, num_ranks, "a quick probe starts no processes: outsize probe --full")
+    if bytes_max < _SMALLEST_BYTES:
+        return _nothing(backend, num_ranks, "a quick probe starts no processes: outsize all-reduce")
     if num_ranks < 2:
         return _nothing(backend, num_ranks, "a sum over ranks needs two of them: one GPU, or one processor")
-    needed = num_ranks * (_PROCESS_BYTES + 2 * effort.all_reduce_bytes_max)
+    needed = num_ranks * (_PROCESS_BYTES + 2 * bytes_max)
     if free_bytes is not None and free_bytes < needed:
         return _nothing(
             backend, num_ranks, f"{num_ranks} processes need {format_bytes(needed)} of free memory"
@@ -49,7 +46,7 @@ def measure_all_reduce(
     try:
         with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
             output = Path(directory) / "out.json"
-            done = _launch(backend, num_ranks, effort.all_reduce_bytes_max, output)
+            done = _launch(backend, num_ranks, bytes_max, output)
             told = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return _nothing(backend, num_ranks, f"torchrun: {error}")
@@ -62,7 +59,7 @@ def measure_all_reduce(
 def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subprocess.CompletedProcess[str]":
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-        *("-m", "outsize.probing.all_reduce", "--backend", backend, "--output", str(output)),
+        *("-m", "outsize", "all-reduce", "--backend", backend, "--output", str(output)),
         *("--bytes-max", str(bytes_max)),
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -89,8 +86,11 @@ def _nothing(backend: str, num_ranks: int, why: str) -> AllReduceRates:
     return AllReduceRates(backend=backend, num_ranks=num_ranks, points=(), fit=None, note=why)
 
 
-def _rank(backend: str, bytes_max: int) -> AllReduceRates:
-    """Time sums from 1 KiB to ``bytes_max``; every round goes through all sizes, and the slowest rank counts."""
+def time_as_rank(backend: str, bytes_max: int) -> AllReduceRates:
+    """Time sums from 1 KiB to ``bytes_max`` with the other ranks that torchrun has started.
+
+    Every round goes through all sizes, and the slowest rank counts.
+    """
     import torch
     import torch.distributed as dist
 
@@ -125,19 +125,3 @@ def _rank(backend: str, bytes_max: int) -> AllReduceRates:
         )
     finally:
         dist.destroy_process_group()
-
-
-def main() -> None:
-    """One rank; the first writes what came of it."""
-    parser = argparse.ArgumentParser(prog="torchrun -m outsize.probing.all_reduce", description=__doc__)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--bytes-max", type=int, default=64 * 2**20, help="largest sum, bytes on each rank")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    rates = _rank(arguments.backend, arguments.bytes_max)
-    if os.environ.get("RANK", "0") == "0":
-        arguments.output.write_text(rates.model_dump_json(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -290,7 +290,10 @@ class _Probe:
         ranks = self.wishes.num_ranks or (gpus if gpus > 1 else min(4, usable))
         backend = "nccl" if 1 < ranks <= gpus else "gloo"
         self.all_reduce = measure_all_reduce(
-            ranks, self.effort, backend=backend, free_bytes=self.inventory.memory.free_bytes()
+            ranks,
+            self.effort.all_reduce_bytes_max,
+            backend=backend,
+            free_bytes=self.inventory.memory.free_bytes(),
         )
 
     def _all_devices(self) -> tuple[DeviceRates, ...]:

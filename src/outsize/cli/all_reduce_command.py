@@ -1,0 +1,133 @@
+"""``outsize all-reduce``: how fast sums over several processes are, on one machine or under torchrun on several."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from outsize.cli.text.columns import columns
+from outsize.cli.text.console import Output
+from outsize.cli.text.options import JsonOption
+from outsize.errors import ConfigError, ExecutionError
+from outsize.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from outsize.hardware.all_reduce_arithmetic import AllReduceRates
+
+
+def all_reduce(
+    num_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=2, help="Processes on this machine. Default: GPUs, or up to 4 processors."
+        ),
+    ] = None,
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl"], typer.Option(help="nccl needs a GPU for each process.")
+    ] = "auto",
+    bytes_max: Annotated[str, typer.Option(help="The largest sum, on each rank.")] = "64MiB",
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the rates here; in a machine.json of `outsize probe` they take their place.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time sums from 1 KiB on: latency, bus bandwidth and their fit, which `plan --net FILE` and `doctor` read.
+
+    Over several machines, start it on each: torchrun --nnodes 2 --rdzv-endpoint HOST:29500 ... -m outsize all-reduce
+    """
+    output = Output(as_json=as_json)
+    with output.guarded():
+        if output_file is not None and not output_file.absolute().parent.is_dir():
+            raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
+        rates = _measured(num_ranks, backend, _bytes(bytes_max))
+        if int(os.environ.get("RANK", "0")):
+            return
+        if rates.fit is None:
+            raise ExecutionError(f"no sum over ranks was measured: {rates.note}")
+        if output_file is not None:
+            _write(output_file, rates)
+        output.emit(rates.model_dump(mode="json"))
+        output.print_result(_table(rates))
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--bytes-max: {error}") from error
+
+
+def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduceRates":
+    """Return the rates of ranks that torchrun has started, of which this is one, or of ranks started here."""
+    import torch
+
+    from outsize.probing.all_reduce import measure_all_reduce, time_as_rank
+
+    gpus = torch.accelerator.device_count()
+    if "WORLD_SIZE" in os.environ:
+        if num_ranks is not None:
+            raise ConfigError("--ranks: torchrun has started the ranks; leave --ranks away")
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return time_as_rank(_backend(backend, local_ranks, gpus), bytes_max)
+    ranks = num_ranks or (gpus if gpus > 1 else min(4, len(os.sched_getaffinity(0))))
+    return measure_all_reduce(ranks, bytes_max, backend=_backend(backend, ranks, gpus))
+
+
+def _backend(asked: str, ranks: int, gpus: int) -> str:
+    if asked == "nccl" and ranks > gpus:
+        raise ConfigError(
+            f"--backend nccl: {ranks} ranks of a machine need as many GPUs, and torch sees {gpus}; use gloo"
+        )
+    return asked if asked != "auto" else "nccl" if ranks <= gpus else "gloo"
+
+
+def _write(path: Path, rates: "AllReduceRates") -> None:
+    """Write ``rates`` to a file of their own, or into the machine that `outsize probe` wrote there."""
+    text = rates.model_dump_json(indent=1) + "\n"
+    try:
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if "schema_version" in found:
+                text = json.dumps({**found, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--output {path}: {error}; choose another file") from error
+
+
+def _table(rates: "AllReduceRates") -> str:
+    rows = [("bytes on each rank", "seconds", "bus bandwidth")]
+    for point in rates.points:
+        bus = point.bus_bytes_per_s.median
+        rows.append(
+            (
+                format_bytes(point.num_bytes),
+                _time(point.seconds.median or 0.0),
+                "not measured" if bus is None else format_rate(bus),
+            )
+        )
+    assert rates.fit is not None
+    held = (
+        ""
+        if rates.fit.held_out_median is None
+        else f"; off by {rates.fit.held_out_median:.0%} on held-out sizes"
+    )
+    return "\n".join(
+        [
+            *columns(rows),
+            "",
+            f"{rates.backend}, {rates.num_ranks} ranks: {_time(rates.fit.latency_s)} + "
+            f"{format_rate(rates.fit.bytes_per_s)} on each link, each way{held}",
+        ]
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else format_seconds(seconds)
