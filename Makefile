@@ -8,9 +8,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 EQUALITY = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup tests/test_exactness*.py \
 	$(addprefix tests/,codecs inference model optim runtime train wrapped)
+LATE = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --accelerator=late
+LATE_TESTS := tests/accelerator tests/gpu/test_generate.py tests/gpu/test_wrap.py
+SEEDS ?= 1 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment test check explore elsewhere lint format docs demo clean
+.PHONY: help environment test accelerator check explore elsewhere lint format docs demo clean
 help: ## say what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -27,6 +30,11 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/outsize/native/
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	$(LATE) -m "not slow" $(LATE_TESTS)
+
+accelerator: $(STAMP) ## run every test of asynchrony on a made-up device, in both profiles: SEEDS="1 2 3"
+	for seed in $(SEEDS); do for lateness in late-copies late-kernels; do \
+		$(LATE) --lateness=$$lateness --late-seed=$$seed tests/accelerator tests/gpu || exit 1; done; done
 
 check: $(STAMP) ## run the tests of what the change touches, or the fast ones: under 3 minutes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup -m "not slow" $$($(BIN)/python scripts/touched_tests.py)

@@ -28,14 +28,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--products", choices=("by-shape", "exact"), help="how products round: see tests/processors.py"
     )
+    parser.addoption(
+        "--accelerator",
+        choices=("late",),
+        help="run what needs an accelerator on one that is made up: see docs/testing.md",
+    )
+    parser.addoption(
+        "--lateness", default="late-copies", help="what of it is late: see tests/accelerator/late.py"
+    )
+    parser.addoption("--late-seed", type=int, default=1, help="how late, by these random numbers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Become such a processor, for all of this process."""
+    """Become such a processor, or have such a device, for all of this process."""
     if config.getoption("products"):
         from processors import compute_as
 
         compute_as(config.getoption("products"))
+    if config.getoption("accelerator"):
+        make_up_an_accelerator()
+
+
+def make_up_an_accelerator() -> None:
+    """Have a device called ``late``; where one cannot be built, leave without a test unless one must be."""
+    from accelerator import build, late
+
+    why = build.missing()
+    if why is None:
+        late.install()
+    elif os.environ.get("CI"):
+        pytest.exit(why, returncode=1)
+    else:
+        pytest.exit(f"skipped: {why}", returncode=0)
 
 
 def open_files() -> dict[str, str]:
@@ -87,6 +111,20 @@ def nothing_left_behind() -> Iterator[None]:
 def leaked_files(before: dict[str, str]) -> list[str]:
     """Return what is open now and was not open ``before``."""
     return sorted(target for descriptor, target in open_files().items() if before.get(descriptor) != target)
+
+
+@pytest.fixture(autouse=True)
+def a_whole_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On a made-up accelerator, fail a test that corrupts data on a real one; leave no broken device behind."""
+    if not request.config.getoption("accelerator"):
+        yield
+        return
+    from accelerator import late
+
+    late.set_profile(request.config.getoption("lateness"), request.config.getoption("late_seed"))
+    yield
+    late.heal()
+    assert late.offences() == []
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,10 @@ ARROWS = {
     "units": set(),
     "files": set(),
     "choices": set(),
-    "config": GROUND | {"choices"},
+    "accelerators": {"errors"},
+    "config": GROUND | {"accelerators", "choices"},
     "native": set(),
-    "hardware": GROUND | {"native.library"},
+    "hardware": GROUND | {"accelerators", "native.library"},
     "codecs": GROUND | {"choices", "native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"files", "model.sizes"},
@@ -81,10 +82,11 @@ ARROWS = {
     },
     "storage": GROUND | {"codecs", "files", "model.sizes", "optim.optimizer_spec"},
     "group": GROUND,
-    "runtime.device": GROUND | {"hardware", "planner.program", "storage"},
-    "runtime.forward": GROUND | {"model", "runtime.device"},
+    "runtime.device": GROUND | {"accelerators", "hardware", "planner.program", "storage"},
+    "runtime.forward": GROUND | {"accelerators", "model", "runtime.device"},
     "runtime.ops": GROUND
     | {
+        "accelerators",
         "codecs",
         "group",
         "hardware",
@@ -99,10 +101,20 @@ ARROWS = {
     "runtime.engine": GROUND
     | {"model", "optim", "planner", "runtime.device", "runtime.forward", "runtime.ops", "storage"},
     "runtime.trial": GROUND
-    | {"group", "model", "optim", "planner.simulate", "runtime.device", "runtime.forward", "runtime.ops"},
+    | {
+        "accelerators",
+        "group",
+        "model",
+        "optim",
+        "planner.simulate",
+        "runtime.device",
+        "runtime.forward",
+        "runtime.ops",
+    },
     "data": GROUND | {"files", "runtime.device.allocator"},
     "probing": GROUND
     | {
+        "accelerators",
         "codecs",
         "data",
         "hardware",
@@ -113,11 +125,12 @@ ARROWS = {
         "runtime",
         "storage",
     },
-    "doctor": GROUND | {"hardware", "telemetry.heartbeat_schema"},
+    "doctor": GROUND | {"accelerators", "hardware", "telemetry.heartbeat_schema"},
     "telemetry": GROUND | {"hardware"},
     "reporting": GROUND | {"doctor", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
+        "accelerators",
         "checkpoint.files",
         "choices",
         "codecs",
@@ -134,6 +147,7 @@ ARROWS = {
     },
     "session.decide": GROUND
     | {
+        "accelerators",
         "choices",
         "codecs",
         "config",
@@ -149,6 +163,7 @@ ARROWS = {
     },
     "session": GROUND
     | {
+        "accelerators",
         "checkpoint.files",
         "codecs",
         "config",
@@ -180,6 +195,7 @@ ARROWS = {
     },
     "training.metrics": GROUND
     | {
+        "accelerators",
         "files",
         "hardware",
         "model.sizes",
@@ -193,6 +209,7 @@ ARROWS = {
     },
     "training": GROUND
     | {
+        "accelerators",
         "checkpoint",
         "choices",
         "config",
@@ -212,9 +229,19 @@ ARROWS = {
         "training.metrics",
     },
     "inference": GROUND
-    | {"codecs", "hardware", "model", "planner.program", "planner.search", "runtime", "storage"},
+    | {
+        "accelerators",
+        "codecs",
+        "hardware",
+        "model",
+        "planner.program",
+        "planner.search",
+        "runtime",
+        "storage",
+    },
     "wrapped": GROUND
     | {
+        "accelerators",
         "checkpoint",
         "choices",
         "codecs",
@@ -234,6 +261,7 @@ ARROWS = {
     "cli.text": GROUND | {"config", "doctor", "hardware", "planner", "probing", "training"},
     "cli": GROUND
     | {
+        "accelerators",
         "checkpoint",
         "choices",
         "cli.text",

@@ -155,7 +155,12 @@ def test_a_key_like_no_other_points_to_the_documentation():
         ("model.dtype=bfloat16", "model.dtype: must be auto, fp32, bf16 or fp16, not 'bfloat16'"),
         (
             "memory.device=gpu",
-            "memory.device: not a device: 'gpu'; write cpu, cuda, cuda:1, cuda:0,1, cuda:all, emulated:2 or auto",
+            "memory.device: not a device: 'gpu'; write cpu, cuda, cuda:1, cuda:0,1, cuda:all, emulated:2 or auto "
+            "(xpu and npu as cuda)",
+        ),
+        (
+            "memory.device=mps",
+            "memory.device: mps computes nothing here: its memory is the host's, so that nothing would be streamed",
         ),
         ("memory.device=emulated:0", "memory.device: not a device: 'emulated:0'"),
         ("memory.device_memory=lots", "memory.device_memory: not a size: 'lots'; write a number and a unit"),

@@ -3,12 +3,12 @@
 To try the tests themselves where there is no GPU: ``OUTSIZE_TEST_DEVICE=emulated:1 pytest tests/gpu``.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from devices import DEVICE, TORCH_DEVICE, needs_accelerator
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.open import open_codec
 from outsize.testing import CodecContract, same_bits
@@ -16,12 +16,9 @@ from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
 from outsize.training.verify import verify
 from support import make_run
 
-DEVICE = os.environ.get("OUTSIZE_TEST_DEVICE", "cuda:0")
-ON_CUDA = DEVICE.startswith("cuda")
-TORCH_DEVICE = DEVICE if ON_CUDA else "cpu"
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    needs_accelerator,
     pytest.mark.filterwarnings("default"),
 ]
 

@@ -5,13 +5,13 @@ themselves where there is no GPU: ``OUTSIZE_TEST_DEVICE=emulated:1 pytest tests/
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from devices import DEVICE, ON_ACCELERATOR, needs_accelerator
+from outsize.accelerators import is_accelerator
 from outsize.planner.program.activation_policy import Choice
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
@@ -19,11 +19,9 @@ from outsize.training.run import train
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
-DEVICE = os.environ.get("OUTSIZE_TEST_DEVICE", "cuda:0")
-ON_CUDA = DEVICE.startswith("cuda")
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    needs_accelerator,
     # Operations without a deterministic kernel warn; whether that matters is what the tests find out.
     pytest.mark.filterwarnings("default"),
 ]
@@ -113,10 +111,10 @@ def test_host_memory_is_pinned_and_buffers_lie_on_the_device(tmp_path: Path):
         held = trainer.session.host.statistics()
         assert held.num_bytes > 0
         assert held.num_pageable_fallbacks == 0
-        assert held.pinned_bytes == (held.num_bytes if ON_CUDA else 0)
+        assert held.pinned_bytes == (held.num_bytes if ON_ACCELERATOR else 0)
         assert {buffer.device.type for buffer in model.buffers()} <= {DEVICE.partition(":")[0], "cpu"}
-        assert not ON_CUDA or all(buffer.is_cuda for buffer in model.buffers())
-    assert not any(buffer.is_cuda for buffer in model.buffers())
+        assert not ON_ACCELERATOR or all(is_accelerator(buffer.device) for buffer in model.buffers())
+    assert not any(is_accelerator(buffer.device) for buffer in model.buffers())
 
 
 def test_the_timeline_is_the_device_s(tmp_path: Path):

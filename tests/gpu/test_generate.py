@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import zoo
+from devices import DEVICE, needs_accelerator
 from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.wrapped.module import runner_of
 from wrapped.loops import wrapped
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    needs_accelerator,
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -22,10 +23,10 @@ pytestmark = [
 def test_greedy_tokens_are_those_of_the_resident_model(name: str, home: str):
     ids = zoo.batch("llama", num_sequences=2, seq_len=7)["input_ids"]
     asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
-    want = zoo.build(name).eval().cuda().generate(ids.cuda(), **asked)
-    room: dict[str, Any] = {"device": "cuda:0", "device_memory": CUBLAS_BYTES + 400_000}
+    want = zoo.build(name).eval().to(DEVICE).generate(ids.to(DEVICE), **asked)
+    room: dict[str, Any] = {"device": DEVICE, "device_memory": CUBLAS_BYTES + 400_000}
     with wrapped(zoo.build(name).eval().requires_grad_(False), home=home, **room) as model:
-        assert model.device.type == "cuda"
+        assert model.device == torch.device(DEVICE)
         for _ in range(2):
             assert torch.equal(model.generate(ids, **asked), want)
         assert runner_of(model).inference_statistics() is not None

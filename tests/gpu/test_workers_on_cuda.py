@@ -4,25 +4,20 @@ On a machine with one GPU two workers share it, which tests streams, marks and h
 device to another. ``OUTSIZE_TEST_DEVICES=cuda:0,1`` names others; ``emulated:2`` tries the tests without a GPU.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from devices import DEVICES, ON_ACCELERATOR, needs_accelerator
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.peer_copies import can_copy
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
-DEVICES = os.environ.get("OUTSIZE_TEST_DEVICES") or (
-    "cuda:0,1" if torch.cuda.device_count() > 1 else "cuda:0,0"
-)
-ON_CUDA = DEVICES.startswith("cuda")
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    needs_accelerator,
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -74,8 +69,8 @@ def test_copies_from_device_to_device_change_no_bit(
 ):
     """On one GPU its own memory; between two of them their way, if they have one."""
     names = device_names(DEVICES)
-    if ON_CUDA and not (can_copy(*names[:2]) and can_copy(*names[1::-1])):
+    if ON_ACCELERATOR and not (can_copy(*names[:2]) and can_copy(*names[1::-1])):
         pytest.skip(f"{names[0]} and {names[1]} do not copy to each other by themselves")
     sections = {"model": {"dtype": dtype}, "train": {"microbatches": 4}, "parallel": {"handover": "peer"}}
-    peer = {} if ON_CUDA else {"peer_gb_per_s": 1.0}
+    peer = {} if ON_ACCELERATOR else {"peer_gb_per_s": 1.0}
     assert_equal_run(tmp_path, name, memory={**memory, **peer}, **sections)

@@ -3,20 +3,17 @@
 ``OUTSIZE_TEST_DEVICE=emulated:1 pytest tests/gpu/test_wrap.py`` tries the test itself where there is no GPU.
 """
 
-import os
-
 import pytest
 import torch
 
 import outsize
 import zoo
+from devices import DEVICE, TORCH_DEVICE, needs_accelerator
 from wrapped.loops import assert_equal, gradients, resident_backward, wrapped
 
-DEVICE = os.environ.get("OUTSIZE_TEST_DEVICE", "cuda:0")
-ON_CUDA = DEVICE.startswith("cuda")
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
+    needs_accelerator,
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -24,7 +21,7 @@ pytestmark = [
 @pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_losses_and_gradients_on_a_gpu(count: int, home: str):
-    where = torch.device(DEVICE if ON_CUDA else "cpu")
+    where = torch.device(TORCH_DEVICE)
     plain = zoo.build("llama").to(where)
     batch = {name: value.to(where) for name, value in zoo.batch("llama", num_sequences=4).items()}
     with wrapped(zoo.build("llama"), device=DEVICE, home=home, microbatches=count) as model:

@@ -27,14 +27,14 @@ def node(index, cpus):
 
 
 def test_locking_is_priced_or_says_why_not(monkeypatch):
-    (cost,) = measure_pinning(TINY, has_cuda=False)
+    (cost,) = measure_pinning(TINY, device=None)
     assert (cost.way, cost.asked_bytes) == ("mlock", MIB * 5 // 4)
     assert (cost.pin_s_per_gb.median is None) == (cost.taken_bytes.value is None)
     monkeypatch.setattr(
         host_costs.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(mlock=lambda *_: -1, munlock=lambda *_: 0)
     )
     monkeypatch.setattr(host_costs.ctypes, "get_errno", lambda: 12)
-    (refused,) = measure_pinning(TINY, has_cuda=False)
+    (refused,) = measure_pinning(TINY, device=None)
     assert refused.pin_s_per_gb.source == "cannot allocate memory"
 
 

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.reporting import collect as collecting
 from outsize.reporting.collect import collect
 from outsize.reporting.html_page import make_page, page_data, to_json
+from outsize.reporting.unit_latency import unit_latencies
 from report.recorded import UNITS, line, make_run, timeline
 
 
@@ -54,6 +55,23 @@ def test_a_timeline_keeps_its_ops_lanes_and_units(recorded):
         0.0,
         30000.0,
     )
+
+
+def test_each_unit_tells_where_its_time_went(recorded):
+    rows = collect(recorded)["timeline"]["latencies"]
+    assert [row["unit"] for row in rows] == UNITS
+    first, second, head = rows[0], rows[1], rows[-1]
+    assert first["load"] == pytest.approx(2 * 0.030)  # once for its forward, once for its backward
+    assert first["forward"] == pytest.approx(4 * 0.004)
+    assert first["backward"] == pytest.approx(4 * 0.013)
+    assert (first["gradient"], first["optimizer"]) == pytest.approx((0.022, 0.018))
+    assert second["waited"] > 0  # a load of 30 ms behind computation of 16 ms
+    assert (head["forward"], head["backward"]) == (pytest.approx(4 * 0.013), 0)
+
+
+def test_ops_that_nobody_knows_are_in_no_row():
+    events = tuple(Event(lane="host", op=op, start_s=0.0, end_s=1.0) for op in ("THINK 3", "CLIP"))
+    assert unit_latencies(events, UNITS) == []
 
 
 def test_of_too_many_ops_the_shortest_are_left_out_and_counted(recorded, monkeypatch):

@@ -9,7 +9,18 @@ from report.recorded import line, make_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-SECTIONS = ["verdict", "time", "curves", "predicted", "timeline", "over-time", "memory", "gpus", "about"]
+SECTIONS = [
+    "verdict",
+    "time",
+    "curves",
+    "predicted",
+    "timeline",
+    "units",
+    "over-time",
+    "memory",
+    "gpus",
+    "about",
+]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from outsize.accelerators import DriverPinner
 from outsize.errors import BudgetExceededError, StorageError
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger
 
 
@@ -149,11 +150,11 @@ def test_a_refused_pin_is_logged_counted_and_harmless(caplog):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_pins_exact_sizes_and_a_failure_leaves_no_error_behind():
-    with Arena(pinner=CudaPinner()) as arena:
+    with Arena(pinner=DriverPinner("cuda")) as arena:
         tensor = arena.take(3 * 2**20 + 4096, "x").fill_(3)
         assert tensor.is_pinned()
         assert (tensor.to("cuda", non_blocking=True).cpu() == 3).all()
         with pytest.raises(OSError, match="cudaHostRegister"):
-            CudaPinner().pin(tensor.data_ptr(), tensor.numel())
+            DriverPinner("cuda").pin(tensor.data_ptr(), tensor.numel())
         assert int(torch.ones(4, device="cuda").sum()) == 4
     assert not tensor.is_pinned()

@@ -48,6 +48,7 @@ def test_devices_are_resolved(name: str, expected: str):
 
 
 def test_all_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert choose_device("cuda:all") == "cuda:0,1,2"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -154,6 +155,7 @@ def test_a_budget_beyond_the_control_group_is_refused(tmp_path: Path, monkeypatc
 
 def test_a_budget_beyond_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 * GIB, (24 >> index) * GIB))
     describe_machine(MemoryConfig(device="cuda:0", device_memory="24GiB"), GIB, tmp_path)
     for device, there in (("cuda:0,1", "12.00 GiB of memory on"), ("cuda:0,0", "12.00 GiB of memory on")):
@@ -174,6 +176,11 @@ def test_a_budget_beyond_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_tier_below_the_device(memory: dict, home: str, below: str, tmp_path: Path):
     found = describe_machine(MemoryConfig(**memory), GIB, tmp_path)
     assert (found.home, found.below) == (home, below)
+
+
+def test_a_gpu_that_is_not_there_is_an_error_with_advice(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"cuda:0, but torch .* sees 0 CUDA devices; use --device cpu, or "):
+        describe_machine(MemoryConfig(device="cuda"), GIB, tmp_path)
 
 
 @pytest.mark.parametrize(("state_gib", "home"), [(1, "host"), (6, "host"), (7, "disk")])
@@ -198,6 +205,8 @@ def test_budgets_are_shares_of_what_is_free_unless_given(tmp_path: Path):
 def test_a_gpu_s_budget_is_a_share_of_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     answer: Callable[[int], tuple[int, int]] = lambda index: (asked.append(index), (10 * GIB, 24 * GIB))[1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
     found = describe_machine(MemoryConfig(device="cuda:2"), GIB, tmp_path)
     assert found.device_bytes == int(10 * GIB * module.DEVICE_SHARE)

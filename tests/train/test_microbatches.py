@@ -11,8 +11,8 @@ from outsize.hardware.presets import parse_gpus
 from outsize.session.job.device_presets import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
-from outsize.training.resumed_microbatches import as_before
 from outsize.training.run import plan, train
+from outsize.training.run_dir import as_before
 from outsize.training.verify import verify
 from support import make_run
 

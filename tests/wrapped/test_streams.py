@@ -90,7 +90,7 @@ def test_what_lanes_made_is_kept_for_the_callers_stream_before_that_uses_it(
 class OnDevice(Tensor):
     """A tensor that says it lies on a GPU, and notes the streams it is kept for."""
 
-    is_cuda = True
+    device = torch.device("cuda", 1)
 
     def record_stream(self, stream: Any) -> None:
         self.kept_for = stream

@@ -1,5 +1,6 @@
 """A ``train.yaml`` of a predicted run."""
 
+from outsize.accelerators import kind_of
 from outsize.cli.plan_question import Asked
 from outsize.config import dump_config
 from outsize.planner.predict.prediction import Prediction
@@ -29,4 +30,4 @@ def train_yaml(asked: Asked, prediction: Prediction) -> str:
 
 def _devices(count: int, device: str) -> str:
     """Return the first ``count`` GPUs as a configuration names them; of one, what was asked for."""
-    return "cuda:" + ",".join(map(str, range(count))) if count > 1 else device
+    return f"{kind_of(device)}:" + ",".join(map(str, range(count))) if count > 1 else device

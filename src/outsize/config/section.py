@@ -1,11 +1,11 @@
 """What all sections share: the rules of a section, and the kinds of values that several of them hold."""
 
 import os
-import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from outsize.accelerators import check_device_name
 from outsize.units import parse_bytes
 
 
@@ -33,17 +33,9 @@ def _modules(value: Any) -> Any:
     raise ValueError("must be a text, or a list of names of modules")
 
 
-def _device(value: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
-        raise ValueError(
-            f"not a device: {value!r}; write cpu, cuda, cuda:1, cuda:0,1, cuda:all, emulated:2 or auto"
-        )
-    return value
-
-
 Size = Annotated[int, BeforeValidator(_size)]
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
-Device = Annotated[str, AfterValidator(_device)]
+Device = Annotated[str, AfterValidator(check_device_name)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Modules = Annotated[str | tuple[str, ...], BeforeValidator(_modules)]
 

@@ -57,7 +57,7 @@ class _Case:
 
     def has_several_workers(self) -> bool:
         several = self.is_emulated() and self.device not in ("emulated", "emulated:1")
-        return several or self.device == "cuda:all" or "," in self.device
+        return several or self.device.endswith(":all") or "," in self.device
 
     def is_alone(self) -> bool:
         return self.around.num_processes == 1

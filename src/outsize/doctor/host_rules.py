@@ -1,5 +1,6 @@
 """What can be wrong with host memory and processors."""
 
+from outsize.accelerators import is_accelerator
 from outsize.doctor import contention
 from outsize.doctor.facts import Facts, LackingError, is_on_cpu, limit, number, planned_host_bytes, text
 from outsize.doctor.finding import Seen
@@ -49,7 +50,7 @@ def locked_memory(facts: Facts) -> Seen | None:
     A low limit alone is no finding: NVIDIA's driver pins beyond it on most systems, and the probe tries it.
     """
     machine, planned = facts.machine, planned_host_bytes(facts)
-    if is_on_cpu(facts) or not any(device.device.startswith("cuda") for device in machine.devices):
+    if is_on_cpu(facts) or not any(is_accelerator(device.device) for device in machine.devices):
         return None
     allowed = limit(machine.inventory.memory.memlock_limit_bytes, "limit of locked memory")
     if planned is None:

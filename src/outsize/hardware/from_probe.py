@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
@@ -67,7 +68,7 @@ def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
         if rate.median is not None
     }
     generation = 0
-    if device.device.startswith("cuda:"):
+    if is_accelerator(device.device):
         index = int(device.device.partition(":")[2])
         if index < len(found.inventory.gpus):
             generation = int(found.inventory.gpus[index].pcie_generation_max.number() or 0)

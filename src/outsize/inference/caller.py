@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.accelerators import is_accelerator, module_of
+
 
 class Caller:
     """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return."""
@@ -17,10 +19,10 @@ class Caller:
 
     def mark(self) -> Any:
         """Return a mark of all that the caller has enqueued; None where it is done."""
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event = module_of(self._device).Event(enable_timing=True)
+        event.record(self._stream())
         return event
 
     def wait(self, mark: Any) -> None:
@@ -28,7 +30,7 @@ class Caller:
         if mark is None:
             return
         before = self.mark()
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        self._stream().wait_event(mark)
         self._waits.append((before, self.mark()))
 
     def waited_s(self) -> float:
@@ -40,10 +42,13 @@ class Caller:
 
     def take(self, value: Any) -> None:
         """Keep the memory of a tensor that a lane has made until what the caller enqueues with it is done."""
-        if isinstance(value, Tensor) and value.is_cuda:
-            value.record_stream(torch.cuda.current_stream(self._device))
+        if isinstance(value, Tensor) and is_accelerator(value.device):
+            value.record_stream(self._stream())
 
     def finish(self) -> None:
         """Return when all that the caller has enqueued is done."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if is_accelerator(self._device):
+            self._stream().synchronize()
+
+    def _stream(self) -> Any:
+        return module_of(self._device).current_stream(self._device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from outsize.accelerators import is_accelerator
 from outsize.runtime.device.device import Device
 
 # Tokens that a host copy has room to grow by before it is made anew.
@@ -102,7 +103,7 @@ class HostedCache:
         elif tensor.dim() >= 2:
             shape = (*tensor.shape[:-2], tensor.shape[-2] + GROWTH, tensor.shape[-1])
             self._room[key] = torch.empty(
-                shape, dtype=tensor.dtype, pin_memory=self._device.torch_device.type == "cuda"
+                shape, dtype=tensor.dtype, pin_memory=is_accelerator(self._device.torch_device)
             )
         else:
             return tensor.cpu()

@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from outsize.accelerators import is_accelerator, kind_here
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
 from outsize.units import format_bytes
 
@@ -97,9 +98,9 @@ def time_as_rank(backend: str, bytes_max: int) -> AllReduceRates:
     dist.init_process_group(backend)
     try:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local) if backend == "nccl" else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device = torch.device("cpu") if backend == "gloo" else torch.device(kind_here() or "cpu", local)
+        if is_accelerator(device):
+            torch.accelerator.set_device_index(device)
         sizes = [_SMALLEST_BYTES << power for power in range((bytes_max // _SMALLEST_BYTES).bit_length())]
         values = torch.ones(bytes_max // 4, device=device)
         samples: dict[int, list[float]] = {size: [] for size in sizes}
@@ -111,8 +112,8 @@ def time_as_rank(backend: str, bytes_max: int) -> AllReduceRates:
                 started = time.perf_counter()
                 for _ in range(count):
                     dist.all_reduce(part)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                if is_accelerator(device):
+                    torch.accelerator.synchronize(device)
                 took = torch.tensor((time.perf_counter() - started) / count, device=device)
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
                 if index > 0:

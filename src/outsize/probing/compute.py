@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from outsize.accelerators import is_accelerator
 from outsize.hardware.readings import Measurement, explain
 from outsize.probing.effort import Effort
 from outsize.probing.timing import sample
@@ -19,15 +20,15 @@ _SEQ_LENS: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
 
 def dtypes_of(device: str) -> tuple[str, ...]:
     """Return the compute dtypes that are timed; nobody trains in fp16 on a CPU, which does it one by one."""
-    return tuple(DTYPES) if device.startswith("cuda") else ("fp32", "bf16")
+    return tuple(DTYPES) if is_accelerator(device) else ("fp32", "bf16")
 
 
 def finisher(device: str) -> Callable[[], None]:
     """Return what waits for all work queued on ``device``."""
 
     def synchronize() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
+        if is_accelerator(device):
+            torch.accelerator.synchronize(device)
 
     return synchronize
 

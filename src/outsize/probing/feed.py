@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outsize.accelerators import is_accelerator, module_of, pinner_of
 from outsize.errors import StorageError
 from outsize.hardware.readings import Measurement, explain
 from outsize.hardware.streaming import FeedRates, Way
 from outsize.probing.effort import Effort
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 
 _WAYS: tuple[Way, ...] = ("demand-paged", "waited for", "two buffers", "four buffers")
 _COLUMNS = 1024
@@ -50,7 +51,7 @@ def measure_feed(device: str, directory: Path | None, effort: Effort) -> FeedRat
         effort: chunks and passes.
     """
     chunk_bytes = effort.feed_chunk_bytes
-    opened = _on_gpu(device, effort) if device.startswith("cuda") else _on_cpu(directory, effort)
+    opened = _on_gpu(device, effort) if is_accelerator(device) else _on_cpu(directory, effort)
     try:
         with opened as job, torch.no_grad():
             rates: dict[Way, list[float]] = {way: [] for way in _WAYS}
@@ -210,15 +211,15 @@ def _direct_reader(descriptor: int, slots: list[Tensor]) -> Iterator[Callable[[i
 @contextmanager
 def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
     chunk_bytes, num_chunks = effort.feed_chunk_bytes, effort.feed_num_chunks
-    with Arena(pinner=CudaPinner()) as arena:
+    with Arena(pinner=pinner_of(device)) as arena:
         pinned = arena.take(chunk_bytes, "pinned chunk").view(torch.bfloat16).fill_(0.5)
         pageable = torch.full_like(pinned, 0.5)
         slots = [torch.empty_like(pinned, device=device) for _ in range(4)]
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
 
         def load() -> None:
             slots[0].copy_(pinned, non_blocking=True)
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
         tokens = _balanced_tokens_on_gpu(slots[0], _least_seconds(load), device)
         x = torch.randn(_COLUMNS, tokens, device=device, dtype=torch.bfloat16)
@@ -232,7 +233,7 @@ def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
                 for _ in range(num_chunks):
                     slots[0].copy_(source)
                     multiply(0)
-                    torch.cuda.synchronize(device)
+                    torch.accelerator.synchronize(device)
 
             return run
 
@@ -241,7 +242,7 @@ def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
 
         def compute() -> None:
             multiply(0)
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
         yield _Job(
             source="host memory",
@@ -256,22 +257,20 @@ def _ring_of_streams(
     device: str, source: Tensor, slots: list[Tensor], multiply: Callable[[int], None], num_chunks: int
 ) -> None:
     """Copy on one stream and compute on another; a slot is copied into only after what was computed on it."""
-    copies, computes = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-    loaded, used = (
-        [torch.cuda.Event() for _ in slots]  # type: ignore[no-untyped-call]
-        for _ in range(2)
-    )
+    torch_of_device = module_of(device)
+    copies, computes = (torch_of_device.Stream(device) for _ in range(2))
+    loaded, used = ([torch_of_device.Event() for _ in slots] for _ in range(2))
     for index in range(num_chunks):
         slot = index % len(slots)
-        with torch.cuda.stream(copies):
+        with torch_of_device.stream(copies):
             copies.wait_event(used[slot])  # one that was never recorded is not waited for
             slots[slot].copy_(source, non_blocking=True)
             loaded[slot].record(copies)
-        with torch.cuda.stream(computes):
+        with torch_of_device.stream(computes):
             computes.wait_event(loaded[slot])
             multiply(slot)
             used[slot].record(computes)
-    torch.cuda.synchronize(device)
+    torch.accelerator.synchronize(device)
 
 
 def _balanced_tokens(chunk_bytes: int, load_s: float) -> int:
@@ -285,7 +284,7 @@ def _balanced_tokens_on_gpu(slot: Tensor, load_s: float, device: str) -> int:
 
     def product() -> None:
         torch.mm(slot.view(-1, _COLUMNS), x)
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
 
     return max(8, min(16 * _NUM_TOKENS_MAX, round(_NUM_TOKENS_MAX * load_s / _least_seconds(product))))
 

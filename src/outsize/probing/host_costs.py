@@ -12,13 +12,14 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
+from outsize.accelerators import pinner_of, vendor_of
 from outsize.errors import StorageError
 from outsize.hardware.cpu import NumaNode, listed
 from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import NumaRates, PinCost
 from outsize.probing.effort import Effort
 from outsize.probing.timing import sample
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 
 # Above a power of two, so that rounding up to the next one shows: 1.25 of one becomes 2.
 _ABOVE = 1.25
@@ -26,15 +27,17 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 T = TypeVar("T")
 
 
-def measure_pinning(effort: Effort, *, has_cuda: bool) -> tuple[PinCost, ...]:
+def measure_pinning(effort: Effort, *, device: str | None) -> tuple[PinCost, ...]:
     """Return what locking takes: by the kernel, and where there is a GPU by its driver and by torch."""
     asked = int(_ABOVE * effort.pin_bytes)
     costs = [_pin_cost("mlock", asked, effort, _mlock)]
-    if has_cuda:
+    if device is not None:
         costs += [
-            _pin_cost("cudaHostRegister", asked, effort, _register),
+            _pin_cost("cudaHostRegister", asked, effort, partial(_register, device)),
             # Once: what torch has pinned it keeps, and hands out again.
-            _pin_cost("torch pin_memory", asked, replace(effort, num_samples_min=1), _torch_pin),
+            _pin_cost(
+                "torch pin_memory", asked, replace(effort, num_samples_min=1), partial(_torch_pin, device)
+            ),
         ]
     return tuple(costs)
 
@@ -57,7 +60,7 @@ def _pin_cost(
             pin_s_per_gb=Measurement.absent(why),
         )
     how = (
-        "torch.cuda.host_memory_stats"
+        "torch's host_memory_stats"
         if way == "torch pin_memory"
         else "growth of the process, /proc/self/statm"
     )
@@ -87,9 +90,9 @@ def _mlock(num_bytes: int) -> tuple[float, int]:
     return seconds, grown
 
 
-def _register(num_bytes: int) -> tuple[float, int]:
+def _register(device: str, num_bytes: int) -> tuple[float, int]:
     before, started = _resident_bytes(), time.perf_counter()
-    with Arena(pinner=CudaPinner()) as arena:
+    with Arena(pinner=pinner_of(device)) as arena:
         arena.take(num_bytes, "memory to pin")
         seconds = time.perf_counter() - started
         if arena.statistics().num_pageable_fallbacks:
@@ -97,18 +100,14 @@ def _register(num_bytes: int) -> tuple[float, int]:
         return seconds, _resident_bytes() - before
 
 
-def _torch_pin(num_bytes: int) -> tuple[float, int]:
+def _torch_pin(device: str, num_bytes: int) -> tuple[float, int]:
     """Pin as torch does; what it took is what its allocator says, since a driver's pages need not count as resident."""
-    before, started = _bytes_of_torch(), time.perf_counter()
+    before, started = vendor_of(device).pinned_bytes(), time.perf_counter()
     memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     seconds = time.perf_counter() - started
-    grown = _bytes_of_torch() - before
+    grown = vendor_of(device).pinned_bytes() - before
     del memory
     return seconds, grown
-
-
-def _bytes_of_torch() -> int:
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0))
 
 
 def _resident_bytes() -> int:
@@ -178,13 +177,13 @@ def _copied_by_node(node: NumaNode, by: NumaNode, effort: Effort) -> Measurement
 
 def _copied_by_device(node: NumaNode, device: str, effort: Effort) -> Measurement:
     size = effort.array_bytes
-    with Arena(pinner=CudaPinner()) as arena:
+    with Arena(pinner=pinner_of(device)) as arena:
         host = _on(node, lambda: arena.take(size, "NUMA array"))
         target = torch.empty(size, dtype=torch.uint8, device=device)
 
         def copy() -> None:
             target.copy_(host, non_blocking=True)
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
         seconds = sample(copy, **effort.sampling())
     return Measurement.of((size / s for s in seconds), f"pinned memory to {device}")

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from outsize.accelerators import pinner_of
 from outsize.hardware.machine_file import HostRates
 from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import UnitSpec
@@ -14,7 +15,7 @@ from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
 from outsize.probing.optimizer_probe import measure_adamw
 from outsize.probing.timing import sample
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 from outsize.units import format_bytes
 
 _SCALAR = 3.0  # of STREAM's triad
@@ -56,7 +57,7 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
     def copy_on() -> float:
         """Copy until told to stop; return the seconds."""
         nonlocal copied
-        with Arena(pinner=CudaPinner() if device.startswith("cuda") else None) as arena:
+        with Arena(pinner=pinner_of(device)) as arena:
             host, back = (arena.take(num_bytes, "copies beside the optimizer").fill_(1) for _ in range(2))
             other = torch.empty_like(host, device=device).fill_(1)
             finish = finisher(device)

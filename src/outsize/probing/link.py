@@ -13,12 +13,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from outsize.accelerators import is_accelerator, module_of, pinner_of
 from outsize.errors import StorageError
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import Direction, LinkPoint, LinkRates
 from outsize.hardware.readings import Measurement, explain
 from outsize.probing.effort import Effort
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 
 SMALLEST_BYTES = 2**10
 # Short copies are timed together until they take this long, or are so many.
@@ -41,10 +42,10 @@ def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
 
 def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
     """Yield the links of ``device``: DRAM for ``cpu``; for ``cuda:i`` pinned and pageable memory."""
-    paths: tuple[_Path, ...] = ("pinned", "pageable") if device.startswith("cuda") else ("dram copy",)
+    paths: tuple[_Path, ...] = ("pinned", "pageable") if is_accelerator(device) else ("dram copy",)
     for path in paths:
         try:
-            with Arena(pinner=CudaPinner() if path == "pinned" else None) as arena:
+            with Arena(pinner=pinner_of(device) if path == "pinned" else None) as arena:
                 up, down = (_ends(arena, device, effort, up=up) for up in (True, False))
                 if arena.statistics().num_pageable_fallbacks:
                     raise StorageError("the driver refused to pin memory; raise `ulimit -l`")
@@ -86,7 +87,7 @@ def _ends(arena: Arena, device: str, effort: Effort, *, up: bool) -> tuple[Tenso
         return arena.take(effort.copy_bytes_max, what).view(torch.float32).fill_(1.0)
 
     host = take("host end of the link")
-    other = host.to(device) if device.startswith("cuda") else take("device end of the link")
+    other = host.to(device) if is_accelerator(device) else take("device end of the link")
     return (host, other) if up else (other, host)
 
 
@@ -101,11 +102,11 @@ class _Copier:
 
     def __init__(self, device: str, ends: list[tuple[Tensor, Tensor]], stack: ExitStack) -> None:
         self._ends = ends
-        self._is_cuda = device.startswith("cuda")
+        self._has_streams = is_accelerator(device)
         self._device = device
         self._streams = []
-        if self._is_cuda:
-            self._streams = [torch.cuda.Stream(device) for _ in ends]  # type: ignore[no-untyped-call]
+        if self._has_streams:
+            self._streams = [module_of(device).Stream(device) for _ in ends]
         self._threads = (
             stack.enter_context(ThreadPoolExecutor(len(ends), "probe-copy")) if len(ends) > 1 else None
         )
@@ -151,13 +152,13 @@ class _Copier:
         offsets = [(first + i) % num_places * num_bytes for i in range(num_copies)]
         self._offset = (first + num_copies) % num_places * num_bytes
         works = [self._work(index, num_bytes, offsets) for index in range(len(self._ends))]
-        if self._threads is None or self._is_cuda:
+        if self._threads is None or self._has_streams:
             for work in works:
                 work()
         else:
             list(self._threads.map(lambda work: work(), works))
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
+        if self._has_streams:
+            torch.accelerator.synchronize(self._device)
 
     def _work(self, index: int, num_bytes: int, offsets: list[int]) -> Callable[[], None]:
         source, target = self._ends[index]
@@ -169,7 +170,7 @@ class _Copier:
                 target[start : start + count].copy_(source[start : start + count], non_blocking=True)
 
         def work_on_stream() -> None:
-            with torch.cuda.stream(self._streams[index]):
+            with module_of(self._device).stream(self._streams[index]):
                 work()
 
-        return work_on_stream if self._is_cuda else work
+        return work_on_stream if self._has_streams else work

@@ -7,12 +7,13 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 
+from outsize.accelerators import is_accelerator, module_of, pinner_of
 from outsize.errors import StorageError
 from outsize.hardware.readings import Measurement, explain
 from outsize.hardware.streaming import Overlap
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 
 _SIDE = 1024
 _COPY_BYTES = 16 * 2**20
@@ -25,7 +26,7 @@ Timed = Callable[[], float]
 def measure_overlap(device: str, effort: Effort) -> Overlap:
     """Return the times of products and copies towards ``device``; on a CPU both are the work of the same cores."""
     try:
-        with Arena(pinner=CudaPinner() if device.startswith("cuda") else None) as arena, ExitStack() as stack:
+        with Arena(pinner=pinner_of(device)) as arena, ExitStack() as stack:
             return _measure(device, arena, stack, effort)
     except (StorageError, RuntimeError) as error:
         absent = Measurement.absent(explain(error))
@@ -41,16 +42,16 @@ def measure_overlap(device: str, effort: Effort) -> Overlap:
 
 @torch.no_grad()
 def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Overlap:
-    is_cuda = device.startswith("cuda")
-    dtype = torch.bfloat16 if is_cuda else torch.float32
+    on_gpu = is_accelerator(device)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     num_bytes = min(_COPY_BYTES, effort.copy_bytes_max)
-    side = _SIDE if not is_cuda else 4 * _SIDE
+    side = _SIDE if not on_gpu else 4 * _SIDE
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
     out = torch.empty_like(a)
     source = arena.take(num_bytes, "source of copies").fill_(1)
     target = (
         torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if is_cuda
+        if on_gpu
         else arena.take(num_bytes, "target")
     )
 
@@ -108,11 +109,11 @@ def _least_seconds(work: Callable[[], None], device: str) -> float:
 
 def _timed(work: Callable[[], None], count: int, device: str) -> Timed:
     """Return what does ``work`` so often on a stream of its own, waits for that stream only, and tells the seconds."""
-    stream = torch.cuda.Stream(device) if device.startswith("cuda") else None  # type: ignore[no-untyped-call]
+    stream = module_of(device).Stream(device) if is_accelerator(device) else None
 
     def timed() -> float:
         started = time.perf_counter()
-        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with torch.no_grad(), module_of(device).stream(stream) if stream is not None else nullcontext():
             for _ in range(count):
                 work()
         if stream is not None:

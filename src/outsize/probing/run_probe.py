@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
+from outsize.accelerators import count_of, is_accelerator, kind_here, kind_of, module_of, vendor_of
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates
 from outsize.hardware.inventory import Inventory, take_inventory
 from outsize.hardware.machine_file import (
@@ -261,9 +260,9 @@ class _Probe:
     def _host_costs(self, devices: Sequence[str]) -> None:
         assert self.host is not None
         nodes = self.inventory.cpu.numa_nodes
-        gpus = [name for name in devices if name.startswith("cuda")]
+        gpus = [name for name in devices if is_accelerator(name)]
         costs = {
-            "pinning": measure_pinning(self.effort, has_cuda=bool(gpus)),
+            "pinning": measure_pinning(self.effort, device=gpus[0] if gpus else None),
             "numa": measure_numa(nodes, self.effort),
         }
         self.host = self.host.model_copy(update=costs)
@@ -285,10 +284,10 @@ class _Probe:
         self.peers = measure_peers(list(self.devices.values()), self.inventory.gpus, self.effort)
 
     def _all_reduce(self) -> None:
-        gpus = sum(name.startswith("cuda") for name in self.devices)
+        gpus = sum(is_accelerator(name) for name in self.devices)
         usable = int(self.inventory.cpu.num_usable_cpus.number() or 1)
         ranks = self.wishes.num_ranks or (gpus if gpus > 1 else min(4, usable))
-        backend = "nccl" if 1 < ranks <= gpus else "gloo"
+        backend = (vendor_of(next(iter(self.devices))).backend if 1 < ranks <= gpus else "") or "gloo"
         self.all_reduce = measure_all_reduce(
             ranks,
             self.effort.all_reduce_bytes_max,
@@ -312,17 +311,17 @@ def _once_more_if_noisy(measure: Callable[[], _Streamed]) -> _Streamed:
 
 def _devices() -> list[str]:
     """Return the GPUs; the CPU is a device of its own where there is none."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [f"cuda:{index}" for index in range(count)] or ["cpu"]
+    kind = kind_here()
+    return ["cpu"] if kind is None else [f"{kind}:{index}" for index in range(count_of(kind))]
 
 
 def _describe(device: str, inventory: Inventory) -> tuple[str, Fact, Fact]:
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(device)
-        how = "torch.cuda.get_device_properties"
+    if is_accelerator(device):
+        properties = module_of(device).get_device_properties(device)
+        how = f"torch.{kind_of(device)}.get_device_properties"
         return (
             properties.name,
-            Fact.read(properties.multi_processor_count, how),
+            Fact.read(getattr(properties, "multi_processor_count", None), how),
             Fact.read(properties.total_memory, how),
         )
     usable = inventory.memory.usable_bytes()

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from outsize.accelerators import index_of, is_accelerator, kind_of, pinner_of, vendor_of
 from outsize.errors import StorageError
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_link_under_load
 from outsize.hardware.machine_file import DeviceRates
@@ -18,7 +19,7 @@ from outsize.hardware.topology import PeerLink, kind_by_rate, kind_by_topology
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
 from outsize.probing.timing import sample
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 
 _NUM_COPIES = 4
 
@@ -83,7 +84,7 @@ def _copies(
     device: str, direction: Literal["up", "down"], num_bytes: int, stack: ExitStack
 ) -> Callable[[], float]:
     """Return what makes the copies of one device and tells their seconds."""
-    arena = stack.enter_context(Arena(pinner=CudaPinner() if device.startswith("cuda") else None))
+    arena = stack.enter_context(Arena(pinner=pinner_of(device)))
     host = arena.take(num_bytes, "host end").fill_(1)
     other = torch.empty_like(host, device=device).fill_(1)
     source, target = (host, other) if direction == "up" else (other, host)
@@ -126,7 +127,7 @@ def _peer(
     return PeerLink(
         source=there,
         target=here,
-        by_topology=kind_by_topology(gpus[target], source) if known else _kind_by_torch(source, target),
+        by_topology=kind_by_topology(gpus[target], source) if known else _kind_by_torch(there, here),
         by_rate=kind_by_rate(
             copy,
             _slower_link(gpus[source], gpus[target]) if known else None,
@@ -136,11 +137,12 @@ def _peer(
     )
 
 
-def _kind_by_torch(source: int, target: int) -> Fact:
-    """Return what CUDA says of peer access, where NVML says nothing; it does not tell NVLink from PCIe."""
-    how = "torch.cuda.can_device_access_peer, which does not tell NVLink from PCIe"
+def _kind_by_torch(source: str, target: str) -> Fact:
+    """Return what torch says of peer access, where NVML says nothing; it does not tell NVLink from PCIe."""
+    how = f"torch.{kind_of(target)}.can_device_access_peer, which does not tell NVLink from PCIe"
     try:
-        kind = "PCIe peer" if torch.cuda.can_device_access_peer(target, source) else "host-staged"
+        reached = vendor_of(target).reaches(index_of(target), index_of(source))
+        kind = "PCIe peer" if reached else "host-staged"
     except (RuntimeError, AssertionError) as error:
         return Fact.absent(f"{how}: {explain(error)}")
     return Fact.read(kind, how)
@@ -184,12 +186,12 @@ def _slower_link(*gpus: GpuFacts) -> tuple[int, int] | None:
 
 def read_loaded_link(device: str, effort: Effort) -> tuple[Fact, Fact]:
     """Return PCIe generation and lanes of a GPU as NVML tells them while copies are under way; a CPU has none."""
-    if not device.startswith("cuda"):
+    if not is_accelerator(device):
         none = Fact.read(None, "the link of a CPU is its memory")
         return none, none
     index = int(device.partition(":")[2])
     try:
-        with Arena(pinner=CudaPinner()) as arena:
+        with Arena(pinner=pinner_of(device)) as arena:
             host = arena.take(effort.peer_bytes, "host end").fill_(1)
             other = torch.empty_like(host, device=device)
             # Asked once before, so that the question that counts waits for neither library nor driver.
@@ -197,7 +199,7 @@ def read_loaded_link(device: str, effort: Effort) -> tuple[Fact, Fact]:
             for _ in range(16 * _NUM_COPIES):  # under way for as long as that takes
                 other.copy_(host, non_blocking=True)
             loaded = read_link_under_load(import_nvml, index)
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
             return loaded
     except (StorageError, RuntimeError) as error:
         return Fact.absent(explain(error)), Fact.absent(explain(error))

@@ -20,7 +20,7 @@ def sample(
         seconds: no repetition starts later than this, beyond ``num_min`` of them.
         num_min: repetitions at least.
         until_s: of `time.perf_counter`, when the time of the whole part is up: no repetition starts later, beyond one.
-        finish: waits for work that was only queued, e.g. ``torch.cuda.synchronize``.
+        finish: waits for work that was only queued, e.g. ``torch.accelerator.synchronize``.
     """
     work()
     finish()

@@ -19,6 +19,7 @@ from outsize.reporting.chrome import lane_order
 from outsize.reporting.downsample import MOST_BUCKETS
 from outsize.reporting.history import COMPUTE, History
 from outsize.reporting.run_files import MOST_OPS, read_timeline
+from outsize.reporting.unit_latency import unit_latencies
 
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0
@@ -153,6 +154,7 @@ def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, 
     events = sorted(timeline.events, key=lambda event: event.start_s - event.end_s)[:MOST_OPS]
     events.sort(key=lambda event: event.start_s)
     lanes = sorted(timeline.lanes, key=lane_order)
+    units = [unit["name"] for unit in about.get("units", [])]
     texts: dict[str, int] = {}
     for text in (text for event in events for text in (event.op, event.waited_for)):
         texts.setdefault(text, len(texts))
@@ -174,7 +176,8 @@ def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, 
         ],
         "span_s": timeline.span_s,
         "left_out": len(timeline.events) - len(events),
-        "units": [unit["name"] for unit in about.get("units", [])],
+        "units": units,
+        "latencies": unit_latencies(timeline.events, units),
     }
 
 

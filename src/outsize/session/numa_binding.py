@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outsize.accelerators import is_accelerator, module_of
 from outsize.config import Config
 from outsize.hardware.cpu import read_cpu
 from outsize.hardware.numa import Placement, left_alone, node_of_pci, place
@@ -72,13 +73,13 @@ def _bind(wanted: dict[int, set[int]]) -> None:
 
 def _addresses(device: str) -> list[str]:
     """Return where the GPUs of ``device`` are on the bus, ``""`` where torch does not say; nothing of other devices."""
-    if not device.startswith("cuda"):
+    if not is_accelerator(device):
         return []
-    return [address_of(torch.cuda.get_device_properties(name)) for name in device_names(device)]
+    return [address_of(module_of(name).get_device_properties(name)) for name in device_names(device)]
 
 
 def address_of(properties: Any) -> str:
-    """Return the place on the bus that CUDA's properties of a device name, as `/sys` writes it."""
+    """Return the place on the bus that torch's properties of a device name, as `/sys` writes it."""
     if not hasattr(properties, "pci_bus_id"):
         return ""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -20,6 +20,7 @@ from typing import Self
 import torch
 
 from outsize import files
+from outsize.accelerators import DriverPinner, pinner_of, torch_name
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.model.sizes.model_spec import ModelSpec
@@ -37,7 +38,7 @@ from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.link_codecs import packed_codec
 from outsize.session.job.machine import RunMachine
-from outsize.storage.arena import Arena, CudaPinner
+from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, HostHome
@@ -143,13 +144,12 @@ class Session:
     @property
     def torch_device(self) -> torch.device:
         """Where the model computes; with several workers, the first of them."""
-        name = device_names(self.machine.device)[0]
-        return torch.device(name if name.startswith("cuda") else "cpu")
+        return torch.device(torch_name(self.machine.device))
 
     @property
-    def pinner(self) -> CudaPinner | None:
+    def pinner(self) -> DriverPinner | None:
         """What pins host memory; None where copies to the device do not ask for it."""
-        return CudaPinner() if self.machine.device.startswith("cuda") else None
+        return pinner_of(self.machine.device)
 
     @property
     def engine(self) -> Engine | None:

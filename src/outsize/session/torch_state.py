@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils import deterministic as uninitialised
 
+from outsize.accelerators import count_of, is_accelerator, kind_here, module_of
+
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -19,12 +21,13 @@ def borrowed_torch(*, deterministic: bool, device: str = "cpu") -> Iterator[None
             if it may pass with a warning, attention takes the faster backward as well, which is not deterministic.
         device: that computes.
     """
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if in_use else ()
+    kind = kind_here()
+    in_use = kind is not None and module_of(kind).is_initialized()
+    devices = range(count_of(kind)) if kind is not None and in_use else ()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind or "cuda"))
         if deterministic:
-            stack.enter_context(_deterministic(warn_only=not device.startswith("cuda")))
+            stack.enter_context(_deterministic(warn_only=not is_accelerator(device)))
         yield
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -47,38 +47,6 @@ class Pinner(Protocol):
         """Undo `pin` of the range that starts at ``address``."""
 
 
-class CudaPinner:
-    """Pins with ``cudaHostRegister``, for all CUDA devices of the process."""
-
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Register a range, see `Pinner.pin`."""
-        code = int(_cudart().cudaHostRegister(address, num_bytes, 0))
-        if code != 0:
-            _clear_cuda_error()
-            raise OSError(f"cudaHostRegister returned error {code}")
-
-    def unpin(self, address: int) -> None:
-        """Unregister a range, see `Pinner.unpin`."""
-        if int(_cudart().cudaHostUnregister(address)) != 0:
-            _clear_cuda_error()
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _clear_cuda_error() -> None:
-    """Make the CUDA runtime forget the error of the last call.
-
-    The runtime keeps it until someone asks, and the next kernel launch of PyTorch would ask and raise it in a
-    place that has nothing to do with it. So launch one here and swallow what it says.
-    """
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError as error:
-        _log.debug("cleared: %s", error)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStatistics:
     """What an arena holds.
@@ -103,7 +71,7 @@ class Arena:
     Args:
         ledger: where the bytes are reserved; None reserves nothing.
         tier: the tier that they are reserved in.
-        pinner: what pins each piece, e.g. `CudaPinner`; None leaves memory pageable.
+        pinner: what pins each piece, e.g. `DriverPinner`; None leaves memory pageable.
 
     Attributes:
         ledger: as given.

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outsize.accelerators import is_accelerator, module_of, torch_name, vendor_of
 from outsize.checkpoint import run_checkpoint
 from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
@@ -35,7 +36,6 @@ from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
 from outsize.planner.simulate.timeline import Timeline
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import loss_of
 from outsize.session.job.model_inputs import model_inputs, num_targets
@@ -121,7 +121,7 @@ def check_fits(prepared: Job) -> None:
         )
     if config.train.loss == "chunked":
         raise ConfigError("train.loss: plain data parallel (parallel.mode=ddp) takes the model's own loss")
-    if config.parallel.ddp_compress in _BY_NCCL and not prepared.machine.device.startswith("cuda"):
+    if config.parallel.ddp_compress in _BY_NCCL and _backend(prepared.machine.device) != "nccl":
         raise ConfigError(
             f"parallel.ddp_compress: {config.parallel.ddp_compress} is for GPUs, by NCCL: torch has no bf16 sums over "
             "gloo, and its PowerSGD calls gloo from several threads in no fixed order; use fp16 or none"
@@ -140,6 +140,11 @@ def check_fits(prepared: Job) -> None:
         )
 
 
+def _backend(device: str | torch.device) -> str:
+    """Return what sums between processes on their devices are made by."""
+    return vendor_of(device).backend if is_accelerator(device) else "gloo"
+
+
 @contextlib.contextmanager
 def process_group(
     group: GlooGroup, device: torch.device
@@ -149,9 +154,9 @@ def process_group(
     Yields:
         The group, and what has every call on it fail that waits for another rank.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    backend = _backend(device)
+    if is_accelerator(device):
+        module_of(device).set_device(device)
     try:
         dist.init_process_group(
             backend,
@@ -165,7 +170,7 @@ def process_group(
     whole = c10d._get_default_group()
     messages: Any = whole._get_backend(device)
     messages._set_default_timeout(timedelta(seconds=WAIT_S))
-    end_waits = messages.abort if device.type == "cuda" else partial(break_off, messages)
+    end_waits = messages.abort if is_accelerator(device) else partial(break_off, messages)
     group.on_loss(end_waits)
     try:
         yield whole, end_waits
@@ -185,8 +190,7 @@ def start_replica(
     Raises:
         OutsizeError: the checkpoint cannot be read, or a rank is lost.
     """
-    name = device_names(prepared.machine.device)[0]
-    device = torch.device(name if name.startswith("cuda") else "cpu")
+    device = torch.device(torch_name(prepared.machine.device))
     assert isinstance(group, GlooGroup)
     if resumed is not None:
         run_checkpoint.check_files(resumed)

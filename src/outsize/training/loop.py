@@ -27,9 +27,9 @@ from outsize.telemetry.writers import Writers
 from outsize.training.forecast import Forecast
 from outsize.training.interrupt import Interrupt
 from outsize.training.metrics.heartbeat import Heartbeat, write_json
+from outsize.training.metrics.profiling import PROFILE, StepProfiler
 from outsize.training.metrics.run_records import StepRecord, TrainResult
 from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
-from outsize.training.profiling import PROFILE, StepProfiler
 from outsize.training.ranks import Ranks
 from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog

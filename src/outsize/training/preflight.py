@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
+from outsize.accelerators import is_accelerator, uuid_of
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
@@ -113,14 +113,14 @@ def _check_devices(devices: Sequence[str | None]) -> None:
 def _device(config: Config) -> str | None:
     """Return what the device of this rank is known by everywhere; None for processors, which can be shared."""
     name = choose_device(config.memory.device)
-    if not name.startswith("cuda"):
+    if not is_accelerator(name):
         return None
     if "," in name:
         raise ConfigError(
             f"memory.device is {name}: each of several ranks uses one device; start a process for each with torchrun "
             "--nproc-per-node, or one process for all of them without torchrun"
         )
-    return f"{socket.gethostname()} {name} {torch.cuda.get_device_properties(name).uuid}"
+    return f"{socket.gethostname()} {name} {uuid_of(name)}"
 
 
 def _differing(group: Group, variables: Mapping[str, str]) -> list[str]:

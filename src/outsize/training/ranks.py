@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from outsize.accelerators import VENDORS, count_of, is_accelerator, kind_here, title_of
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.group.group import Group
@@ -119,15 +120,16 @@ def own_share(config: Config, place: Launched | None) -> Config:
         return config
     memory, available = config.memory, available_ram_bytes() // place.local_size
     mine: dict[str, object] = {}
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if memory.device == "cuda" or (memory.device == "auto" and count):
+    kind = kind_here() if memory.device == "auto" else memory.device
+    if kind in VENDORS:
+        count = count_of(kind)
         if place.local_rank >= count:
             raise ConfigError(
-                f"rank {place.rank} is number {place.local_rank} on its machine, which has {count} CUDA devices; start "
-                f"torchrun with --nproc-per-node {max(count, 1)}, or use --device cpu"
+                f"rank {place.rank} is number {place.local_rank} on its machine, which has {count} {title_of(kind)} "
+                f"devices; start torchrun with --nproc-per-node {max(count, 1)}, or use --device cpu"
             )
-        mine["device"] = f"cuda:{place.local_rank}"
-    elif memory.device_memory is None and not memory.device.startswith("cuda"):
+        mine["device"] = f"{kind}:{place.local_rank}"
+    elif memory.device_memory is None and not is_accelerator(memory.device):
         mine["device_memory"] = int(available * CPU_DEVICE_SHARE)
     if memory.host_memory is None:
         mine["host_memory"] = int(available * HOST_SHARE)

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from outsize.accelerators import new_event
 from outsize.checkpoint.saving import Saving
 from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
@@ -63,7 +64,7 @@ class ReplicaEngine:
     ) -> None:
         self._replica, self._group, self._end_waits = replica, group, end_waits
         self._device = open_device(str(device))
-        self.ranges = OpRanges(nvtx=device.type == "cuda")
+        self.ranges = OpRanges(device)
         self.num_ended = 0
         self.reduced = Moved()
         self.error: BaseException | None = None
@@ -191,7 +192,7 @@ class ReplicaEngine:
         """Return the time, on a GPU an event that passes when all work so far is done."""
         if self._device.torch_device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event = new_event(self._device.torch_device)
         event.record()
         return event
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import is_accelerator, module_of, torch_name
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.split import Split
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
@@ -247,8 +247,7 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
         frozen parts has none.
     """
     split = prepared.split
-    name = device_names(prepared.machine.device)[0]
-    device = torch.device(name if name.startswith("cuda") else "cpu")
+    device = torch.device(torch_name(prepared.machine.device))
     spec = split.spec
     dtypes = {t.name: part.dtype for unit in spec.units for part in unit.frozen for t in part.tensors}
     weights_of = Decoded(prepared.source, spec)
@@ -298,9 +297,9 @@ def seeding(split: Split, seed: int, step: int, microbatch: int) -> Iterator[Non
 
     def reseed(unit: int, glue: bool) -> None:
         torch.default_generator.manual_seed(seed_of(seed, step, unit, microbatch, glue))
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed_of(seed, step, unit, microbatch, glue))
+        if is_accelerator(device):
+            with module_of(device).device(device):
+                module_of(device).manual_seed(seed_of(seed, step, unit, microbatch, glue))
 
     device = next(split.model.parameters()).device
     handles = []

@@ -36,16 +36,15 @@ from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress, Run
 from outsize.training.metrics.flops import Peak, peak_of, slow_products, step_flops
 from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
+from outsize.training.metrics.profiling import StepProfiler
 from outsize.training.metrics.run_info import about, gpu_uuids
 from outsize.training.metrics.run_records import TrainResult
 from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
 from outsize.training.notes import notes_of
 from outsize.training.preflight import check_same_run
-from outsize.training.profiling import StepProfiler
 from outsize.training.ranks import Ranks, own_share, together
-from outsize.training.resumed_microbatches import PLAN_FILE, as_before
 from outsize.training.run_data import open_dataset
-from outsize.training.run_dir import choose_run_dir, claimed
+from outsize.training.run_dir import PLAN_FILE, as_before, choose_run_dir, claimed
 from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog
 

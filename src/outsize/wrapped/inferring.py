@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from outsize.accelerators import is_accelerator
 from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.inference.forward_extent import ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
@@ -109,7 +110,7 @@ class Inferring(Planned):
                     self.split.spec, device, self.session.home, self.session.ledger, self.session.pinner
                 )
             fixed = decoding_bytes(self.split.spec)
-            if self._device.type == "cuda":
+            if is_accelerator(self._device):
                 fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
             prefetch = self._memory.prefetch
             if prefetch is None and self._memory.slots is not None:

@@ -38,8 +38,7 @@ from outsize.training.metrics.heartbeat import Heartbeat, write_json
 from outsize.training.metrics.run_info import describe, gpu_uuids
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.metrics.step_metrics import Accounts
-from outsize.training.resumed_microbatches import PLAN_FILE
-from outsize.training.run_dir import claimed
+from outsize.training.run_dir import PLAN_FILE, claimed
 from outsize.training.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)

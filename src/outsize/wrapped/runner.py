@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
 from outsize.planner.passes.step_parts import step_units, summing
@@ -216,7 +217,8 @@ class Runner(Inferring):
         assert engine is not None
         self._caller.finish()
         state = torch.get_rng_state()
-        cuda_state = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        backend = module_of(self._device) if is_accelerator(self._device) else None
+        device_state = backend.get_rng_state(self._device) if backend else None
         try:
             with nullcontext() if self.records is None else self.records.passing(engine, context):
                 engine.follow()
@@ -235,8 +237,8 @@ class Runner(Inferring):
         finally:
             engine.let_go()
             torch.set_rng_state(state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state, self._device)
+            if backend is not None:
+                backend.set_rng_state(device_state, self._device)
 
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units

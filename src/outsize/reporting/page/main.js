@@ -2,11 +2,11 @@
 
 const SECTIONS = [
   ["verdict", "Verdict", verdicts], ["time", "Where a step's time goes", stepTime], ["curves", "Curves", curveGrid],
-  ["predicted", "Predicted and measured", predicted], ["timeline", "Timeline of a step", timelines],
+  ["predicted", "Predicted and measured", predicted], ["timeline", "Timeline of a step", timelines], ["units", "Latency of each unit", latencies],
   ["over-time", "Time and bytes over the run", overTime], ["memory", "Memory", memory], ["gpus", "GPUs", gpus],
   ["about", "Configuration and machine", about],
 ];
-const NAV = { verdict: "Verdict", time: "Time", curves: "Curves", predicted: "Predicted", timeline: "Timeline", "over-time": "Over time", memory: "Memory", gpus: "GPUs", about: "Setup" };
+const NAV = { verdict: "Verdict", time: "Time", curves: "Curves", predicted: "Predicted", timeline: "Timeline", units: "Units", "over-time": "Over time", memory: "Memory", gpus: "GPUs", about: "Setup" };
 
 const main = document.getElementById("main");
 let built = new Map();
@@ -39,7 +39,7 @@ function render(data) {
 }
 const SOURCES = new Map([
   [verdicts, ["name", "verdict", "fallbacks", "figures"]], [stepTime, ["name", "waits"]], [curveGrid, ["name", "curves"]], [predicted, ["name", "prediction"]],
-  [timelines, ["name", "timeline"]], [overTime, ["name", "shares", "rates"]], [memory, ["name", "memory"]], [gpus, ["name", "gpus"]], [about, ["name", "config", "about", "machine"]],
+  [timelines, ["name", "timeline"]], [latencies, ["name", "timeline"]], [overTime, ["name", "shares", "rates"]], [memory, ["name", "memory"]], [gpus, ["name", "gpus"]], [about, ["name", "config", "about", "machine"]],
 ]);
 
 const themeButton = document.getElementById("theme");

@@ -207,6 +207,18 @@ function timelines(runs) {
   return those.length ? make("div", { class: "runs" }, those.map((run) => make("div", {}, titled(run, runs), timelineFigure(run.timeline, `Timeline of ${run.name}`)))) : null;
 }
 
+/** A row for each unit: what its ops took in the recorded step, and how long compute waited for them. */
+function latencies(runs) {
+  const cards = runs.filter((run) => run.timeline?.latencies.length).map((run) => {
+    const rows = run.timeline.latencies;
+    const columns = Object.keys(rows[0]).filter((name) => name !== "unit" && rows.some((row) => row[name] > 0));
+    return make("div", { class: "card scroll" }, titled(run, runs), make("table", {},
+      make("thead", {}, make("tr", {}, make("th", {}, "unit"), ...columns.map((name) => make("th", { class: "num" }, name === "waited" ? "compute waited" : name)))),
+      make("tbody", {}, rows.map((row) => make("tr", {}, make("td", {}, row.unit), ...columns.map((name) => make("td", { class: "num" }, row[name] ? seconds(row[name]) : "–")))))));
+  });
+  return cards.length ? make("details", {}, make("summary", {}, "Seconds of each unit by what they went into"), cards) : null;
+}
+
 function gpus(runs) {
   const rows = runs.flatMap((run) => run.gpus.map((gpu) => make("tr", {}, runs.length > 1 ? make("td", {}, run.name) : null, make("td", {}, `cuda:${gpu.index}`),
     ...[gpu.sm_clock_hz && `${digits(gpu.sm_clock_hz / 1e6, 4)} MHz`, gpu.utilisation_share === null ? null : percent(gpu.utilisation_share), gpu.memory_used_bytes && bytes(gpu.memory_used_bytes),

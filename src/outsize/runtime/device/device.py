@@ -2,8 +2,9 @@
 
 * ``cpu``: the device's memory is RAM. An op is done when its function returns.
 * ``emulated:N``: N workers on the CPU whose links are throttled, for tests and dry runs.
-* ``cuda:i``: each lane has a stream. An op is done on the host when it is enqueued and on the device when the event
-  recorded after it has passed; a lane with a stream waits for the event on its stream, a host lane on its thread.
+* accelerators, such as ``cuda:i``: each lane has a stream. An op is done on the host when it is enqueued and on the
+  device when the event recorded after it has passed; a lane with a stream waits for the event on its stream, a host
+  lane on its thread.
 """
 
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.accelerators import check_here, is_accelerator, last_calls, module_of, new_event
 from outsize.errors import ConfigError
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.storage.arena import Arena
@@ -184,30 +186,36 @@ class EmulatedDevice(CpuDevice):
                 self._never.wait(remaining)
 
 
-class CudaDevice(Device):
-    """One CUDA device; a stream for each lane that touches it."""
+class Accelerator(Device):
+    """A device with memory and streams of its own; a stream for each lane that touches it.
 
-    def __init__(self, index: int, ledger: Ledger | None = None, *, tier: str = "device") -> None:
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise ConfigError(
-                f"memory.device is cuda:{index}, but torch sees {torch.cuda.device_count()} CUDA devices; "
-                "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES"
-            )
-        self.name = f"cuda:{index}"
-        self.torch_device = torch.device("cuda", index)
-        self._streams: dict[str, torch.cuda.Stream] = {}
+    Args:
+        name: kind and number, such as ``cuda:0``.
+        ledger: where its memory is reserved.
+        tier: of the ledger.
+
+    Raises:
+        ConfigError: torch sees no such device.
+    """
+
+    def __init__(self, name: str, ledger: Ledger | None = None, *, tier: str = "device") -> None:
+        check_here(name)
+        self.name = name
+        self.torch_device = torch.device(name)
+        self._torch = module_of(name)
+        self._streams: dict[str, torch.Stream] = {}
         self._held: list[Tensor] = []
         self._ledger = ledger
         self._tier = tier
         self._reservations: list[Reservation] = []
-        with torch.cuda.device(self.torch_device):
-            self._origin = _event()
+        with self._torch.device(self.torch_device):
+            self._origin = new_event(name)
             self._origin.record()
             self._origin.synchronize()
         self._origin_s = time.perf_counter()
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
-        """See `Device.allocate`; torch's CUDA allocator aligns to 512 bytes, which is enough for DMA."""
+        """See `Device.allocate`; torch's allocators align to 512 bytes, which is enough for DMA."""
         if self._ledger is not None:
             self._reservations.append(self._ledger.reserve(self._tier, what, num_bytes))
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -218,28 +226,29 @@ class CudaDevice(Device):
         """See `Device.lane`."""
         if not name.startswith(("compute", "up", "down", "peer")):
             return nullcontext()
-        torch.cuda.set_device(self.torch_device)
-        return torch.cuda.stream(self._stream(name))
+        self._torch.set_device(self.torch_device)
+        return self.behind(name)
 
     def behind(self, lane: str) -> AbstractContextManager[Any]:
         """See `Device.behind`."""
-        return torch.cuda.stream(self._stream(lane))
+        found: AbstractContextManager[Any] = self._torch.stream(self._stream(lane))
+        return found
 
-    def _stream(self, lane: str) -> torch.cuda.Stream:
+    def _stream(self, lane: str) -> torch.Stream:
         if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+            self._streams[lane] = self._torch.Stream(self.torch_device)
         return self._streams[lane]
 
-    def record(self, lane: str) -> torch.cuda.Event | None:
+    def record(self, lane: str) -> torch.Event | None:
         """See `Device.record`."""
         stream = self._streams.get(lane)
         if stream is None:
             return None
-        event = _event()
+        event: torch.Event = new_event(self.name)
         event.record(stream)
         return event
 
-    def wait(self, lane: str, mark: torch.cuda.Event) -> None:
+    def wait(self, lane: str, mark: torch.Event) -> None:
         """See `Device.wait`."""
         stream = self._streams.get(lane)
         if stream is None:
@@ -247,7 +256,7 @@ class CudaDevice(Device):
         else:
             stream.wait_event(mark)
 
-    def seconds(self, mark: torch.cuda.Event) -> float:
+    def seconds(self, mark: torch.Event) -> float:
         """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""
         found: float = self._origin_s + self._origin.elapsed_time(mark) / 1e3
         # Times between events are fp32 milliseconds: go on from here, or a day later they are good to 8 ms.
@@ -261,17 +270,15 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """See `Device.close`."""
-        if self._held or self._streams:
-            torch.cuda.synchronize(self.torch_device)
-        self._held.clear()
-        self._streams.clear()
-        while self._reservations:
-            self._reservations.pop().release()
-
-
-def _event() -> torch.cuda.Event:
-    """An event that is timed, and that a thread waits for asleep, so that it takes no core from the optimizer."""
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        try:
+            if self._held or self._streams:
+                with last_calls(self.name):
+                    torch.accelerator.synchronize(self.torch_device)
+        finally:
+            self._held.clear()
+            self._streams.clear()
+            while self._reservations:
+                self._reservations.pop().release()
 
 
 def open_device(
@@ -297,15 +304,13 @@ def open_device(
         ConfigError: no such device.
     """
     kind, _, index = name.partition(":")
-    if index and not index.isdigit():
-        raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
-    match kind:
-        case "cpu" if not index:
+    if not index or index.isdigit():
+        if is_accelerator(kind):
+            return Accelerator(f"{kind}:{int(index or 0)}", ledger, tier=tier)
+        if name == "cpu":
             return CpuDevice(ledger=ledger, limit=limit, tier=tier)
-        case "emulated":
+        if kind == "emulated":
             return EmulatedDevice(
                 name, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s
             )
-        case "cuda":
-            return CudaDevice(int(index or 0), ledger, tier=tier)
     raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
 from outsize.runtime.device.device import Device, open_device
 from outsize.storage.ledger import Ledger
@@ -104,8 +105,8 @@ def device_names(name: str) -> tuple[str, ...]:
         if not count:
             raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N, cuda:i or cuda:i,j")
         return (name,) if count == 1 else tuple(f"emulated:{worker}" for worker in range(count))
-    if kind == "cuda" and "," in indices:
-        return tuple(f"cuda:{index}" for index in indices.split(","))
+    if is_accelerator(kind) and "," in indices:
+        return tuple(f"{kind}:{index}" for index in indices.split(","))
     return (name,)
 
 

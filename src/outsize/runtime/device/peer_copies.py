@@ -4,6 +4,8 @@ from functools import cache
 
 import torch
 
+from outsize.accelerators import index_of, vendor_of
+
 # 1 MiB of numbers, enough to go over the wire that large copies take.
 _NUMBERS = 2**18
 
@@ -23,8 +25,9 @@ def can_copy(source: str, target: str) -> bool:
 
 @cache
 def _arrives(source: str, target: str) -> bool:
-    here, there = torch.device(source), torch.device(target)
-    if not all(torch.cuda.can_device_access_peer(*pair) for pair in ((here, there), (there, here))):
+    here, there, reaches = torch.device(source), torch.device(target), vendor_of(source).reaches
+    one, other = index_of(source), index_of(target)
+    if not (reaches(one, other) and reaches(other, one)):
         return False
     sent = torch.arange(_NUMBERS, dtype=torch.int32)
     return torch.equal(sent.to(here).to(there).cpu(), sent)

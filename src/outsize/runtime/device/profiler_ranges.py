@@ -1,7 +1,7 @@
 """Names of ops for profilers: while it is on, each op runs within a range that carries its text.
 
-The ranges are those of `torch.profiler`, and on CUDA those of NVTX too, which Nsight shows. Off, an op costs one look
-at a flag.
+The ranges are those of `torch.profiler`, and those of the driver's own profiler, on CUDA NVTX, which Nsight shows. Off,
+an op costs one look at a flag.
 """
 
 from collections.abc import Iterator
@@ -10,20 +10,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.profiler import record_function
 
+from outsize.accelerators import is_accelerator, vendor_of
+
 
 class OpRanges:
     """A switch for all lanes.
 
     Args:
-        nvtx: whether NVTX ranges are made, too.
+        device: that the ops compute on.
 
     Attributes:
         on: may be switched at any time; ops that are running stay as they began.
     """
 
-    def __init__(self, *, nvtx: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.on = False
-        self._nvtx = nvtx
+        self._driver = vendor_of(device).ranges if is_accelerator(device) else None
 
     def around(self, op: object) -> AbstractContextManager[None]:
         """Return the context that an op runs in; its text is the name of the range."""
@@ -31,11 +33,5 @@ class OpRanges:
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-        try:
-            with record_function(name):
-                yield
-        finally:
-            if self._nvtx:
-                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        with nullcontext() if self._driver is None else self._driver(name), record_function(name):
+            yield

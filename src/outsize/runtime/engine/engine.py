@@ -169,7 +169,7 @@ class Engine:
             handlers_of(worker, self.optimizer, self._commits, self._storing, self.exchange)
             for worker in self._crew.workers
         )
-        self.ranges = OpRanges(nvtx=device.torch_device.type == "cuda")
+        self.ranges = OpRanges(device.torch_device)
         self._links = _links(self._crew, layout.peers, self.exchange)
         places = [
             place for place in (home, scratch, *rooms.values()) if isinstance(place, DiskHome | DiskScratch)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import last_calls
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.model.split import Split
 
@@ -56,9 +57,11 @@ def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         for buffers, name, buffer in former:
-            if moved[id(buffer)] is not buffer:
-                buffer.copy_(moved[id(buffer)])
             buffers[name] = buffer
+        with last_calls(device):
+            for _, _, buffer in former:
+                if moved[id(buffer)] is not buffer:
+                    buffer.copy_(moved[id(buffer)])
 
 
 @dataclass(slots=True)

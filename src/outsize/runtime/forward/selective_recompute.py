@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outsize.accelerators import is_accelerator, module_of
 from outsize.runtime.forward.saved_tensors import Memory, SavedTensors, Shown
 
 _aten = torch.ops.aten
@@ -185,7 +186,10 @@ def _generator_of(func: Any, args: tuple[Any, ...]) -> torch.Generator | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     device = next((leaf.device for leaf in args if isinstance(leaf, Tensor)), torch.device("cpu"))
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return torch.default_generator
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return torch.cuda.default_generators[index]
+    backend = module_of(device)
+    generator: torch.Generator = backend.default_generators[
+        backend.current_device() if device.index is None else device.index
+    ]
+    return generator

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
 from outsize.planner.program.ops import Kind, Op
@@ -176,7 +177,7 @@ class ComputeOps:
         In a cut step the caller's own backward waits for it, and keeps autograd's thread of a GPU to itself. On a CPU
         there is no such thread, and a backward that is kept off threads takes a fifth longer.
         """
-        if self._cut and self._device.torch_device.type == "cuda":
+        if self._cut and is_accelerator(self._device.torch_device):
             return torch.autograd.set_multithreading_enabled(False)
         return nullcontext()
 
@@ -209,13 +210,15 @@ class ComputeOps:
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.
-        seed, step, on_cuda = self._settings.seed, context.number, self._device.torch_device.type == "cuda"
+        seed, step = self._settings.seed, context.number
+        where = self._device.torch_device
+        backend = module_of(where) if is_accelerator(where) else None
         among_all = context.first_microbatch + microbatch
 
         def reseed(unit: int, glue: bool) -> None:
             torch.default_generator.manual_seed(seed_of(seed, step, unit, among_all, glue))
-            if on_cuda:
-                torch.cuda.manual_seed(seed_of(seed, step, unit, among_all, glue))
+            if backend is not None:
+                backend.manual_seed(seed_of(seed, step, unit, among_all, glue))
 
         inputs = pytree.tree_map_only(
             Tensor,

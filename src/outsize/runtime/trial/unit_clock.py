@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from outsize.accelerators import is_accelerator
 from outsize.errors import ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
@@ -270,8 +271,8 @@ class _Clock:
         return nullcontext() if self._limit is None else self._limit.watched()
 
     def _finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if is_accelerator(self._device):
+            torch.accelerator.synchronize(self._device)
 
 
 def _median(samples: list[Sample]) -> Sample:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from outsize.accelerators import torch_name
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.open import open_codec
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.model.sizes.model_spec import ITEMSIZE
 from outsize.planner.memory.link_bytes import encoded_planes
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.prepare import Job
 
@@ -57,8 +57,7 @@ def crossing_rates(prepared: Job, transport: Transport) -> dict[str, CodecRates]
 
 def _device(prepared: Job) -> str:
     """Return where torch computes for the run: its first device."""
-    name = device_names(prepared.machine.device)[0]
-    return name if name.startswith("cuda") else HOME
+    return torch_name(prepared.machine.device)
 
 
 def _sample(numel: int, dtype: str) -> Tensor:
@@ -85,7 +84,7 @@ def _best_s(work: Callable[[], object], device: str) -> float:
     def done() -> None:
         work()
         if device != HOME:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
     return min(_seconds(done) for _ in range(REPEATS))
 

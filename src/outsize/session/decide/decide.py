@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from outsize.accelerators import is_accelerator
 from outsize.codecs.transport import Transport
 from outsize.errors import OutsizeError
 from outsize.planner.predict.decision import Decision
@@ -95,7 +96,7 @@ def _why_raw(prepared: Job, crossing: str) -> str:
         return " where several ranks share each step"
     if machine.device == "cpu" or (crossing == "weights" and machine.home == "disk"):
         return ": there is no link between host memory and a device"
-    if crossing != "weights" and machine.device.startswith("cuda"):
+    if crossing != "weights" and is_accelerator(machine.device):
         return ": a GPU decodes what keeps every bit, and does not encode it"
     if crossing == "gradients" and prepared.plan.layout.ring:
         return ": gradients pass through a ring, tile by tile"

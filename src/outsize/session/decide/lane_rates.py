@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import torch
 
+from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ConfigError
 from outsize.group.pace import Pace
 from outsize.hardware.from_probe import read_machine
@@ -141,11 +141,11 @@ def reached_flops_per_s(times: UnitTimes, flops: tuple[float, ...]) -> Figure:
 
 
 def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, total: int) -> Gpu:
-    cuda = name.startswith("cuda")
-    memory = _figure(measure_device_memory(name, effort), "device memory") if cuda else triad
+    own = is_accelerator(name)
+    memory = _figure(measure_device_memory(name, effort), "device memory") if own else triad
     return Gpu(
         name=name,
-        memory_bytes=torch.cuda.get_device_properties(name).total_memory if cuda else total,
+        memory_bytes=module_of(name).get_device_properties(name).total_memory if own else total,
         peak_flops_per_s={dtype: peak},
         efficiency=_REACHED,
         memory_bytes_per_s=memory,
@@ -155,7 +155,7 @@ def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, tot
 
 def _link(prepared: Job, name: str, copy: Figure, effort: Effort) -> Link:
     limit = prepared.config.memory.link_gb_per_s
-    if name.startswith("cuda"):
+    if is_accelerator(name):
         up, down = (rates.fit for rates in itertools.islice(measure_links(name, effort), 2))
         if up is None or down is None:
             raise ConfigError(f"the link of {name} could not be measured")

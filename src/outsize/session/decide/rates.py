@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from outsize.errors import ConfigError, ModelError
+from outsize.accelerators import check_here, is_accelerator, torch_name
+from outsize.errors import ModelError
 from outsize.group.group import Group
 from outsize.group.pace import Pace
 from outsize.hardware.machine_spec import Machine
@@ -32,7 +33,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.job.relative_times import recompute_shares, shape_of, spared_flops
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
-TIMED_TOKENS = {"cpu": 512, "cuda": 8192}
+TIMED_TOKENS = {"cpu": 512, "accelerator": 8192}
 # The same for all processes of a machine, containers or not.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Exchanged by all ranks together, to know how fast that goes.
@@ -103,7 +104,7 @@ def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:
 @contextlib.contextmanager
 def _memory_of_the_run(prepared: Job) -> Iterator[None]:
     """Have freed memory kept as steps will have it: pages that the kernel hands out anew take their time."""
-    if _is_cuda(prepared):
+    if is_accelerator(prepared.machine.device):
         yield
         return
     set_thresholds(heap=prepared.heap)
@@ -149,11 +150,12 @@ def measure_exchange(group: Group) -> Exchanged:
 def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
     """Return the times of units in a microbatch of the run, and the operations of their forwards."""
     config = prepared.config
-    if _is_cuda(prepared) and not torch.cuda.is_available():
-        raise ConfigError("torch sees no CUDA device here to time anything on")
+    check_here(prepared.machine.device)
     rows, length = -(-prepared.num_sequences // config.microbatches), config.data.seq_len
-    device = torch.device(prepared.machine.device.partition(",")[0] if _is_cuda(prepared) else "cpu")
-    few_rows, short = _timed_size(rows, length, TIMED_TOKENS[device.type])
+    device = torch.device(torch_name(prepared.machine.device))
+    few_rows, short = _timed_size(
+        rows, length, TIMED_TOKENS["accelerator" if is_accelerator(device) else "cpu"]
+    )
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
     num_kept = _num_kept(prepared, pace)
     with Boundaries(prepared.split.modules) as boundaries:
@@ -218,10 +220,6 @@ def _spared_s(
         )
         for extent, spared_by_unit in spared_flops(prepared.measured).items()
     }
-
-
-def _is_cuda(prepared: Job) -> bool:
-    return prepared.machine.device.startswith("cuda")
 
 
 def _timed_size(rows: int, length: int, most: int) -> tuple[int, int]:

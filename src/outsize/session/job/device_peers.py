@@ -76,10 +76,10 @@ def _bytes_per_s(source: torch.device, target: torch.device) -> float:
     arrived = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=target)
     best_s = float("inf")
     for _ in range(_REPEATS + 1):  # the first opens the way
-        torch.cuda.synchronize(source)
+        torch.accelerator.synchronize(source)
         began = time.perf_counter()
         arrived.copy_(sent)
-        torch.cuda.synchronize(source)
-        torch.cuda.synchronize(target)
+        torch.accelerator.synchronize(source)
+        torch.accelerator.synchronize(target)
         best_s = min(best_s, time.perf_counter() - began)
     return _COPY_BYTES / best_s

@@ -2,8 +2,7 @@
 
 import contextlib
 
-import torch
-
+from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.hardware.machine_spec import Gpu, Machine
 from outsize.hardware.presets import GPUS, parse_gpus
 from outsize.runtime.device.device_group import device_names
@@ -27,9 +26,9 @@ def assumed_machine(device: str) -> Machine:
     """
     names = device_names(device)
     gpu = GPUS[USUAL]
-    if device.startswith("cuda"):
+    if is_accelerator(device):
         with contextlib.suppress(
             AssertionError, RuntimeError
         ):  # torch without CUDA: of a run on another machine
-            gpu = preset_of(torch.cuda.get_device_name(int(names[0].partition(":")[2]))) or gpu
+            gpu = preset_of(module_of(names[0]).get_device_name(index_of(names[0]))) or gpu
     return parse_gpus(f"{len(names)}x{gpu.name}")

@@ -5,8 +5,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from outsize.accelerators import (
+    VENDORS,
+    check_here,
+    count_of,
+    index_of,
+    is_accelerator,
+    kind_here,
+    kind_of,
+    module_of,
+    title_of,
+)
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.host_memory import HostMemory, read_host_memory
@@ -47,26 +56,28 @@ class RunMachine:
 
 
 def choose_device(name: str) -> str:
-    """Resolve ``auto``, ``cuda``, ``cuda:all`` and ``emulated``.
+    """Resolve ``auto``, a kind alone, such as ``cuda``, all of a kind, and ``emulated``.
 
     Raises:
-        ConfigError: ``cuda:all`` where torch sees no device.
+        ConfigError: all of a kind of which torch sees none.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda:all":
-        count = torch.cuda.device_count()
+        name = kind_here() or "cpu"
+    kind = kind_of(name)
+    if name == f"{kind}:all":
+        count = count_of(kind)
         if not count:
             raise ConfigError(
-                "memory.device is cuda:all, but torch sees no CUDA device; use --device cpu, or check the driver"
+                f"memory.device is {name}, but torch sees no {title_of(kind)} device; use --device cpu, or check the "
+                "driver"
             )
-        return "cuda:" + ",".join(map(str, range(count)))
-    return {"cuda": "cuda:0", "emulated": "emulated:1"}.get(name, name)
+        return f"{kind}:" + ",".join(map(str, range(count)))
+    return {"emulated": "emulated:1"}.get(name, f"{name}:0" if name in VENDORS else name)
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """Resolve ``auto``: bf16 on CUDA, fp32 elsewhere."""
-    return name if name != "auto" else "bf16" if device.startswith("cuda") else "fp32"
+    """Resolve ``auto``: bf16 on accelerators, fp32 elsewhere."""
+    return name if name != "auto" else "bf16" if is_accelerator(device) else "fp32"
 
 
 def available_ram_bytes() -> int:
@@ -117,8 +128,9 @@ def check_directory(store_dir: Path) -> None:
 
 def _default_device_bytes(device: str, available: int) -> int:
     names = device_names(device)
-    if device.startswith("cuda"):
-        free = (torch.cuda.mem_get_info(int(name.partition(":")[2]))[0] / names.count(name) for name in names)
+    if is_accelerator(device):
+        check_here(device)
+        free = (module_of(name).mem_get_info(index_of(name))[0] / names.count(name) for name in names)
         return int(min(free) * DEVICE_SHARE)
     return int(available * CPU_DEVICE_SHARE / len(names))
 
@@ -130,13 +142,11 @@ def _check_budgets(memory: MemoryConfig, device: str, ram: HostMemory, store_dir
     if there is not None and there == ram.cgroup_limit_bytes.number():
         of_what = f"memory, the limit of the control group {ram.cgroup_limit_bytes.source}"
     most: dict[str, tuple[int | None, str]] = {"host_memory": (there, of_what)}
-    if not device.startswith("cuda"):
+    if not is_accelerator(device):
         each = f"{of_what}, which {len(names)} devices share" if len(names) > 1 else of_what
         most["device_memory"] = (there and there // len(names), each)
-    elif memory.device_memory and torch.cuda.is_available():
-        totals = (
-            torch.cuda.mem_get_info(int(name.partition(":")[2]))[1] // names.count(name) for name in names
-        )
+    elif memory.device_memory and count_of(kind_of(device)):
+        totals = (module_of(name).mem_get_info(index_of(name))[1] // names.count(name) for name in names)
         most["device_memory"] = (min(totals), f"memory on {device}")
     disk_bytes = shutil.disk_usage(_existing(store_dir)).total if memory.disk_memory else 0
     if disk_bytes and memory.home != "host":  # what is no disk at all is refused where it is written to

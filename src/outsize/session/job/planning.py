@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from outsize.accelerators import is_accelerator
 from outsize.codecs.wire import EXACT
 from outsize.config import Config
 from outsize.errors import ConfigError
@@ -169,7 +170,7 @@ def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried,
 def is_linked(config: Config, machine: RunMachine) -> bool:
     """Return whether a link with a rate of its own lies between host memory and the devices of a run."""
     emulated = machine.device.startswith("emulated") and config.memory.link_gb_per_s is not None
-    return machine.device.startswith("cuda") or emulated
+    return is_accelerator(machine.device) or emulated
 
 
 def plan_with_heap(
@@ -277,7 +278,7 @@ def _check_tiles(wanted: int | None, state: StateLayout, machine: RunMachine) ->
 def fixed_bytes(model: nn.Module, machine: RunMachine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
     on_gpu = CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
-    return on_gpu if machine.device.startswith("cuda") else 0
+    return on_gpu if is_accelerator(machine.device) else 0
 
 
 def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The codecs of a run, on the link and between ranks, checked against its machine."""
 
+from outsize.accelerators import is_accelerator
 from outsize.choices import Home
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import Wire
@@ -24,7 +25,7 @@ def check_transport(transport: Transport, device: str, home: Home) -> None:
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if device.startswith("cuda"):
+    if is_accelerator(device):
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
                 raise ConfigError(

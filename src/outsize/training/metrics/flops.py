@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.errors import ModelError
 from outsize.model.sizes.spec_from_config import forward_flops, read_shape
 from outsize.runtime.device.device_group import device_names
@@ -61,8 +62,8 @@ def step_flops(prepared: Job) -> float | None:
 
 def peak_of(device: str, dtype: str) -> Peak:
     """Return what ``device`` computes at most: by the data sheet of a GPU, measured on a CPU."""
-    if device.startswith("cuda"):
-        names = [torch.cuda.get_device_name(int(n.partition(":")[2])) for n in device_names(device)]
+    if is_accelerator(device):
+        names = [module_of(n).get_device_name(index_of(n)) for n in device_names(device)]
         return promised(names, dtype)
     return Peak(
         flops_per_s=_measured(TORCH_DTYPE[dtype]),

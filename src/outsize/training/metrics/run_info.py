@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from outsize import __version__
+from outsize.accelerators import index_of, is_accelerator, module_of, uuid_of
 from outsize.hardware.inventory import take_inventory
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.runtime.device.device_group import device_names
@@ -73,15 +74,14 @@ def describe(
 
 
 def gpu_uuids(device: str) -> dict[int, str]:
-    """Return by CUDA index what NVML knows the GPUs of ``device`` by; empty where it is no GPU."""
-    return {index: f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in _cuda_indices(device)}
+    """Return by index what the driver knows the GPUs of ``device`` by; empty where it is no GPU."""
+    return {index_of(name): uuid_of(name) for name in _accelerators(device)}
 
 
 def _names(device: str) -> list[str]:
-    cuda = [torch.cuda.get_device_name(index) for index in _cuda_indices(device)]
-    return cuda or list(device_names(device))
+    told = [module_of(name).get_device_name(index_of(name)) for name in _accelerators(device)]
+    return told or list(device_names(device))
 
 
-def _cuda_indices(device: str) -> list[int]:
-    names = dict.fromkeys(device_names(device)) if device.startswith("cuda") else {}
-    return [int(name.partition(":")[2]) for name in names]
+def _accelerators(device: str) -> list[str]:
+    return list(dict.fromkeys(device_names(device))) if is_accelerator(device) else []

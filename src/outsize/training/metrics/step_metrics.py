@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-import torch
-
+from outsize.accelerators import is_accelerator, module_of
 from outsize.planner.program.ops import COMPUTE_KINDS
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event, Timeline
@@ -56,7 +55,7 @@ class Accounts:
         self._flops = flops
         self._peak = peak
         self._lanes = [f"compute:w{worker}" for worker in range(num_workers)]
-        self._cuda = tuple(dict.fromkeys(name for name in device_names(device) if name.startswith("cuda")))
+        self._gpus = tuple(dict.fromkeys(name for name in device_names(device) if is_accelerator(name)))
         self._crossings = (*links, _READ, _WRITTEN)
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
@@ -103,7 +102,7 @@ class Accounts:
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
             tiers=self._tiers(),
-            device_bytes={name: torch.cuda.memory_reserved(name) for name in self._cuda},
+            device_bytes={name: module_of(name).memory_reserved(name) for name in self._gpus},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
             host=None if host is None else host.model_dump(),
             fallbacks=self._fallbacks(failed),

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from outsize.accelerators import VENDORS, kind_here
 from outsize.runtime.device.profiler_ranges import OpRanges
 
 PROFILE = "profile.json"
@@ -48,8 +49,9 @@ class StepProfiler:
 
     def _begin(self) -> None:
         kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
+        kind = kind_here()
+        if kind is not None and VENDORS[kind].activity:
+            kinds.append(getattr(ProfilerActivity, VENDORS[kind].activity))
         # Lanes are threads that stand already: without this only those that begin from here on would be seen.
         everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=kinds, experimental_config=everything)

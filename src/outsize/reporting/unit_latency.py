@@ -1,0 +1,59 @@
+"""What each unit of a step took, lane by lane, from the ops of its timeline."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from outsize.errors import ProgramError
+from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import parse_op
+from outsize.planner.simulate.timeline import Event
+from outsize.reporting import series
+
+# Columns of the table, and whose ops each adds up.
+COLUMNS: Final[dict[str, frozenset[Kind]]] = {
+    "load": frozenset({Kind.LOAD}),
+    "forward": frozenset(
+        {
+            Kind.FORWARD,
+            Kind.FORWARD_ATTENTION,
+            Kind.FORWARD_PRODUCTS,
+            Kind.FORWARD_KEEP,
+            Kind.FORWARD_BACKWARD,
+        }
+    ),
+    "backward": frozenset({Kind.RECOMPUTE, Kind.BACKWARD}),
+    "activations": frozenset({Kind.SAVE, Kind.FETCH, Kind.OFFLOAD, Kind.ONLOAD}),
+    "gradient": frozenset({Kind.NORM, Kind.GRAD}),
+    "optimizer": frozenset({Kind.READ, Kind.STEP, Kind.WRITE}),
+}
+_COLUMN_OF = {kind: column for column, kinds in COLUMNS.items() for kind in kinds}
+_COMPUTING = COLUMNS["forward"] | COLUMNS["backward"]
+
+
+def unit_latencies(events: Iterable[Event], units: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each unit that has an op: seconds of its ops by column, and how long compute waited for it.
+
+    Args:
+        events: of one step.
+        units: names of the units, by index.
+    """
+    seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        try:
+            op = parse_op(event.op)
+        except ProgramError:
+            continue  # an op of another version, or of a lane without a program
+        if op.unit is None or op.kind not in _COLUMN_OF:
+            continue
+        row = seconds[op.unit]
+        row[_COLUMN_OF[op.kind]] += event.end_s - event.start_s
+        if op.kind in _COMPUTING:
+            row["waited"] += event.waited_s
+    return [
+        {
+            "unit": units[unit] if unit < len(units) else f"unit {unit}",
+            **{name: series.rounded(seconds[unit][name]) for name in (*COLUMNS, "waited")},
+        }
+        for unit in sorted(seconds)
+    ]

@@ -1,0 +1,144 @@
+"""Tokens per step, swept: a few steps of each on this machine, measured; nothing is saved, every home is given back.
+
+A step moves the same weights however many tokens it trains on, so it gets cheaper per token as it grows, until compute
+hides what is moved. Where that is depends on model and machine. Tokens per step belong to the training, though: the
+smallest step that is nearly as fast as the fastest is the one to take.
+"""
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outsize.config import Config
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.session.decide.decide import decide
+from outsize.session.job.machine import choose_device
+from outsize.session.job.prepare import prepare
+from outsize.session.stream import StreamedTrainer
+from outsize.session.torch_state import borrowed_torch
+from outsize.training.run_data import open_dataset
+
+# Steps whose tokens per second lie so near are as good as each other.
+NEAR = 0.02
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """What steps of one size came to.
+
+    Attributes:
+        tokens_per_step: tokens of a step.
+        microbatches: in how many slices they pass through a unit.
+        step_s: median seconds of a step, the first one left out; 0 where nothing fits.
+        tokens_per_s: tokens of a step over that; 0 where nothing fits.
+        memory_bytes: that the plan takes, by tier.
+        why_not: what does not fit; empty where steps were made.
+    """
+
+    tokens_per_step: int
+    microbatches: int = 0
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    memory_bytes: dict[str, int]
+    why_not: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)
+
+
+def sizes_around(config: Config) -> list[int]:
+    """Return the tokens per step of ``config``, half of them where sequences allow, and two, four and eight times."""
+    base, length = config.tokens_per_step, config.data.seq_len
+    half = [base // 2] if base // 2 % length == 0 and base // 2 // length >= config.microbatches else []
+    return [*half, base, 2 * base, 4 * base, 8 * base]
+
+
+def with_size(config: Config, tokens_per_step: int) -> Config:
+    """Return ``config`` with another size of a step.
+
+    Raises:
+        ConfigError: the size is no multiple of a sequence.
+    """
+    length = config.data.seq_len
+    if tokens_per_step < length or tokens_per_step % length:
+        raise ConfigError(
+            f"--tokens-per-step {tokens_per_step}: not a multiple of data.seq_len ({length}); "
+            f"try {max(1, tokens_per_step // length) * length}"
+        )
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"tokens_per_step": tokens_per_step})}
+    )
+
+
+def sweep(
+    config: Config, sizes: Sequence[int], steps: int, announce: Announce = lambda _: None
+) -> list[SweepRow]:
+    """Train ``steps`` steps of each size from the same weights, and return what they took, in the order of ``sizes``.
+
+    Args:
+        config: the run; its own steps and checkpoints count for nothing.
+        sizes: tokens per step.
+        steps: of each size, two at least; the first does not count.
+        announce: called with lines for people.
+
+    Raises:
+        OutsizeError: as `outsize.training.run.train`; a size that does not fit is a row that says so.
+    """
+    runs = [with_size(config, size) for size in sizes]
+    rows = []
+    for run in runs:
+        announce(f"{run.tokens_per_step} tokens per step")
+        with contextlib.ExitStack() as stack:
+            near = Path(config.memory.store_dir or Path.cwd())
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-sweep-", dir=near))
+            )
+            stack.enter_context(
+                borrowed_torch(
+                    deterministic=config.train.deterministic, device=choose_device(config.memory.device)
+                )
+            )
+            rows.append(_row(run, steps, directory, stack))
+    return rows
+
+
+def best_of(rows: Sequence[SweepRow]) -> SweepRow | None:
+    """Return the smallest step that comes within `NEAR` of the fastest; None where nothing fits."""
+    fastest = max((row.tokens_per_s for row in rows), default=0.0)
+    near = [row for row in rows if row.tokens_per_s and row.tokens_per_s >= (1 - NEAR) * fastest]
+    return min(near, key=lambda row: row.tokens_per_step, default=None)
+
+
+def _row(config: Config, steps: int, directory: Path, stack: contextlib.ExitStack) -> SweepRow:
+    """Return what ``steps`` steps of ``config`` take; its home lies in ``directory``."""
+    set_thresholds(heap=False)
+    try:
+        prepared, _ = decide(prepare(config, directory, _nothing), directory, _nothing)
+    except InfeasiblePlanError as error:
+        return SweepRow(tokens_per_step=config.tokens_per_step, memory_bytes={}, why_not=str(error))
+    dataset = stack.enter_context(open_dataset(config, prepared, directory, _nothing))
+    batches = [dataset.batch(step, config.sequences_per_step) for step in range(steps)]
+    begin_run(heap=prepared.heap)
+    with StreamedTrainer(prepared, directory / "store") as trainer:
+        trainer.fill()
+        seconds = [outcome.seconds for outcome in trainer.steps(batches)]
+        trainer.settle()
+    step_s = statistics.median(seconds[1:])
+    return SweepRow(
+        tokens_per_step=config.tokens_per_step,
+        microbatches=prepared.plan.layout.num_microbatches,
+        step_s=step_s,
+        tokens_per_s=config.tokens_per_step / step_s,
+        memory_bytes={tier: prepared.plan.total_bytes(tier) for tier in ("device", "host", "disk")},
+    )
+
+
+def _nothing(_: str) -> None:
+    """Say nothing of a run that only lends its steps."""

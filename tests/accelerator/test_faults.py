@@ -1,0 +1,68 @@
+"""A device that fails ends a run in one clear error: nothing hangs, what was committed stays, and the run goes on."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accelerator import late
+from devices import IS_MADE_UP
+from outsize.config import Config
+from outsize.errors import ExecutionError
+from outsize.training.run import train
+from support import assert_same_end, in_dir, make_run
+
+pytestmark = [
+    pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late"),
+    pytest.mark.filterwarnings("default"),
+]
+TOLD = {
+    "kernel": "device-side assertion in a kernel",
+    "loss": "the device is lost",
+    "allocation": "late out of memory",
+}
+# A step of these runs has hundreds of kernels and allocations, so each of these falls into the second one.
+FEW = [(what, 7) for what in TOLD]
+MANY = list(itertools.product(TOLD, range(0, 68, 4), ("host", "disk")))
+
+
+def run_of(directory: Path, home: str) -> Config:
+    memory = {"device": "late:0", "home": home, "slots": 2}
+    return make_run(directory, memory=memory, train={"steps": 3, "save_every": 1})
+
+
+def striking(what: str, after: int) -> Callable[[object], None]:
+    """Return what has something go wrong once the first step is known."""
+    strike = threading.Lock()  # once
+
+    def progress(record: object) -> None:
+        if strike.acquire(blocking=False):
+            late.strike(0, what, after)
+
+    return progress
+
+
+def fail_and_go_on(directory: Path, what: str, after: int, home: str) -> None:
+    config = run_of(directory, home)
+    train(in_dir(config, directory / "whole"))
+    with pytest.raises(ExecutionError, match=TOLD[what]):
+        train(in_dir(config, directory / "parts"), progress=striking(what, after))
+    assert late.heal() == (what != "allocation")
+    records: list[object] = []
+    train(in_dir(config, directory / "parts", resume="auto"), progress=records.append)
+    assert len(records) <= 2  # the first step at least was kept
+    assert_same_end(directory / "whole", directory / "parts")
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(("what", "after"), FEW)
+def test_a_fault_costs_no_committed_step(what: str, after: int, home: str, tmp_path: Path):
+    fail_and_go_on(tmp_path, what, after, home)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "after", "home"), MANY)
+def test_no_fault_of_a_campaign_does(what: str, after: int, home: str, tmp_path: Path):
+    fail_and_go_on(tmp_path, what, after, home)
