@@ -1,4 +1,5 @@
 import json
+import re
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from outsize.hardware.all_reduce_arithmetic import summarize
 from outsize.hardware.link_fit import Piece, fit_link
 from outsize.hardware.machine_file import DataRates, parse
 from outsize.hardware.readings import Fact
-from outsize.hardware.streaming import FeedRates, ShapeRate
+from outsize.hardware.streaming import FeedRates, ShapeRate, break_even_tokens, starved_share
 from tiny import tiny_model
 
 
@@ -77,6 +78,19 @@ def test_wishes_reach_the_probe(found, tmp_path):
     assert (wishes.emulated, wishes.link_bytes_per_s, wishes.num_ranks) == (2, 1.5e9, 3)
     assert wishes.model.units[0].kind == "embedding"
     assert wishes.tokenizer == model
+
+
+def test_what_memory_and_products_are_beside_the_link_is_told(tmp_path):
+    """Products at 100 GFLOP/s and a link of 10 GB/s: bf16 weights are hidden from 10 tokens on, fp32 ones from 20."""
+    told = describe(probed(build(tmp_path / "root", SERVER), tmp_path))
+    assert re.search(r"cpu: host memory over link +1.9 x +19.00 GB/s", told)
+    assert re.search(r"cpu: fp32 weights hidden from +20 tokens", told)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.95), (10, 0.5), (20, 0.0), (1000, 0.0)])
+def test_compute_starves_by_what_copies_outlast_it(tokens, share):
+    assert starved_share(tokens, 1e11, 1e10, 4) == pytest.approx(share)
+    assert break_even_tokens(1e11, 1e10, 4) == pytest.approx(20)
 
 
 def test_rows_of_everything_that_a_probe_may_find(tmp_path):

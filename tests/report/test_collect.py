@@ -6,10 +6,10 @@ import pytest
 
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.unit_latency import unit_latencies
 from outsize.reporting import collect as collecting
 from outsize.reporting.collect import collect
 from outsize.reporting.html_page import make_page, page_data, to_json
-from outsize.reporting.unit_latency import unit_latencies
 from report.recorded import UNITS, line, make_run, timeline
 
 
@@ -71,7 +71,7 @@ def test_each_unit_tells_where_its_time_went(recorded):
 
 def test_ops_that_nobody_knows_are_in_no_row():
     events = tuple(Event(lane="host", op=op, start_s=0.0, end_s=1.0) for op in ("THINK 3", "CLIP"))
-    assert unit_latencies(events, UNITS) == []
+    assert unit_latencies(events) == {}
 
 
 def test_of_too_many_ops_the_shortest_are_left_out_and_counted(recorded, monkeypatch):

@@ -149,3 +149,24 @@ class TogetherRates(Record):
     direction: Literal["up", "down"]
     alone_bytes_per_s: Measurement
     together_bytes_per_s: Measurement
+
+
+def starved_share(num_tokens: float, flops_per_s: float, link_bytes_per_s: float, weight_bytes: int) -> float:
+    """Return the share of time, 0 to 1, that compute waits for weights which cross a link once for ``num_tokens``.
+
+    A weight costs two FLOPs for each token (Kaplan et al. 2020, arXiv 2001.08361, section 2.1), and copies hide behind
+    products: whatever takes longer sets the pace.
+
+    Args:
+        num_tokens: that pass through a unit while it is on the device.
+        flops_per_s: that products reach.
+        link_bytes_per_s: that the link carries.
+        weight_bytes: of each weight.
+    """
+    compute_s, copy_s = 2 * num_tokens / flops_per_s, weight_bytes / link_bytes_per_s
+    return max(0.0, 1 - compute_s / copy_s)
+
+
+def break_even_tokens(flops_per_s: float, link_bytes_per_s: float, weight_bytes: int) -> float:
+    """Return the tokens per visit from which on compute waits for no weight; arguments as of `starved_share`."""
+    return weight_bytes * flops_per_s / (2 * link_bytes_per_s)

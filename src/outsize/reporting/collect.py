@@ -14,12 +14,12 @@ from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import RunRecord, read_mapping, record_of
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.unit_latency import unit_latencies
 from outsize.reporting import series
 from outsize.reporting.chrome import lane_order
 from outsize.reporting.downsample import MOST_BUCKETS
 from outsize.reporting.history import COMPUTE, History
 from outsize.reporting.run_files import MOST_OPS, read_timeline
-from outsize.reporting.unit_latency import unit_latencies
 
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0
@@ -177,7 +177,13 @@ def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, 
         "span_s": timeline.span_s,
         "left_out": len(timeline.events) - len(events),
         "units": units,
-        "latencies": unit_latencies(timeline.events, units),
+        "latencies": [
+            {
+                "unit": units[unit] if unit < len(units) else f"unit {unit}",
+                **{name: series.rounded(seconds) for name, seconds in row.items()},
+            }
+            for unit, row in unit_latencies(timeline.events).items()
+        ],
     }
 
 

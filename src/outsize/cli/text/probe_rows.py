@@ -4,10 +4,13 @@ from collections.abc import Iterable
 
 from outsize.hardware.machine_file import DeviceRates, MachineFile
 from outsize.hardware.readings import Measurement
+from outsize.hardware.streaming import break_even_tokens, starved_share
 from outsize.units import format_bytes, format_rate, format_seconds
 
 _Row = tuple[str, str, str]
 _NOISY = "; noisy, measured twice"
+# Tokens that pass through a unit while it is on the device, in the examples of a table.
+_TOKENS = (128, 1024, 8192)
 
 
 def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
@@ -37,6 +40,32 @@ def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
     for numa in device.numa:
         near = {True: "its own", False: "another one", None: ""}[numa.local]
         yield (f"{name} from memory of node {numa.memory_node}", _rate(numa.copy_bytes_per_s), near)
+
+
+def ratio_rows(found: MachineFile, device: DeviceRates) -> Iterable[_Row]:
+    """Yield what memory and products are beside the link that feeds them: ratios, and how far compute would starve."""
+    fits = [link.fit for link in device.links if link.direction == "up" and link.fit is not None]
+    if not fits:
+        return
+    name, link_bytes_per_s = device.device, max(fit.bytes_per_s for fit in fits)
+    memories = {
+        "host memory": found.host.dram_copy_bytes_per_s.median,
+        "device memory": device.memory_triad_bytes_per_s.median,
+    }
+    for memory, rate in memories.items():
+        if rate is not None:
+            yield (f"{name}: {memory} over link", f"{rate / link_bytes_per_s:.1f} x", format_rate(rate))
+    for dtype, weight_bytes in (("bf16", 2), ("fp32", 4)):
+        flops = device.matmul_flops_per_s.get(dtype)
+        if flops is None or flops.median is None:
+            continue
+        enough = break_even_tokens(flops.median, link_bytes_per_s, weight_bytes)
+        shares = (
+            f"{starved_share(tokens, flops.median, link_bytes_per_s, weight_bytes):.0%} at {tokens:,}"
+            for tokens in _TOKENS
+        )
+        told = f"compute starves {', '.join(shares)} tokens per visit"
+        yield (f"{name}: {dtype} weights hidden from", f"{enough:,.0f} tokens", told)
 
 
 def several_rows(found: MachineFile) -> Iterable[_Row]:

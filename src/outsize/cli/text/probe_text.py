@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from outsize.cli.text.columns import columns
-from outsize.cli.text.probe_rows import several_rows, streaming_rows
+from outsize.cli.text.probe_rows import ratio_rows, several_rows, streaming_rows
 from outsize.hardware.compare import Change
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import DeviceRates, DiskRates, MachineFile, readings
@@ -97,6 +97,7 @@ def _rows(found: MachineFile) -> Iterable[tuple[str, ...]]:
     for index, device in enumerate(found.devices):
         yield from _device_rows(device)
         yield from _link_rows(device, found.inventory.gpus[index : index + 1])
+        yield from ratio_rows(found, device)
         yield from streaming_rows(device)
     yield from several_rows(found)
 

@@ -1,14 +1,13 @@
 """What each unit of a step took, lane by lane, from the ops of its timeline."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 from outsize.errors import ProgramError
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import parse_op
 from outsize.planner.simulate.timeline import Event
-from outsize.reporting import series
 
 # Columns of the table, and whose ops each adds up.
 COLUMNS: Final[dict[str, frozenset[Kind]]] = {
@@ -31,12 +30,11 @@ _COLUMN_OF = {kind: column for column, kinds in COLUMNS.items() for kind in kind
 _COMPUTING = COLUMNS["forward"] | COLUMNS["backward"]
 
 
-def unit_latencies(events: Iterable[Event], units: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each unit that has an op: seconds of its ops by column, and how long compute waited for it.
+def unit_latencies(events: Iterable[Event]) -> dict[int, dict[str, float]]:
+    """Return for each unit that has an op the seconds of its ops by column, and how long compute ``waited`` for it.
 
     Args:
         events: of one step.
-        units: names of the units, by index.
     """
     seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
@@ -50,10 +48,4 @@ def unit_latencies(events: Iterable[Event], units: Sequence[str]) -> list[dict[s
         row[_COLUMN_OF[op.kind]] += event.end_s - event.start_s
         if op.kind in _COMPUTING:
             row["waited"] += event.waited_s
-    return [
-        {
-            "unit": units[unit] if unit < len(units) else f"unit {unit}",
-            **{name: series.rounded(seconds[unit][name]) for name in (*COLUMNS, "waited")},
-        }
-        for unit in sorted(seconds)
-    ]
+    return {unit: {name: seconds[unit][name] for name in (*COLUMNS, "waited")} for unit in sorted(seconds)}
