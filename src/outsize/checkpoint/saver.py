@@ -11,7 +11,7 @@ from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
 from outsize.runtime.engine.engine import StoreHandle
 from outsize.runtime.engine.executor import LaneTask
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4
@@ -39,7 +39,7 @@ class Stored(Protocol):
     """Whose state is written."""
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> Job:
         """The run."""
 
     @property

@@ -8,11 +8,11 @@ from outsize.checkpoint.checkpoint_state import plane_of, state_planes
 from outsize.config.train_section import TrainConfig
 from outsize.errors import StorageError
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.units import format_bytes
 
 
-def checkpoint_bytes(prepared: Prepared) -> int:
+def checkpoint_bytes(prepared: Job) -> int:
     """Return the bytes of a checkpoint's weights and optimizer state; its other files are small beside them."""
     spec, state = prepared.split.spec, prepared.plan.state
     adapters = prepared.adapters is not None
@@ -26,9 +26,7 @@ def checkpoint_bytes(prepared: Prepared) -> int:
     return total
 
 
-def check_room(
-    prepared: Prepared, train: TrainConfig, run_dir: Path, announce: Callable[[str], None]
-) -> None:
+def check_room(prepared: Job, train: TrainConfig, run_dir: Path, announce: Callable[[str], None]) -> None:
     """Refuse a run whose checkpoint does not fit the disk of its directory.
 
     Args:

@@ -43,14 +43,7 @@ class Adapters:
     initial: Mapping[str, Tensor]
 
     def apart(self, model: nn.Module, dtype: str, base_codec: str = "raw", table_codec: str = "raw") -> Apart:
-        """Return in which frozen part of its unit a parameter lies: all but what trains.
-
-        Args:
-            model: with the adapters.
-            dtype: of its own weights.
-            base_codec: how matrices of its blocks are written.
-            table_codec: how its embedding and head are.
-        """
+        """Return in which frozen part of its unit a parameter lies: all but what trains."""
         matrices, tables = matrices_and_tables(model)
         plain, base, table = (frozen_part(dtype, codec) for codec in ("raw", base_codec, table_codec))
 

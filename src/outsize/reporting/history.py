@@ -39,9 +39,6 @@ COMPUTE = "compute"
 class History:
     """What a heartbeat holds so far.
 
-    Args:
-        directory: of the run.
-
     Attributes:
         steps: numbers of the steps, ascending.
         columns: values by field; None where a line does not have it.

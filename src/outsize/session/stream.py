@@ -28,7 +28,7 @@ from outsize.runtime.ops.gradient_ops import GradientObserver
 from outsize.session.fill import FILL_ELEMENTS, fill
 from outsize.session.job.model_inputs import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of, rule_of
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, Standing, position_in
 from outsize.session.session import Session, Store
@@ -58,7 +58,7 @@ class StreamedTrainer:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: Job,
         store_dir: Path,
         observe_gradient: GradientObserver | None = None,
         *,
@@ -301,7 +301,7 @@ class StreamedTrainer:
 
 
 def _open_session(
-    prepared: Prepared, directory: Path, home_file: Path | None, record: CommitRecord | None
+    prepared: Job, directory: Path, home_file: Path | None, record: CommitRecord | None
 ) -> Session:
     """Return the session of a run, without an engine."""
     spec, plan = prepared.split.spec, prepared.plan
@@ -318,7 +318,7 @@ def _open_session(
     return Session(prepared.split, prepared.machine, prepared.config.memory, store, prepared.before_bytes)
 
 
-def _shared(prepared: Prepared) -> Shared | None:
+def _shared(prepared: Job) -> Shared | None:
     """With whom this rank shares its steps; None for a single process."""
     group, wire = prepared.group, prepared.plan.wire
     if group.size == 1:

@@ -17,7 +17,7 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.steps import Measure
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.prealloc import explain
@@ -44,7 +44,7 @@ class EvaluationRecord:
     seconds: float
 
 
-def check_evaluates(config: Config, prepared: Prepared) -> None:
+def check_evaluates(config: Config, prepared: Job) -> None:
     """Check that what trains can be measured.
 
     Raises:

@@ -21,7 +21,7 @@ from outsize.group.group import Group
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline
 from outsize.reporting.chrome import to_chrome
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome
 from outsize.telemetry.writers import Writers
@@ -47,7 +47,7 @@ class Run:
     """The loop over steps, and what it keeps count of."""
 
     config: Config
-    prepared: Prepared
+    prepared: Job
     ranks: Ranks
     trainer: Trainer
     accounts: Accounts

@@ -29,7 +29,7 @@ from outsize.session.frozen_encoding import Decoded
 from outsize.session.job.job_options import clip_of
 from outsize.session.job.model_inputs import model_inputs, num_targets
 from outsize.session.job.optimizer_layout import layout_for, max_norm_of
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.steps import schedule_of
 
@@ -242,7 +242,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 @contextlib.contextmanager
-def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
+def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
     """Give the model real parameters, read from its checkpoint, for as long as the context lasts.
 
     Modules that share a weight have a parameter each, in the same memory, so that their gradients come apart.

@@ -23,7 +23,7 @@ from outsize.session.decide.decide import decide
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import choose_device, home_file
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.numa_binding import bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
@@ -155,7 +155,7 @@ def _train(
     return run.go(dataset, interrupt)
 
 
-def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Prepared, Rates | None]:
+def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Job, Rates | None]:
     """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
@@ -183,7 +183,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     return config, prepared, rates
 
 
-def _round_to_tell(prepared: Prepared) -> int | None:
+def _round_to_tell(prepared: Job) -> int | None:
     """Return the microbatches of a round where a step has several, and orders sums of tied weights so."""
     layout = prepared.plan.layout
     tells = layout.stages is None or len(layout.rest_users) > 1
@@ -200,7 +200,7 @@ def _open(
     config: Config,
     asked: Config,
     ranks: Ranks,
-    prepared: Prepared,
+    prepared: Job,
     dataset: PackedDataset,
     saved: tuple[Path | None, CommitRecord | None],
     expected: Forecast | None,
@@ -278,7 +278,7 @@ def _evaluations(
     return Evaluations(config, trainer, dataset, ranks.run_dir, trainer.position.step)
 
 
-def _watchdog(prepared: Prepared, ranks: Ranks, expected: Forecast | None) -> Watchdog:
+def _watchdog(prepared: Job, ranks: Ranks, expected: Forecast | None) -> Watchdog:
     train = prepared.config.train
     return Watchdog(
         ranks.own_dir,
@@ -301,7 +301,7 @@ def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: 
 def _write_facts(
     ranks: Ranks,
     asked: Config,
-    prepared: Prepared,
+    prepared: Job,
     computing: tuple[float | None, Peak],
     placement: Placement,
 ) -> None:
@@ -314,7 +314,7 @@ def _write_facts(
     )
 
 
-def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> None:
+def _write_plan(ranks: Ranks, prepared: Job, errors: dict[str, float]) -> None:
     """Write what a streamed run follows, and what became of frozen weights that a codec has written."""
     write_json(ranks.own_dir / PLAN_FILE, prepared.plan.to_dict())
     if errors:
@@ -323,7 +323,7 @@ def _write_plan(ranks: Ranks, prepared: Prepared, errors: dict[str, float]) -> N
 
 
 def _dataset(
-    stack: contextlib.ExitStack, config: Config, prepared: Prepared, ranks: Ranks, resumed: Path | None
+    stack: contextlib.ExitStack, config: Config, prepared: Job, ranks: Ranks, resumed: Path | None
 ) -> PackedDataset:
     """Open the data of whole batches; of several ranks, check that all have read the same."""
     with ranks.first_goes_first():
@@ -344,8 +344,8 @@ def _done(config: Config, resumed: Path | None, announce: Announce) -> Position 
 
 
 def _over_epochs(
-    config: Config, prepared: Prepared, dataset: PackedDataset, announce: Announce
-) -> tuple[Config, Prepared]:
+    config: Config, prepared: Job, dataset: PackedDataset, announce: Announce
+) -> tuple[Config, Job]:
     """Return the run with its steps, where their number follows from the data."""
     if config.train.epochs is None:
         return config, prepared
@@ -373,7 +373,7 @@ def _check_goes_on(
             ranks.announce(line)
 
 
-def _nothing_done(prepared: Prepared, run_dir: Path, position: Position) -> TrainResult:
+def _nothing_done(prepared: Job, run_dir: Path, position: Position) -> TrainResult:
     """The result of a run that was at its end already."""
     return TrainResult(
         steps=position.step,
@@ -409,7 +409,7 @@ def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDatase
     )
 
 
-def _with_tokenizer(prepared: Prepared, config: Config) -> Prepared:
+def _with_tokenizer(prepared: Job, config: Config) -> Job:
     """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
 
     The Hugging Face ``Trainer`` saves one only if it was given one.

@@ -15,7 +15,7 @@ from outsize.data.batch import Batch
 from outsize.runtime.device.allocator import begin_run, set_thresholds
 from outsize.session.decide.decide import decide
 from outsize.session.job.machine import choose_device
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import needed_directory
@@ -75,7 +75,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
     return replace(compared, plan_id=prepared.plan.plan_id)
 
 
-def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+def run_resident(prepared: Job, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
     """Train ``batches`` with everything in memory; returns losses and final weights by name."""
     with materialise(prepared) as masters:
         model = prepared.split.model.train()

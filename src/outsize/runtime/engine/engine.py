@@ -43,7 +43,7 @@ from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.arena import Arena
 from outsize.storage.disk_file import Tally
@@ -123,14 +123,16 @@ class Engine:
             spec,
             home,
             settings.optimizer,
-            tiles,
-            plan.tile_elements,
+            StepMemory(
+                tile_buffers=tiles,
+                tile_elements=plan.tile_elements,
+                former=None if self.exchange is None else self.exchange.former,
+                scratches=[scratch.view(torch.float32) for scratch in scratches],
+            ),
             encoded if shared is None else None,  # weights are whole, and encoded, once they are gathered
             own=None if self.exchange is None else self.exchange.own,
-            former=None if self.exchange is None else self.exchange.former,
             state=plan.state,
             seed=settings.seed,
-            scratches=[scratch.view(torch.float32) for scratch in scratches],
         )
         crew = make_crew if layout.stages is not None else make_single
         self._crew = crew(

@@ -159,8 +159,8 @@ class Executor:
             if task.mark is not None:
                 try:
                     self._device.wait("", task.mark)
-                except RuntimeError as error:  # of a device that has failed since
-                    self._fail(error, f"{task.op} on {task.lane}")
+                except RuntimeError as late:  # of a device that has failed since
+                    self._fail(late, f"{task.op} on {task.lane}")
         if self._failure is not None:
             error, what = self._failure
             try:

@@ -108,30 +108,9 @@ def question_of(
     Raises:
         ConfigError: settings that do not go with the model, the machine, or each other.
     """
-    if group.size > 1 and machine.num_workers > 1:
-        raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
-            "ranks as there are devices, with one device each"
-        )
-    spec, memory, sequences = parts.spec, config.memory, -(-config.sequences_per_step // group.size)
-    check_transport(named_transport(config), machine.device, memory.home)
+    spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
+    options = _options_of(config, parts, machine, tried, group)
     figures = _assumed(config, machine) if rates is None else rates.machine
-    first = config.train.microbatches or next(
-        cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
-    )
-    options = options_for(
-        config,
-        spec,
-        num_workers=machine.num_workers,
-        num_ranks=group.size,
-        rank=group.rank if group.size > 1 else None,
-        kernels=has_kernel(config.optimizer),
-        inputs_shared=tried(first).measured.inputs_shared,
-        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
-        wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
-    )
-    assert options.state is not None
-    _check_tiles(memory.tile_elements, options.state, machine)
 
     @cache
     def measured(microbatches: int) -> MicrobatchCost:
@@ -158,6 +137,34 @@ def question_of(
         net_bytes_per_s=_NETWORK,
         coding_rates=coding_rates,
     )
+
+
+def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group) -> PlanOptions:
+    """Return what is decided of a run before anything is searched; errors as of `question_of`."""
+    if group.size > 1 and machine.num_workers > 1:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
+            "ranks as there are devices, with one device each"
+        )
+    spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
+    check_transport(named_transport(config), machine.device, config.memory.home)
+    first = config.train.microbatches or next(
+        cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
+    )
+    options = options_for(
+        config,
+        spec,
+        num_workers=machine.num_workers,
+        num_ranks=group.size,
+        rank=group.rank if group.size > 1 else None,
+        kernels=has_kernel(config.optimizer),
+        inputs_shared=tried(first).measured.inputs_shared,
+        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
+        wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
+    )
+    assert options.state is not None
+    _check_tiles(config.memory.tile_elements, options.state, machine)
+    return options
 
 
 def is_linked(config: Config, machine: RunMachine) -> bool:
