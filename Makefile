@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 EQUALITY = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup tests/test_exactness*.py \
 	$(addprefix tests/,codecs inference model optim runtime train wrapped)
 LATE = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --accelerator=late
-LATE_TESTS := tests/accelerator tests/gpu/test_generate.py tests/gpu/test_wrap.py
+LATE_TESTS := $(addprefix tests/accelerator/test_,made_up_device.py equal_to_resident.py faults.py)
 SEEDS ?= 1 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -23,7 +23,7 @@ import common
 import torch
 
 from outsize.config import load_config
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.training.forecast import forecast
 from outsize.training.run_data import open_dataset
@@ -57,7 +57,7 @@ CASES = (
 )
 
 
-def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
+def prepared_for(case: Case, directory: Path, steps: int) -> Job:
     settings = [
         f"model.path={directory / 'model'}",
         "model.dtype=bf16",
@@ -79,7 +79,7 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
 
 
 def run(
-    prepared: Prepared, directory: Path, steps: int
+    prepared: Job, directory: Path, steps: int
 ) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
     """Seconds of each step but the first `NUM_UNTIMED`; losses; bytes of all on the wire, and as they are used."""
     config = prepared.config

@@ -29,7 +29,7 @@ import torch
 
 from outsize.config import load_config
 from outsize.runtime.device.allocator import begin_run
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.run_data import open_dataset
@@ -90,7 +90,7 @@ LARGE_CASES = tuple(
 )
 
 
-def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
+def prepared_for(case: Case, directory: Path, steps: int) -> Job:
     settings = [
         f"model.path={directory / case.model / 'model'}",
         "model.dtype=fp32",
@@ -108,7 +108,7 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
     if case.link_gb_per_s:
         settings.append(f"memory.link_gb_per_s={case.link_gb_per_s}")
 
-    def with_memory(device_memory: str) -> Prepared:
+    def with_memory(device_memory: str) -> Job:
         config = load_config(None, [*settings, f"memory.device_memory={device_memory}"])
         return prepare(config, directory, lambda _: None)
 
@@ -117,7 +117,7 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Prepared:
 
 
 def measured_s(
-    prepared: Prepared, directory: Path, steps: int, cold: int, expected: Forecast
+    prepared: Job, directory: Path, steps: int, cold: int, expected: Forecast
 ) -> tuple[list[float], float]:
     """Return the seconds of each step but the first ``cold``, and what the trace of those said of the others."""
     config = prepared.config

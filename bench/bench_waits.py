@@ -26,7 +26,7 @@ SOURCE = ROOT / "src" / "outsize"
 ROOMS = ("runtime", "inference", "wrapped", "session", "training")
 CALLS = {"wait", "wait_event", "hold", "record_stream", "synchronize", "finish", "take"}
 PROFILES = ("late-copies", "late-kernels")
-TESTS = ("tests/accelerator", "tests/gpu/test_generate.py", "tests/gpu/test_wrap.py")
+TESTS = ("tests/accelerator",)
 # A mutant that hangs is noticed, too.
 LIMIT_S = 600
 

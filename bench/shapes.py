@@ -34,6 +34,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         "head_dim": 32,
     },
+    "llama-34m": {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+    },
     "llama-100m": {
         "model_type": "llama",
         "hidden_size": 768,

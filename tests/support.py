@@ -22,7 +22,7 @@ from outsize.data.batch import Batch
 from outsize.model.split import Split
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.ops.compute_ops import seed_of
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
 from reference import Recipe, Reseed, Trace
@@ -198,7 +198,7 @@ def microbatches(batches: Sequence[Batch], count: int) -> list[list[dict[str, Te
     return cut
 
 
-def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tuple[Streamed, Prepared]:
+def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tuple[Streamed, Job]:
     """Train on ``batches``, streamed; gradients are copied as they leave the device."""
     prepared = prepare(config, run_dir, lambda _: None)
     trace = Streamed(plan=prepared.plan, chunk_tokens=prepared.chunk_tokens)
@@ -261,7 +261,8 @@ def saver_of(trainer: StreamedTrainer, run_dir: Path, config: Config, **options:
     """What writes the checkpoints of ``trainer``, as a run would have it."""
 
     def state_of(position: Position) -> dict[str, Any]:
-        return describe(position, config, trainer.spec.dtype, trainer.loss_scale, 10, run="a run")
+        data = {"sequences_per_epoch": 10}
+        return describe(position, config, trainer.spec.dtype, trainer.loss_scale, data, run="a run")
 
     settings = {"commits": False, "state_of": state_of, "announce": lambda _: None, **options}
     return Saver(trainer, run_dir, config.train, **settings)

@@ -30,7 +30,7 @@ from outsize.data.batch import Batch
 from outsize.planner.simulate.timeline import Timeline
 from outsize.reporting.chrome import to_chrome
 from outsize.session.job.machine import available_ram_bytes
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.steps import StepOutcome
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
@@ -167,7 +167,7 @@ def link(trainer: StreamedTrainer) -> tuple[int, int]:
     return engine.weights.bytes_up + saved.bytes_up, engine.gradients.bytes_down + saved.bytes_down
 
 
-def describe(args: argparse.Namespace, prepared: Prepared, step_s: float) -> dict[str, Any]:
+def describe(args: argparse.Namespace, prepared: Job, step_s: float) -> dict[str, Any]:
     shape = TINY if args.tiny else SHAPE
     tokens = prepared.config.tokens_per_step
     flops = flops_per_token(shape, args.layers, args.seq_len) * tokens
@@ -199,7 +199,7 @@ def describe(args: argparse.Namespace, prepared: Prepared, step_s: float) -> dic
     return found
 
 
-def vars_of(prepared: Prepared) -> dict[str, int]:
+def vars_of(prepared: Job) -> dict[str, int]:
     traffic = prepared.plan.traffic
     return {
         "up": traffic.up,

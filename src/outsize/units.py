@@ -3,7 +3,10 @@
 Sizes of memory are binary (``KiB``, ``MiB``, ``GiB``), rates are decimal (``GB/s``), as data sheets print them.
 """
 
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -79,3 +82,14 @@ def format_seconds(seconds: float) -> str:
 def align_up(value: int, alignment: int) -> int:
     """Return the smallest multiple of ``alignment`` that is not below ``value``."""
     return -(-value // alignment) * alignment
+
+
+def without_nan(value: Any) -> Any:
+    """Return ``value`` with null for what JSON cannot say: NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return value

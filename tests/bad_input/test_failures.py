@@ -20,7 +20,7 @@ from outsize.planner.program.ops import Kind
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops import optimizer_ops
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
@@ -202,7 +202,7 @@ def test_nothing_of_a_failed_run_stays_alive(
 ) -> None:
     """Coroutines, activations and slots are gone; the model has its own forwards and no weights again."""
     alive: list[weakref.ref[Any]] = []
-    prepared: list[Prepared] = []
+    prepared: list[Job] = []
     activations = CHOICES.get(kind, "recompute")
     with monkeypatch.context() as patched:
         break_forward(Trap(patched, kind, microbatch=1), patched)
@@ -243,11 +243,11 @@ def remember_outputs(patched: pytest.MonkeyPatch, alive: list[weakref.ref[Any]])
     patched.setattr(LlamaDecoderLayer, "forward", noted)
 
 
-def remember_prepared(patched: pytest.MonkeyPatch, found: list[Prepared]) -> None:
+def remember_prepared(patched: pytest.MonkeyPatch, found: list[Job]) -> None:
     """Keep what the run was made from."""
     prepare = run.prepare
 
-    def noted(*args: Any, **kwargs: Any) -> Prepared:
+    def noted(*args: Any, **kwargs: Any) -> Job:
         found.append(prepare(*args, **kwargs))
         return found[-1]
 

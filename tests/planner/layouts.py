@@ -32,7 +32,7 @@ def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> StepLayout:
-    """Any layout: rest or none, frozen and empty units, uneven sizes, any slots, kept units, tiles, staging."""
+    """Any layout: rest or none, frozen and empty units, uneven sizes, any slots, rounds, kept units, tiles, staging."""
     num_streamed = draw(st.integers(1, 6))
     has_rest = draw(st.booleans())
     num_units = num_streamed + has_rest
@@ -52,7 +52,8 @@ def layouts(draw: st.DrawFn) -> StepLayout:
     layout = StepLayout(
         num_streamed=num_streamed,
         rest=num_streamed if has_rest else None,
-        num_microbatches=draw(st.integers(1, 3)),
+        num_microbatches=draw(st.integers(1, 5)),
+        round_microbatches=None if ring else draw(st.none() | st.integers(1, 4)),
         trainable=trainable,
         weight_bytes=weights,
         gradient_bytes=gradients,
@@ -70,10 +71,9 @@ def layouts(draw: st.DrawFn) -> StepLayout:
         commits=on_disk and draw(st.booleans()),
     )
     offload = draw(st.sets(st.sampled_from(layout.offloadable))) if layout.offloadable else set()
-    choices = st.lists(
-        st.sampled_from(Choice), min_size=layout.num_microbatches, max_size=layout.num_microbatches
-    )
-    none = (Choice.RECOMPUTE,) * layout.num_microbatches
+    size = layout.round_size
+    choices = st.lists(st.sampled_from(Choice), min_size=size, max_size=size)
+    none = (Choice.RECOMPUTE,) * size
     kept = tuple(tuple(draw(choices)) if u in layout.keepable else none for u in range(num_streamed))
     return replace(layout, offload=frozenset(offload), kept=kept if draw(st.booleans()) else ())
 
@@ -88,7 +88,9 @@ def shared_layouts(draw: st.DrawFn) -> list[StepLayout]:
     """Layouts of two to four nodes that share a step: each has memory and tiles of its own, all else is the same."""
     base = draw(layouts())
     on_disk = base.tiles_on_disk and any(base.tiles)
-    base = replace(base, ring=False, unit_clip=False, tiles=base.tiles if on_disk else (0,) * base.num_units)
+    tiles = base.tiles if on_disk else (0,) * base.num_units
+    kept = base.kept if base.num_rounds == 1 else ()
+    base = replace(base, ring=False, unit_clip=False, tiles=tiles, round_microbatches=None, kept=kept)
     num_nodes = draw(st.integers(2, 4))
     found = []
     for _ in range(num_nodes):
@@ -162,6 +164,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         ring=False,
         tiles_on_disk=True,
         num_microbatches=num_microbatches,
+        round_microbatches=None,
         trainable=trainable,
         weight_bytes=weights,
         gradient_bytes=gradients,

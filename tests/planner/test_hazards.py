@@ -174,6 +174,10 @@ class Oracle:
             case Kind.ACC:
                 writes.add(("acc", op.slot))
                 self.acc_of[u] = op.slot
+            case Kind.SUM:
+                reads.add(("grad", u))
+                writes.add(("acc", op.slot))
+                self.acc_of[u] = op.slot
             case kind if kind in COMPUTE_KINDS:
                 units = {u, self.layout.rest}
                 reads |= {("slot", self.slot_of[v]) for v in units if v in self.slot_of}

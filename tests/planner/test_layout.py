@@ -7,6 +7,8 @@ from planner.layouts import make_layout
     ("changes", "message"),
     [
         ({"num_microbatches": 0}, "at least one"),
+        ({"round_microbatches": 0}, "each of its rounds"),
+        ({"num_microbatches": 2, "round_microbatches": 1, "ring": True}, "one round"),
         ({"rest": 2}, "the rest comes last"),
         ({"tiles": (0,)}, "tiles needs one entry"),
         ({"weight_bytes": (0, 1, 1, 1)}, "a trainable unit has weights"),

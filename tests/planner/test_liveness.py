@@ -74,6 +74,16 @@ def test_everything_is_freed_in_the_end(layout):
     assert (found._device, found._below) == (0, 0)
 
 
+@given(layouts())
+def test_a_step_of_rounds_holds_what_one_of_them_does(layout):
+    """Whatever is kept or offloaded: each round uses the room of the one before."""
+    boundary_bytes = tuple(range(1, layout.num_streamed + 1))
+    kept_bytes = dict.fromkeys(Extent, boundary_bytes)
+    one = replace(layout, num_microbatches=layout.round_size)
+    alone = peak_activations(build_step(one), one, boundary_bytes, kept_bytes)
+    assert peak_activations(build_step(layout), layout, boundary_bytes, kept_bytes) == alone
+
+
 def peak(num_units, num_microbatches, offload):
     layout = make_layout(num_units, num_microbatches=num_microbatches)
     layout = replace(layout, offload=frozenset(layout.offloadable) if offload else frozenset())

@@ -110,6 +110,41 @@ def test_gradients_are_summed_normed_and_sent_home():
     )
 
 
+def test_the_next_round_begins_where_one_has_come_back_and_sums_on():
+    """A sum comes up while the visit before computes, and the unit at which a round begins stays in its slot."""
+    layout = make_layout(2, num_microbatches=3, round_microbatches=2, accumulator_bytes=(1, 1), clip=True)
+    assert text(build_step(layout)) == (
+        "LOAD 0.0; LOAD 1.1; F 0.0; F 0.1; ACC 1.0; FB 1.0; FB 1.1; GRAD 1; ACC 0.1; SUM 1.0; B 0.0; B 0.1; GRAD 0; "
+        "F 0.2; SUM 0.1; FB 1.2; NORM 1; GRAD 1; FREE 1.1; B 0.2; NORM 0; GRAD 0; FREE 0.0; CLIP; STEP 0; STEP 1"
+    )
+
+
+def test_one_accumulator_is_free_for_a_sum_where_the_gradient_before_it_has_left():
+    layout = make_layout(2, num_microbatches=2, round_microbatches=1)
+    assert text(build_step(layout)) == (
+        "LOAD 0.0; LOAD 1.1; F 0.0; ACC 1.0; FB 1.0; GRAD 1; ACC 0.0; B 0.0; GRAD 0; "
+        "F 0.1; SUM 1.0; FB 1.1; GRAD 1; STEP 1; FREE 1.1; SUM 0.0; B 0.1; GRAD 0; STEP 0; FREE 0.0"
+    )
+
+
+def test_the_rest_is_summed_over_all_rounds_where_it_lies():
+    layout = make_layout(1, rest=1, num_microbatches=2, round_microbatches=1)
+    assert text(build_step(layout)) == (
+        "LOAD 1.2; LOAD 0.0; ACC 1.1; ACC 0.0; FB 0.0; GRAD 0; SUM 0.0; FB 0.1; GRAD 0; STEP 0; GRAD 1; STEP 1; "
+        "FREE 0.0; FREE 1.2"
+    )
+
+
+def test_nothing_comes_back_before_the_first_backward_of_its_round():
+    layout = make_layout(
+        3, num_microbatches=2, round_microbatches=1, offload=frozenset({1}), prefetch_depth=4
+    )
+    assert text(insert_saves(v_cycle(layout), layout)) == (
+        "F 0.0; F 1.0; SAVE 1.0; FETCH 1.0; FB 2.0; B 1.0; B 0.0; "
+        "F 0.1; F 1.1; SAVE 1.1; FETCH 1.1; FB 2.1; B 1.1; B 0.1"
+    )
+
+
 def test_accumulators_take_turns_and_the_rest_has_its_own():
     layout = make_layout(3, rest=3, accumulator_bytes=(1, 1))
     backward = program("FB 2.0; B 1.0; B 0.0")
@@ -181,13 +216,16 @@ def test_passes_only_insert(layout):
 
 
 @given(layouts())
-def test_weights_come_up_at_most_twice_and_gradients_go_down_once(layout):
+def test_in_each_round_weights_come_up_at_most_twice_and_gradients_go_down_once(layout):
     step = build_step(layout)
     for unit in range(layout.num_units):
         loads = sum(op.kind is Kind.LOAD and op.unit == unit for op in step)
         grads = [op.tile for op in step if op.kind is Kind.GRAD and op.unit == unit]
-        whole = [None] * layout.trainable[unit]
-        assert loads <= 2
+        sums = sum(op.kind is Kind.SUM and op.unit == unit for op in step)
+        rounds = 1 if unit == layout.rest else layout.num_rounds  # what stays is summed where it lies
+        whole = [None] * layout.trainable[unit] * rounds
+        assert loads <= 2 * rounds
+        assert sums == (rounds - 1) * layout.trainable[unit]
         assert grads == (list(range(layout.tiles[unit])) if layout.ring else whole)
 
 
@@ -195,7 +233,8 @@ def test_weights_come_up_at_most_twice_and_gradients_go_down_once(layout):
 def test_the_step_does_not_depend_on_microbatches_in_what_crosses_the_link(layout):
     def transfers(num_microbatches):
         kinds = (Kind.LOAD, Kind.GRAD, Kind.READ, Kind.WRITE)
-        step = build_step(replace(layout, num_microbatches=num_microbatches, kept=()))
+        one_round = replace(layout, num_microbatches=num_microbatches, round_microbatches=None, kept=())
+        step = build_step(one_round)
         return [op for op in step if op.kind in kinds]
 
     assert transfers(1) == transfers(4)

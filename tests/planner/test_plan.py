@@ -134,7 +134,7 @@ def test_the_table_names_every_byte():
         "resident": 8 * REST,
         "activations": plan.memory["device"]["activations"],
         "workspace": 3 * MiB,
-        "shared": 10_000,
+        "shared": 2 * 10_000,
         "fixed": 1_000,
         "optimizer tiles": 3 * 65_536 * 16,
         "checkpoint buffer": 2**20,

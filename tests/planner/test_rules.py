@@ -1,5 +1,7 @@
 """Each rule broken by the shortest program that breaks it: the last op is refused, for the reason given."""
 
+from dataclasses import replace
+
 import pytest
 
 from outsize.planner.program.ops import Kind, Op
@@ -19,6 +21,7 @@ OFFLOADED = make_layout(3, offload=frozenset({1}))
 TILED = make_layout(1, tiles=(2,), num_tile_buffers=2)
 CLIPPED_TILES = make_layout(1, clip=True, tiles=(2,), num_tile_buffers=2)
 RING = make_layout(1, ring=True, tiles=(2,), tiles_on_disk=False, num_tile_buffers=1)
+ROUNDS = make_layout(1, num_microbatches=3, round_microbatches=2)
 STAGED = make_layout(1, staged=True, num_host_buffers=2)
 
 # The whole backward of a single unit.
@@ -101,6 +104,22 @@ def broken(layout: StepLayout, text: str) -> str:
         # 4: gradients leave whole
         (make_layout(1, num_microbatches=2), DONE + "GRAD 0@w0", "unit 0 has not run all its backwards"),
         (RESTED, "LOAD 2@w0.2; ACC 2@w0.1; " + TURNED + "GRAD 2@w0", "unit 0 has not run all its backwards"),
+        # and of rounds, of each
+        (ONE, DONE + "GRAD 0@w0; SUM 0@w0.0", "gradients are summed in one round"),
+        (ROUNDS, DONE + "GRAD 0@w0", "unit 0 has not run all its backwards"),
+        (ROUNDS, DONE + "FB 0.1@w0; GRAD 0@w0; FB 0.2@w0", "the gradient of unit 0 has no accumulator"),
+        (
+            ROUNDS,
+            DONE + "FB 0.1@w0; GRAD 0@w0; ACC 0@w0.0",
+            "a backward that adds to the gradient of unit 0 has run already",
+        ),
+        (ROUNDS, DONE + "FB 0.1@w0; SUM 0@w0.0", "accumulator 0 still holds the gradient of unit 0"),
+        (ROUNDS, DONE + "FB 0.1@w0; GRAD 0@w0; STEP 0", "the gradient of unit 0 is not home"),
+        (
+            replace(ROUNDS, clip=True),
+            DONE + "FB 0.1@w0; NORM 0@w0",
+            "unit 0 has backwards to run in later rounds",
+        ),
         (ONE, DONE + "NORM 0@w0", "norms are taken only where gradients are clipped"),
         (RING, DONE + "GRAD 0@w0", "gradients leave tile by tile, through the ring"),
         (TILED, DONE + "GRAD 0#0@w0>t0", "gradients leave whole"),

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Glue between blocks, tensors that skip blocks, arguments of every kind, a loss of its own at the end."""
+    """Code between blocks, tensors that skip blocks, arguments of every kind, a loss of its own at the end."""
 
     def __init__(self):
         super().__init__()

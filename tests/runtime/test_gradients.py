@@ -12,7 +12,7 @@ from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.binding import GradientSums, tensor_views
 from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.gradient_ops import GradientOps
+from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.pool import IOPool
@@ -47,10 +47,9 @@ def make(home, arena, sums, *, max_grad_norm=1.0, clips=True, skip=False, observ
         sums,
         [arena.take(unit.gradient_bytes, "accumulator") for unit in SPEC.units],
         list(host_buffers),
-        parameter_order=ORDER,
-        max_grad_norm=max_grad_norm,
-        clips=clips,
-        skip_nonfinite=skip,
+        GradientSettings(
+            parameter_order=ORDER, max_grad_norm=max_grad_norm, clips=clips, skip_nonfinite=skip
+        ),
         observe=observe,
     )
 

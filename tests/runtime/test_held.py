@@ -1,11 +1,11 @@
 import torch
 
-from outsize.runtime.forward.saved_tensors import Held
+from outsize.runtime.forward.saved_tensors import SavedTensors
 
 
 def test_what_is_held_is_shown_as_it_was_and_shares_its_memory():
     memory = torch.arange(12.0)
-    held = Held()
+    held = SavedTensors()
     views = [memory[2:8].view(2, 3).t(), memory.view(torch.int32)[3:], memory[::4]]
     shown = [held.hold(view) for view in views]
     assert len(held.storages()) == 1
@@ -16,7 +16,7 @@ def test_what_is_held_is_shown_as_it_was_and_shares_its_memory():
 
 
 def test_memory_may_go_and_other_memory_may_take_its_place():
-    held = Held()
+    held = SavedTensors()
     first, second = torch.arange(4.0), torch.arange(3)
     shown = [held.hold(tensor) for tensor in (first[1:], second)]
     copies = [storage.clone() for storage in held.storages()]
@@ -29,7 +29,7 @@ def test_memory_may_go_and_other_memory_may_take_its_place():
 
 
 def test_what_others_use_stays():
-    held = Held()
+    held = SavedTensors()
     given, own = torch.ones(2), torch.ones(3)
     shown = held.hold(given[1:])
     held.hold(own)
@@ -40,7 +40,7 @@ def test_what_others_use_stays():
 
 
 def test_what_is_no_longer_looked_after_lives_as_long_as_it_is_shown():
-    held = Held()
+    held = SavedTensors()
     shown = held.hold(torch.ones(3))
     held.clear()
     assert held.storages() == []

@@ -10,7 +10,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import bytes_per_parameter, planes_for
 from outsize.planner.program.program import parse_op
-from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.pool import IOPool
@@ -60,7 +60,9 @@ def context(skipped: bool = False, **changes):
 
 def tiled_steps(home, model: ModelSpec, arena: Arena, num_buffers: int, contexts) -> OptimizerOps:
     buffers = [arena.take(TILE * bytes_per_parameter(model.dtype), "tile") for _ in range(num_buffers)]
-    ops = OptimizerOps(model, home, PlaneAdamW(weight_decay=0.1), buffers, TILE)
+    ops = OptimizerOps(
+        model, home, PlaneAdamW(weight_decay=0.1), StepMemory(tile_buffers=buffers, tile_elements=TILE)
+    )
     for each in contexts:
         for tile in range(model.units[0].numel // TILE):
             buffer = tile % num_buffers
@@ -77,7 +79,7 @@ def test_tiles_of_a_disk_home_step_as_a_whole_unit_in_memory_does(dtype: str, nu
     contexts = [context(), context(coefficient=None), context(touched={0: frozenset({0, 2, 3})})]
     with Arena() as arena, IOPool(2) as pool, HostHome(model, planes_for(dtype), arena) as host:
         fill(host, model, arena)
-        whole = OptimizerOps(model, host, PlaneAdamW(weight_decay=0.1), [], 0)
+        whole = OptimizerOps(model, host, PlaneAdamW(weight_decay=0.1))
         gradient = host.view(0, "gradient").clone()
         for each in contexts:
             host.view(0, "gradient").copy_(gradient)  # a step uses it up
@@ -117,7 +119,9 @@ def test_a_tile_buffer_holds_all_planes_side_by_side(tmp_path):
     with Arena() as arena, IOPool(1) as pool:
         buffer = arena.take(TILE * bytes_per_parameter("bf16"), "tile")
         with DiskHome(model, planes_for("bf16"), tmp_path / "home", pool) as home:
-            (planes,) = OptimizerOps(model, home, PlaneAdamW(), [buffer], TILE)._buffers
+            (planes,) = OptimizerOps(
+                model, home, PlaneAdamW(), StepMemory(tile_buffers=[buffer], tile_elements=TILE)
+            )._buffers
         ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in planes.values())
         assert sum(p.nbytes for p in planes.values()) == buffer.nbytes
         assert all(end <= start for (_, end), (start, _) in pairwise(ends))

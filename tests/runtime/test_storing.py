@@ -42,7 +42,7 @@ def test_the_pieces_of_a_disk_home_make_the_unit(
             )
         with closing(home):
             buffer = arena.take(store_buffer_bytes(model, "disk"), "buffer")
-            ops = StoreOps(model, home, OptimizerOps(model, home, PlaneAdamW(), [], 0), buffer)
+            ops = StoreOps(model, home, OptimizerOps(model, home, PlaneAdamW()), buffer)
             for unit in units:
                 dtypes = [torch.bfloat16 if plane == WEIGHTS else torch.float32 for plane in planes]
                 written = [pattern(unit.numel, dtype, seed, arena) for seed, dtype in enumerate(dtypes)]

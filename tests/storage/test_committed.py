@@ -374,7 +374,6 @@ def test_everything_is_reserved_and_given_back(place: Place):
             place.pool,
             arena=arena,
             granule_elements=4096,
-            ledger=ledger,
         ),
     ):
         assert (ledger.used("disk"), ledger.used("host")) == (size, buffer)

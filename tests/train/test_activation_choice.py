@@ -15,7 +15,7 @@ from outsize.planner.program.ops import Kind
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.training.run import TrainResult, foresee, train
 from support import make_run
 
@@ -32,7 +32,7 @@ def on_a_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
     free = Figure(value=1e-9, source="test")
     link = replace(machine.links[0], up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=free)
 
-    def measure_rates(prepared: Prepared, _: Path) -> Rates:
+    def measure_rates(prepared: Job, _: Path) -> Rates:
         count = prepared.split.spec.num_streamed
         spared_s = {Extent.ATTENTION: (0.0, *[9e-4] * (count - 2), 0.0)}
         times = UnitTimes(forward_s=(1e-3,) * count, backward_s=(3e-3,) * count, spared_s=spared_s)

@@ -10,7 +10,7 @@ from outsize.errors import InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.session.job.device_presets import assumed_machine
 from outsize.session.job.planning import question_of
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.training.run import plan, train
 from outsize.training.run_dir import as_before
 from outsize.training.verify import verify
@@ -22,7 +22,7 @@ CUT = {"microbatches": None, "tokens_per_step": SEQUENCES * SEQ_LEN}
 TWO = {"device": "emulated:2"}
 
 
-def prepared(tmp_path: Path, **sections) -> Prepared:
+def prepared(tmp_path: Path, **sections) -> Job:
     config = make_run(tmp_path, data=DATA, **{"train": CUT, **sections})
     return prepare(config, tmp_path / "run", lambda _: None)
 

@@ -15,7 +15,7 @@ from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
 from outsize.session.job.job_options import options_for, question_for
 from outsize.session.job.planning import question_of
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.training.run import foresee, train
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
@@ -62,7 +62,7 @@ def configured(tmp_path: Path, model_dir: Path, options: str, machine: str) -> A
 def _same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever times this machine finds the same."""
 
-    def measure_rates(prepared: Prepared, _: Path) -> Rates:
+    def measure_rates(prepared: Job, _: Path) -> Rates:
         count, workers, preset = (
             prepared.split.spec.num_streamed,
             prepared.machine.num_workers,
@@ -77,7 +77,7 @@ def _same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "crossing_rates", lambda *_: {})
 
 
-def predicted_id(prepared: Prepared, rates: Rates | None) -> str:
+def predicted_id(prepared: Job, rates: Rates | None) -> str:
     """The plan of `outsize plan` for the configuration, of which a trial and a clock have told demand and rates."""
     told = question_of(
         prepared.config, prepared.split, prepared.machine, prepared.tried, prepared.group, rates

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import reference
 import zoo
 from outsize.data.batch import IGNORED, Batch
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.training.resident import materialise
 from outsize.training.verify import run_resident
 from support import make_batches, make_config, microbatches, recipe_of, reseed_of, save_model, unit_names
@@ -93,7 +93,7 @@ def test_also_with_a_microbatch_without_targets(loss: str, tmp_path: Path):
     both("llama", tmp_path, batches, train={"microbatches": 4, "loss": loss, "head_chunk_tokens": 7})
 
 
-def prepared_llama(directory: Path, dtype: str) -> Prepared:
+def prepared_llama(directory: Path, dtype: str) -> Job:
     save_model(zoo.build("llama"), directory / "model")
     config = make_config(directory / "model", make_batches("llama"), model={"dtype": dtype})
     return prepare(config, directory, lambda _: None)

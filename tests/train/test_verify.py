@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.training import verify as module
 from outsize.training.run import plan
 from outsize.training.verify import run_resident, verify
@@ -79,7 +79,7 @@ def test_what_is_verified_is_the_plan_that_is_trained(
     plans = []
 
     class Watched(module.StreamedTrainer):
-        def __init__(self, prepared: Prepared, store_dir: Path) -> None:
+        def __init__(self, prepared: Job, store_dir: Path) -> None:
             plans.append(prepared.plan)
             super().__init__(prepared, store_dir)
 

@@ -29,7 +29,7 @@ from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.shares import shares
 from outsize.runtime.ops.checkpoint_ops import UnitAtRest
 from outsize.runtime.ops.wire_codec import Residuals
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 
 # In the state of a checkpoint: how many ranks remember something, where any do.
@@ -37,13 +37,13 @@ RANKS = "feedback_ranks"
 _NAME = "residual"
 
 
-def state_of(prepared: Prepared) -> dict[str, int]:
+def state_of(prepared: Job) -> dict[str, int]:
     """Return what the state of a checkpoint says of error feedback; nothing where there is none."""
     size = _num_ranks(prepared)
     return {RANKS: size} if size else {}
 
 
-def files_of(prepared: Prepared, unit: UnitSpec) -> dict[int, str]:
+def files_of(prepared: Job, unit: UnitSpec) -> dict[int, str]:
     """The files, within a checkpoint, of what ranks remember of a unit, by rank; none of one that sends nothing."""
     if not unit.trainable or not _num_ranks(prepared):
         return {}
@@ -55,7 +55,7 @@ def files_of(prepared: Prepared, unit: UnitSpec) -> dict[int, str]:
     }
 
 
-def write(prepared: Prepared, resting: UnitAtRest, directory: Path, moved: Moved) -> dict[str, FileSum]:
+def write(prepared: Job, resting: UnitAtRest, directory: Path, moved: Moved) -> dict[str, FileSum]:
     """Write what all ranks remember of a unit; returns the files that were written.
 
     Args:
@@ -151,6 +151,6 @@ def _fill(residuals: Residuals, unit: UnitSpec, path: Path, known: Mapping[str, 
     read_elements(stored, 0, stored.numel, plane)
 
 
-def _num_ranks(prepared: Prepared) -> int:
+def _num_ranks(prepared: Job) -> int:
     """Ranks whose encodings of gradients remember what they lose; 0 where none do."""
     return prepared.group.size if prepared.group.size > 1 and prepared.plan.wire.feedback else 0

@@ -7,9 +7,10 @@ service.
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from outsize import files
 from outsize.checkpoint import feedback, run_checkpoint
@@ -19,7 +20,7 @@ from outsize.errors import CheckpointError, StorageError
 from outsize.optim.optimizer_spec import Gradients, Masters
 from outsize.session import run_state
 from outsize.session.job.machine import home_file
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import find_record, find_records, layout_digest
 from outsize.storage.prealloc import explain, sync_directory
@@ -32,7 +33,7 @@ _ANOTHER = "a model of other parameters, or with others frozen, or the share of 
 
 
 def newest_home(
-    config: Config, run_dir: Path, prepared: Prepared, resumed: Path | None, announce: Announce
+    config: Config, run_dir: Path, prepared: Job, resumed: Path | None, announce: Announce
 ) -> CommitRecord | None:
     """Return the record of the home that the run goes on from; None where a checkpoint is newer, or there is none.
 
@@ -77,7 +78,7 @@ def newest_home(
     return record
 
 
-def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Announce) -> CommitRecord | None:
+def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce) -> CommitRecord | None:
     """Return this rank's record of the last step that all ranks have committed; None where there is none.
 
     Raises:
@@ -113,7 +114,7 @@ def _common(path: Path, prepared: Prepared, resumed: Path | None, announce: Anno
     return None
 
 
-def _otherwise(record: CommitRecord, prepared: Prepared) -> str:
+def _otherwise(record: CommitRecord, prepared: Job) -> str:
     """What a home of this run's model and rank holds that is laid out otherwise; empty where it is of another."""
     spec, ours = prepared.split.spec, prepared.plan.state
     masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
@@ -136,13 +137,16 @@ def _otherwise(record: CommitRecord, prepared: Prepared) -> str:
 def start(
     stack: contextlib.ExitStack,
     config: Config,
-    prepared: Prepared,
+    prepared: Job,
     run_dir: Path,
     record: CommitRecord | None,
     resumed: Path | None,
     announce: Announce,
+    data: Mapping[str, Any] | None = None,
 ) -> StreamedTrainer:
     """Open a trainer, entered in ``stack``, that stands where the run goes on; its `position` says where.
+
+    ``data`` tells the sequences of the run from others, and goes to every commit.
 
     A home that is damaged is given up for the newest checkpoint, where there is one.
 
@@ -154,7 +158,7 @@ def start(
         with contextlib.ExitStack() as attempt:
             failed: StorageError | None = None
             try:
-                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record))
+                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record, data))
             except StorageError as error:
                 failed = error
             told = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
@@ -168,7 +172,9 @@ def start(
             announce(f"{told[0]}; this run goes back to {resumed.name}")
     if resumed is not None:
         run_checkpoint.check_files(resumed)
-    trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
+    trainer = stack.enter_context(
+        StreamedTrainer(prepared, path.parent, home_file=path, config=config, data=data)
+    )
     trainer.fill()
     if resumed is not None:
         trainer.position = run_checkpoint.restore(trainer, resumed, announce)
@@ -177,7 +183,7 @@ def start(
     return trainer
 
 
-def tell_costs(prepared: Prepared, run_dir: Path, announce: Announce) -> None:
+def tell_costs(prepared: Job, run_dir: Path, announce: Announce) -> None:
     """Say what a home on zram takes of RAM, now that it is there; nothing of any other."""
     if prepared.machine.home != "disk":
         return
@@ -208,11 +214,13 @@ def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) 
             files.system().rmdir(path.parent)
 
 
-def _from_home(config: Config, prepared: Prepared, run_dir: Path, record: CommitRecord) -> StreamedTrainer:
+def _from_home(
+    config: Config, prepared: Job, run_dir: Path, record: CommitRecord, data: Mapping[str, Any] | None
+) -> StreamedTrainer:
     """Return a trainer that stands where ``record`` says."""
     path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
     trainer = StreamedTrainer(
-        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None
+        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None, data=data
     )
     try:
         if same_kind:

@@ -34,7 +34,7 @@ from outsize.optim.halves import PIECE_ELEMENTS, join_low
 from outsize.optim.optimizer_spec import EXP_AVG, EXP_AVG_SQ, WEIGHTS, Plane
 from outsize.session import run_state
 from outsize.session.fill import FILL_ELEMENTS
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.masters import MasterWriter
 from outsize.session.run_state import Position
@@ -58,7 +58,7 @@ class Restorable(Protocol):
         """Where they rest."""
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> Job:
         """The run."""
 
     @property
@@ -122,7 +122,7 @@ def check_same_method(directory: Path, config: Config) -> None:
     run_state.check_same_method({} if foreign else read_state(directory), directory, config)
 
 
-def check_same_run(directory: Path, config: Config, prepared: Prepared) -> None:
+def check_same_run(directory: Path, config: Config, prepared: Job) -> None:
     """Check that ``config`` goes on with the run that wrote a checkpoint, before anything is done for it.
 
     A ``Trainer``'s says less of its run than ours: its optimizer has to be one that fits the model.

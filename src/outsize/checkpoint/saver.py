@@ -11,7 +11,7 @@ from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
 from outsize.runtime.engine.engine import StoreHandle
 from outsize.runtime.engine.executor import LaneTask
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4
@@ -39,7 +39,7 @@ class Stored(Protocol):
     """Whose state is written."""
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> Job:
         """The run."""
 
     @property
@@ -100,8 +100,8 @@ class Saver:
         self._started_s = clock()
         self._under_way: tuple[Saving, StoreHandle] | None = None
 
-    def between_steps(self, position: Position) -> None:
-        """Report a checkpoint that is complete, and start one that is due.
+    def between_steps(self, position: Position, wanted: bool = False) -> None:
+        """Report a checkpoint that is complete, and start one that is due, or ``wanted``.
 
         Raises:
             OutsizeError: an op failed.
@@ -109,7 +109,11 @@ class Saver:
         self._report_if_complete()
         every = self._config.save_every
         counted = bool(every) and position.step % every == 0
-        due = counted or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
+        due = (
+            wanted
+            or counted
+            or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
+        )
         if self._is_due(due):
             # One that is still under way has had the time of all the steps since: the disk is slower than they.
             self._report(self._collect())

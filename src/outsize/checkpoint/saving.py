@@ -56,7 +56,7 @@ from outsize.optim.halves import PIECE_ELEMENTS, split_low
 from outsize.optim.optimizer_spec import MASTER, WEIGHTS
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.checkpoint_ops import UnitAtRest
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.storage.prealloc import explain
 
 
@@ -85,7 +85,7 @@ class Saving:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: Job,
         directory: Path,
         state: dict[str, Any],
         step: int,

@@ -89,11 +89,7 @@ class Codec(ABC):
 
 
 class RawCodec(Codec):
-    """Bytes as they lie in memory.
-
-    Args:
-        spec: see `outsize.codecs.codec_spec.RAW`.
-    """
+    """Bytes as they lie in memory."""
 
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec

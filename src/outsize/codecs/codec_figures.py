@@ -69,11 +69,6 @@ def measure_file(
 ) -> tuple[CodecFigures, ...]:
     """Measure codecs on the floating-point tensors of a safetensors file, by kind and dtype.
 
-    Args:
-        path: of the file.
-        cast: dtype that tensors are converted to first.
-        names: of codecs.
-
     Raises:
         CodecError: not a safetensors file, or nothing in it that codecs are for.
     """

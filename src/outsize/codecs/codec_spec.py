@@ -15,6 +15,11 @@ CountBytes = Callable[[int, str], int]
 """Elements and their dtype to bytes."""
 
 
+def raw_bytes(numel: int, dtype: str) -> int:
+    """Bytes as they lie in memory."""
+    return numel * ITEMSIZE[dtype]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
     """One codec.
@@ -35,10 +40,10 @@ class CodecSpec:
     """
 
     name: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...] = tuple(ITEMSIZE)
     lossless: bool
     fixed_rate: bool
-    max_bytes: CountBytes
+    max_bytes: CountBytes = raw_bytes
     expected_bytes: CountBytes
     error: float = 0.0
     group: int = 0
@@ -57,17 +62,10 @@ class CodecSpec:
         return self.expected_bytes(numel, dtype) / (numel * ITEMSIZE[dtype])
 
 
-def raw_bytes(numel: int, dtype: str) -> int:
-    """Bytes as they lie in memory."""
-    return numel * ITEMSIZE[dtype]
-
-
 RAW = CodecSpec(
     name="raw",
-    dtypes=("fp32", "bf16", "fp16"),
     lossless=True,
     fixed_rate=True,
-    max_bytes=raw_bytes,
     expected_bytes=raw_bytes,
     encode_bytes_per_s=8e9,
     decode_bytes_per_s=8e9,
@@ -92,20 +90,16 @@ WINDOW_LEAST = 64
 # Ratios are those of normal weights and of the weights of a sentence encoder, see bench/bench_codec.py.
 LOSSLESS4 = CodecSpec(
     name="lossless4",
-    dtypes=("fp32", "bf16", "fp16"),
     lossless=True,
     fixed_rate=False,
-    max_bytes=raw_bytes,
     expected_bytes=_window_bytes(0.752),
     encode_bytes_per_s=3e9,
     decode_bytes_per_s=6e9,
 )
 LOSSLESS3 = CodecSpec(
     name="lossless3",
-    dtypes=("fp32", "bf16", "fp16"),
     lossless=True,
     fixed_rate=False,
-    max_bytes=raw_bytes,
     expected_bytes=_window_bytes(0.705),
     encode_bytes_per_s=2.5e9,
     decode_bytes_per_s=6e9,
@@ -122,7 +116,6 @@ DELTA = CodecSpec(
     dtypes=("bf16", "fp16"),
     lossless=True,
     fixed_rate=False,
-    max_bytes=raw_bytes,
     expected_bytes=_delta_bytes,
     encode_bytes_per_s=0.4e9,
     decode_bytes_per_s=0.4e9,
@@ -151,7 +144,6 @@ def _blockwise(
     error = _BF16_SLACK / steps
     return CodecSpec(
         name=name,
-        dtypes=("fp32", "bf16", "fp16"),
         lossless=False,
         fixed_rate=True,
         max_bytes=count,
@@ -224,7 +216,6 @@ def _nf4_double_bytes(numel: int, dtype: str) -> int:
 
 NF4 = CodecSpec(
     name="nf4",
-    dtypes=("fp32", "bf16", "fp16"),
     lossless=False,
     fixed_rate=True,
     max_bytes=_nf4_bytes,
@@ -236,7 +227,6 @@ NF4 = CodecSpec(
 )
 NF4_DOUBLE = CodecSpec(
     name="nf4-double",
-    dtypes=("fp32", "bf16", "fp16"),
     lossless=False,
     fixed_rate=True,
     max_bytes=_nf4_double_bytes,

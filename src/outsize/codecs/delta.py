@@ -29,11 +29,7 @@ def apply_difference(changed: Tensor, weights: Tensor) -> None:
 
 
 class DeltaCodec(Codec):
-    """Words that are mostly zero, see `difference`; on the host.
-
-    Args:
-        spec: see `outsize.codecs.codec_spec.DELTA`.
-    """
+    """Words that are mostly zero, see `difference`; on the host."""
 
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec

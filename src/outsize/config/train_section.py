@@ -19,6 +19,12 @@ class TrainConfig(Section):
     steps: int = Field(
         default=100, ge=1, description="Optimizer steps in all, those before a resume included."
     )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="How often the data are used, in place of train.steps: rounded up to whole steps once the data are "
+        "read.",
+    )
     tokens_per_step: int | None = Field(
         default=None,
         ge=2,
@@ -31,6 +37,14 @@ class TrainConfig(Section):
         description="Slices of a step that pass through a unit one after the other; "
         "more of them need less memory for activations and move no more weights. null is as few as fit, or with "
         "several workers as many as shorten a step by a percent; the number chosen is in run_dir/config.yaml.",
+    )
+    round_microbatches: int | None = Field(
+        default=None,
+        ge=1,
+        description="Microbatches that pass through all units, forward and backward, before the next ones begin: a "
+        "step is one or more such rounds, and activations take the memory of one. Small rounds keep more and recompute "
+        "less, large ones load weights and bring up sums of gradients less often. null is all of them for one device, "
+        "and what the search for stages finds for several.",
     )
     seed: int = Field(
         default=0,

@@ -20,7 +20,6 @@ def tiny_microbatch(facts: Facts) -> Seen | None:
     if efficiency >= _EFFICIENT or tokens >= _ENOUGH_TOKENS:
         return None
     return Seen(
-        severity="warning",
         evidence=(
             f"{tokens} tokens per microbatch; compute reaches {efficiency:.1%} of the device's peak while it works, "
             f"{facts.run.compute_share:.0%} of a step"
@@ -36,7 +35,6 @@ def slow_compute(facts: Facts) -> Seen | None:
     if efficiency >= _EFFICIENT / 4 or tokens < _ENOUGH_TOKENS:
         return None
     return Seen(
-        severity="warning",
         evidence=(
             f"compute reaches {efficiency:.1%} of the device's peak while it works, "
             f"{facts.run.compute_share:.0%} of a step, with {tokens} tokens per microbatch"
@@ -55,7 +53,6 @@ def slow_dtype(facts: Facts) -> Seen | None:
     if not rate or not fp32_rate or fp32_rate < _SLOWER * rate:
         return None
     return Seen(
-        severity="warning",
         evidence=f"products in {dtype} reach {rate / 1e9:.3g} GFLOP/s on this processor, in fp32 {fp32_rate / 1e9:.3g}",
         expected=f"a processor that multiplies {dtype} (AMX, AVX-512 BF16, or a GPU), or fp32",
         gain_share=1 - rate / fp32_rate,

@@ -88,4 +88,4 @@ def _share_of_processors(facts: Facts) -> float:
 def _seen(share: float, evidence: str, expected: str) -> Seen | None:
     if share < WORTH:
         return None
-    return Seen(severity="warning", evidence=evidence, expected=expected, gain_share=share)
+    return Seen(evidence=evidence, expected=expected, gain_share=share)

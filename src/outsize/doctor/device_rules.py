@@ -44,7 +44,6 @@ def sagging(facts: Facts) -> Seen | None:
 def _slower(what: str, rate: Measurement) -> Seen:
     lost = lost_share(rate)
     return Seen(
-        severity="warning",
         evidence=(
             f"{what} products fell by {lost:.0%} within {len(rate.samples)} samples, from "
             f"{rate.samples[0] / 1e12:.3g} to {rate.samples[-1] / 1e12:.3g} TFLOP/s"
@@ -66,7 +65,6 @@ def slow_attention(facts: Facts) -> Seen | None:
             attention = median(device.attention_flops_per_s[dtype], f"{dtype} attention")
             if attention < _NO_KERNEL * product:
                 return Seen(
-                    severity="warning",
                     evidence=(
                         f"{device.device} {dtype}: attention at {attention / 1e12:.3g} TFLOP/s, "
                         f"{attention / product:.0%} of a matrix product"

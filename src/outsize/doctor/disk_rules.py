@@ -20,7 +20,6 @@ def poor_disk(facts: Facts) -> Seen | None:
     for place in facts.machine.inventory.disks:
         if place.file_system.value in _IN_MEMORY:
             return Seen(
-                severity="warning",
                 evidence=f"{place.directory} is {place.file_system.value}: what is written there takes RAM",
                 expected="a local NVMe",
             )
@@ -28,7 +27,6 @@ def poor_disk(facts: Facts) -> Seen | None:
         reads = [depth.read_bytes_per_s.median or 0.0 for depth in disk.depths]
         if place.rotational.value is True and 0 < max(reads, default=0.0) < _TURNING_BYTES_PER_S:
             return Seen(
-                severity="warning",
                 evidence=(
                     f"{place.directory} reads {format_rate(max(reads))} and says that it turns "
                     f"({place.model.value or place.device.value})"
@@ -38,7 +36,6 @@ def poor_disk(facts: Facts) -> Seen | None:
             )
         if disk.direct.value is False:
             return Seen(
-                severity="warning",
                 evidence=f"{disk.directory}: the file system refuses direct I/O ({disk.direct.source})",
                 expected="direct I/O: no copy in the page cache, and a fraction of the processor time",
             )
@@ -57,7 +54,6 @@ def _slower(disk: DiskRates) -> Seen:
     samples = disk.sustained_write_bytes_per_s.samples
     lost = lost_share(disk.sustained_write_bytes_per_s)
     return Seen(
-        severity="warning",
         evidence=(
             f"{disk.directory}: writes fell by {lost:.0%}, from {format_rate(samples[0])} to "
             f"{format_rate(samples[-1])}, within {len(samples)} samples"

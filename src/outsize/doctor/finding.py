@@ -18,17 +18,17 @@ class Seen:
     """What the function of a rule saw.
 
     Attributes:
-        severity: ``error``: does not work as it should; ``warning``: costs time or puts a run at risk; ``info``: worth
-            knowing; ``good``: as it should be.
         evidence: what was recorded, with its numbers.
         expected: what it should be instead.
+        severity: ``error``: does not work as it should; ``warning``: costs time or puts a run at risk; ``info``: worth
+            knowing; ``good``: as it should be.
         gain_share: share of the time of the rule's part, 0 to 1, that the fix is expected to save; None where only a
             trial can tell.
     """
 
-    severity: Severity
     evidence: str
     expected: str
+    severity: Severity = "warning"
     gain_share: float | None = None
 
 

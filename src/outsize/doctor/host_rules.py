@@ -34,7 +34,6 @@ def group_limit(facts: Facts) -> Seen | None:
     free = memory.cgroup_free_bytes.number()  # with the page cache, which fills any group that reads much
     if used > _FULL * allowed and (free is None or free < (1 - _FULL) * allowed):
         return Seen(
-            severity="warning",
             evidence=f"{evidence} ({used / allowed:.0%}), page cache included",
             expected=f"below {_FULL:.0%}; page cache is given back first, then the kernel kills",
         )
@@ -62,7 +61,6 @@ def locked_memory(facts: Facts) -> Seen | None:
     if allowed is None or pinned or planned <= allowed:
         return None
     return Seen(
-        severity="warning",
         evidence=(
             f"at most {format_bytes(int(allowed))} may be locked, the run plans for {format_bytes(planned)} of host "
             "memory, and the probe has not seen pinned copies"
@@ -82,7 +80,6 @@ def swapping(facts: Facts) -> Seen | None:
     if total - free <= 0 or (available >= _LEAST_AVAILABLE and pressure < _MOST_PRESSURE):
         return None
     return Seen(
-        severity="warning",
         evidence=(
             f"{format_bytes(int(total - free))} swapped out, {available:.0%} of RAM available; in the last minute "
             f"tasks stood still for memory {pressure:.0%} of the time"
@@ -98,7 +95,6 @@ def kernels(facts: Facts) -> Seen | None:
     if text(native, "C kernels") != "none":
         return None
     return Seen(
-        severity="warning",
         evidence=f"no kernels in C: {native.source}",
         expected="kernels built at install: optimizer steps with small state take a fraction of the time",
     )
@@ -118,7 +114,6 @@ def quota(facts: Facts) -> Seen | None:
     if threads <= max(1.0, granted):
         return None
     return Seen(
-        severity="warning",
         evidence=f"a quota of {granted:g} cores, {usable:.0f} processors in sight, {threads} threads by default",
         expected=f"no more than {max(1, int(granted))} threads",
     )
@@ -137,7 +132,6 @@ def clock_limit(facts: Facts) -> Seen | None:
     if allowed >= highest:
         return None
     return Seen(
-        severity="warning",
         evidence=f"governor {governor} of {driver} holds the clock at {allowed / 1e9:.2f} GHz at most",
         expected=f"{highest / 1e9:.2f} GHz, the highest of this processor",
         gain_share=1 - allowed / highest,

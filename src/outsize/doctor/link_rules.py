@@ -25,7 +25,6 @@ def narrow(facts: Facts) -> Seen | None:
         lost = 1 - lanes / most
         if lost > (worst.gain_share or 0.0 if worst else 0.0):
             worst = Seen(
-                severity="warning",
                 evidence=f"cuda:{index} ({text(gpu.name, 'name')}) is linked by x{lanes:.0f}",
                 expected=f"x{most:.0f}, which GPU and slot can negotiate",
                 gain_share=lost,
@@ -45,7 +44,6 @@ def slow(facts: Facts) -> Seen | None:
             gain = 1 - fit.bytes_per_s / (SOUND_SHARE * theory)
             if worst is None or gain > (worst.gain_share or 0.0):
                 worst = Seen(
-                    severity="warning",
                     evidence=(
                         f"cuda:{index} {direction}: {format_rate(fit.bytes_per_s)} of pinned copies, "
                         f"{fit.bytes_per_s / theory:.0%} of the {format_rate(theory)} of its lanes"
@@ -118,7 +116,6 @@ def small_copies(facts: Facts) -> Seen | None:
     if share < _SMALL:
         return None
     return Seen(
-        severity="warning",
         evidence=(
             f"{loads} loads of {format_bytes(int(size))} in a step; at {fit.latency_s * 1e6:.1f} us each, "
             f"{share:.0%} of their time is the fixed cost of a copy"
@@ -141,7 +138,6 @@ def wrong_node(facts: Facts) -> Seen | None:
         if node is None or usable & listed(text(node.cpus, f"CPUs of node {node.index}")):
             continue
         return Seen(
-            severity="warning",
             evidence=(
                 f"cuda:{index} hangs on NUMA node {node.index} (CPUs {node.cpus.value}); this process may only run on "
                 f"{cpu.usable_cpus.value}"

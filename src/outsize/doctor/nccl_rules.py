@@ -14,7 +14,7 @@ def overridden(facts: Facts) -> Seen | None:
     told = overriding_variables(_variables(facts))
     if not told:
         return None
-    return Seen(severity="warning", evidence="; ".join(told), expected="NCCL's own choice by what it finds")
+    return Seen(evidence="; ".join(told), expected="NCCL's own choice by what it finds")
 
 
 def misspelt(facts: Facts) -> Seen | None:
@@ -22,7 +22,7 @@ def misspelt(facts: Facts) -> Seen | None:
     told = misspelt_variables(_variables(facts))
     if not told:
         return None
-    return Seen(severity="warning", evidence="; ".join(told), expected="names that NCCL reads")
+    return Seen(evidence="; ".join(told), expected="names that NCCL reads")
 
 
 def slow_sums(facts: Facts) -> Seen | None:

@@ -37,7 +37,6 @@ def downtrained(facts: Facts) -> Seen | None:
             continue
         lost = 1 - lanes / most_lanes * 0.5 ** (most_generation - generation)
         return Seen(
-            severity="warning",
             evidence=f"{device.device} under load: generation {generation} x{lanes}",
             expected=f"generation {most_generation} x{most_lanes}, which GPU and slot can negotiate",
             gain_share=lost,
@@ -67,7 +66,6 @@ def contended(facts: Facts) -> Seen | None:
         rate.together_bytes_per_s.median or 0.0 for rate in together if rate.direction == worst.direction
     )
     return Seen(
-        severity="warning",
         evidence=(
             f"{worst.device} {worst.direction}: {format_rate(shared)} while all copy, {format_rate(alone)} alone; all "
             f"together {format_rate(total)}"
@@ -97,7 +95,6 @@ def far_memory(facts: Facts) -> Seen | None:
         gain = 0.5 * (1 - far / near)
         if worst is None or gain > (worst.gain_share or 0.0):
             worst = Seen(
-                severity="warning",
                 evidence=f"{by}: {format_rate(near)} from memory of its own node, {format_rate(far)} from the other",
                 expected="memory of the node that copies it: pages lie where they were first written",
                 gain_share=gain,
@@ -140,7 +137,6 @@ def no_overlap(facts: Facts) -> Seen | None:
         if hidden >= _HIDDEN:
             continue
         return Seen(
-            severity="warning",
             evidence=(
                 f"{device.device}: product {_ms(device.overlap.matmul_s.median)}, copies "
                 f"{_ms(device.overlap.copy_s.median)}, both at once {_ms(device.overlap.both_s.median)}: "
@@ -166,7 +162,6 @@ def peer_staged(facts: Facts) -> Seen | None:
         said, reached = str(peer.by_topology.value), str(peer.by_rate.value)
         if order.index(reached) < order.index(said):
             return Seen(
-                severity="warning",
                 evidence=(
                     f"{peer.target} from {peer.source}: {said} by the driver, "
                     f"{format_rate(median(peer.copy_bytes_per_s, 'copies'))} measured, as {reached} "

@@ -40,7 +40,6 @@ def eager_attention(facts: Facts) -> Seen | None:
         return None
     length = int(data.get("seq_len", 0))
     return Seen(
-        severity="warning",
         evidence=f"model.attention is eager: {length} x {length} scores per head and sequence are written and read",
         expected="a kernel that keeps scores on the chip",
     )
@@ -57,7 +56,6 @@ def uneven(facts: Facts) -> Seen | None:
         return None
     slow = sum(value > 1.5 * middle for value in seconds)
     return Seen(
-        severity="warning",
         evidence=(
             f"{slow} of {len(seconds)} steps took over 1.5 times the median of {format_seconds(middle)}; the longest "
             f"{format_seconds(max(seconds))}"
@@ -76,7 +74,6 @@ def above_plan(facts: Facts) -> Seen | None:
     early, late = statistics.median(sizes[:quarter]), statistics.median(sizes[-quarter:])
     if late > (1 + _GROWTH) * early:
         return Seen(
-            severity="warning",
             evidence=(
                 f"resident memory grew from {format_bytes(int(early))} to {format_bytes(int(late))} over {len(sizes)} "
                 "steps"
@@ -90,7 +87,6 @@ def above_plan(facts: Facts) -> Seen | None:
     if late <= most:
         return None
     return Seen(
-        severity="warning",
         evidence=f"{format_bytes(int(late))} resident; {format_bytes(int(planned))} planned in RAM",
         expected=(
             f"at most {format_bytes(int(most))}: {_PROMISE} times the plan, {format_bytes(_PROMISE_BYTES)}, and "
@@ -119,7 +115,6 @@ def superlinear(facts: Facts) -> Seen | None:
     lengths = {run.config.get("data", {}).get("seq_len") for run in (best, worst)}
     longer = f"; sequences of {sorted(map(str, lengths))} tokens" if len(lengths) > 1 else ""
     return Seen(
-        severity="warning",
         evidence=(
             f"{worst_tokens:.0f} tokens per step take {worst_s * 1e6:.3g} us per token, {best_tokens:.0f} take "
             f"{best_s * 1e6:.3g}: {worst_tokens / best_tokens:.2g} times the tokens, "
@@ -144,7 +139,6 @@ def fragmented(facts: Facts) -> Seen | None:
     if most <= (1 + _KEPT) * planned:
         return None
     return Seen(
-        severity="warning",
         evidence=(
             f"torch holds {format_bytes(int(most))} of a GPU between steps, {most / planned - 1:.0%} more than the "
             f"{format_bytes(planned)} that are planned"

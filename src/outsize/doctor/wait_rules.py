@@ -139,7 +139,6 @@ def waits_for(cause: str) -> Callable[[Facts], Seen | None]:
         if share < WORTH and (total < WORTH or share < max(run.waits().values())):
             return None
         return Seen(
-            severity="warning",
             evidence=f"{share:.0%} of a step of {format_seconds(run.mean('seconds'))} {wait.tell(facts)}",
             expected=wait.expected,
             gain_share=wait.gain(share),

@@ -10,11 +10,7 @@ from outsize.accelerators import is_accelerator, module_of
 
 
 class Caller:
-    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return.
-
-    Args:
-        device: where the caller computes.
-    """
+    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

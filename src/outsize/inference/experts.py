@@ -95,10 +95,6 @@ def without(split: Split, experts: list[Experts]) -> Split:
 class ExpertCache:
     """Fetches rows of experts, and keeps some.
 
-    Args:
-        experts: the modules.
-        source: where the rows come from.
-
     Attributes:
         room_bytes: for rows that stay between calls.
         held_bytes: of them.

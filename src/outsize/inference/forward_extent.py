@@ -30,11 +30,7 @@ class ForwardExtent:
 
 
 class Workspace:
-    """The most bytes that a unit needs while it computes, known for the largest forward so far.
-
-    Args:
-        dtype: of the computation.
-    """
+    """The most bytes that a unit needs while it computes, known for the largest forward so far."""
 
     def __init__(self, dtype: str) -> None:
         self._share = KERNEL_SHARE[dtype]

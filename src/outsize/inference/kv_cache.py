@@ -54,10 +54,6 @@ class HostedCache:
 
     The host copy is written in place, with room to grow, so that of a layer that appends only the new tokens go down.
 
-    Args:
-        device: computes.
-        modules: of the streamed units.
-
     Attributes:
         bytes_moved: both ways, so far.
     """

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from outsize.hardware.readings import Measurement
-from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, UnitSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.native.library import available
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import State, StateLayout, masters_for
@@ -54,7 +54,7 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
     seconds: list[float] = []
     with Arena() as arena, HostHome(spec, layout.planes, arena) as home, closing(CpuDevice()) as device:
         _fill(home, spec, layout)
-        optimizer = OptimizerOps(spec, home, PlaneAdamW(), [], PLANE_ELEMENTS, state=layout)
+        optimizer = OptimizerOps(spec, home, PlaneAdamW(), state=layout)
         touched = {unit.index: frozenset(range(len(unit.tensors))) for unit in spec.units}
         context = StepContext(number=0, learning_rate=1e-5, microbatches=(), touched=touched)
         executor = Executor(device, lane_of, optimizer.step, Hazards(len(ops), None))

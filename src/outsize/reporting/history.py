@@ -18,6 +18,7 @@ HEARTBEAT = "heartbeat.jsonl"
 FIELDS = (
     "time",
     "loss",
+    "eval_loss",
     "lr",
     "grad_norm",
     "tokens_per_s",
@@ -37,9 +38,6 @@ COMPUTE = "compute"
 
 class History:
     """What a heartbeat holds so far.
-
-    Args:
-        directory: of the run.
 
     Attributes:
         steps: numbers of the steps, ascending.

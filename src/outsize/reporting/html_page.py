@@ -6,12 +6,12 @@ stands in it as JSON, in which ``<`` is escaped, so that no text of a run can en
 
 import html
 import json
-import math
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from outsize import __version__
+from outsize.units import without_nan
 
 # In this order: later ones use what earlier ones define.
 SCRIPTS = ("format.js", "chart.js", "timeline.js", "sections.js", "main.js")
@@ -52,14 +52,4 @@ def make_page(data: dict[str, Any], *, live: bool = False) -> str:
 
 def to_json(data: dict[str, Any]) -> str:
     """Return compact JSON, with null for what JSON cannot say: NaN and infinities."""
-    return json.dumps(_without_nan(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return value
+    return json.dumps(without_nan(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -55,12 +55,7 @@ def summary(errors: Mapping[str, float]) -> str:
 
 
 class Decoded:
-    """Weights as they arrive on a device: what a codec writes as it decodes, everything else as it is.
-
-    Args:
-        source: of the weights as they were.
-        spec: the model.
-    """
+    """Weights as they arrive on a device: what a codec writes as it decodes, everything else as it is."""
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
         self._source = source

@@ -13,21 +13,14 @@ from outsize.config import Config
 from outsize.hardware.cpu import read_cpu
 from outsize.hardware.numa import Placement, left_alone, node_of_pci, place
 from outsize.runtime.device.device_group import device_names
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 
 ROOT = Path("/")
 _TASKS = Path("/proc/self/task")
 
 
-def placement_of(config: Config, prepared: Prepared, local_processes: int, root: Path = ROOT) -> Placement:
-    """Return where the threads of a run go that is about to take its memory.
-
-    Args:
-        config: of the run.
-        prepared: it is.
-        local_processes: of this machine that train together.
-        root: of the file system that describes the machine.
-    """
+def placement_of(config: Config, prepared: Job, local_processes: int, root: Path = ROOT) -> Placement:
+    """Return where the threads of a run go that is about to take its memory."""
     if config.memory.numa == "off":
         return left_alone("memory.numa is off")
     return place(

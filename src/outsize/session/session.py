@@ -285,7 +285,6 @@ class Session:
             granule_elements=store.granule_elements,
             record=store.record,
             temporary=store.file is None,
-            ledger=self.ledger,
             own=store.own,
         )
 

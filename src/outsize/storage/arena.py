@@ -72,12 +72,15 @@ class Arena:
         ledger: where the bytes are reserved; None reserves nothing.
         tier: the tier that they are reserved in.
         pinner: what pins each piece, e.g. `DriverPinner`; None leaves memory pageable.
+
+    Attributes:
+        ledger: as given.
     """
 
     def __init__(
         self, *, ledger: Ledger | None = None, tier: str = "host", pinner: Pinner | None = None
     ) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._tier = tier
         self._pinner = pinner
         self._mappings: list[mmap.mmap] = []
@@ -109,7 +112,7 @@ class Arena:
         with self._lock:
             if self._closed:
                 raise ValueError(f"{what} asks a closed arena for memory")
-            reservation = self._ledger.reserve(self._tier, what, size) if self._ledger else None
+            reservation = self.ledger.reserve(self._tier, what, size) if self.ledger else None
             try:
                 mapping, offset = _map(size, what)
             except BaseException:

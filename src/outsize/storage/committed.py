@@ -26,7 +26,6 @@ from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspe
 from outsize.storage.granules import DamagedError, Granules
 from outsize.storage.home import DiskHome, Home
 from outsize.storage.home_layout import HomeLayout, Planes, made_of
-from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
 from outsize.storage.record import NUM_SLOTS, CommitRecord, newest_record, pack, whole_records
@@ -105,13 +104,13 @@ class CommittedHome(DiskHome):
         planes: bytes per element of each plane, or what it is made of; all but the gradient are kept twice.
         path: the file.
         pool: threads that move the bytes; shared, and closed by whoever made it.
-        arena: where the buffer of the commit record comes from.
+        arena: where the buffer of the commit record comes from; in its ledger the file's bytes are reserved, in tier
+            ``disk``.
         granule_elements: elements that a checksum covers, a power of two from 2048 up; what is read and written
             begins and ends at multiples of it, or with the plane.
         record: of the home that ``path`` holds, to go on with it; None makes a new one.
         request_bytes: largest single disk request, rounded up to whole granules.
         temporary: the file has no name and is gone when the process ends; it commits all the same.
-        ledger: where the file's bytes are reserved, in tier ``disk``.
         own: elements of each unit whose optimizer state is held; None for all.
 
     Raises:
@@ -131,7 +130,6 @@ class CommittedHome(DiskHome):
         record: CommitRecord | None = None,
         request_bytes: int = DEFAULT_REQUEST_BYTES,
         temporary: bool = False,
-        ledger: Ledger | None = None,
         own: Sequence[range] | None = None,
     ) -> None:
         self._model = model
@@ -149,7 +147,7 @@ class CommittedHome(DiskHome):
             pool,
             request_bytes=align_up(request_bytes, 4 * max(found, granule_elements)),
             temporary=temporary,
-            ledger=ledger,
+            ledger=arena.ledger,
             existing=record is not None,
             own=own,
         )

@@ -13,10 +13,6 @@ from outsize.storage.prealloc import explain, sync_directory
 def needed_directory(path: Path, key: str) -> Iterator[None]:
     """Make ``path`` and its parents; afterwards remove those that were made here and are empty again.
 
-    Args:
-        path: the directory.
-        key: of the configuration, for error messages.
-
     Raises:
         StorageError: it cannot be made, or not be written.
     """

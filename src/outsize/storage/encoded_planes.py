@@ -16,11 +16,7 @@ from outsize.units import align_up, format_bytes
 
 
 class EncodedRoom:
-    """Gives out stretches of a range of bytes and takes them back; the first that is long enough.
-
-    Args:
-        num_bytes: of the range.
-    """
+    """Gives out stretches of a range of bytes and takes them back; the first that is long enough."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = [(0, num_bytes)]

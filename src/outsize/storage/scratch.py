@@ -63,7 +63,25 @@ class Scratch(Protocol):
         """Forget everything and give the medium back; a second call does nothing."""
 
 
-class HostScratch:
+class _OverExtents:
+    """What scratches have in common that keep each tensor in an extent."""
+
+    _extents: Extents
+
+    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
+        """See `Scratch.holds_all`."""
+        return self._extents.fits(_together(tensors).nbytes)
+
+    def forget(self, key: Hashable) -> None:
+        """See `Scratch.forget`."""
+        self._extents.drop(key)
+
+    def statistics(self) -> ScratchStatistics:
+        """See `Scratch.statistics`."""
+        return self._extents.statistics()
+
+
+class HostScratch(_OverExtents):
     """A scratch in host memory, for tensors of any device and stride.
 
     Args:
@@ -95,10 +113,6 @@ class HostScratch:
         into.detach().copy_(self._view(index, into))
         self._extents.count(bytes_out=into.nbytes)
 
-    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
-        """See `Scratch.holds_all`."""
-        return self._extents.fits(_together(tensors).nbytes)
-
     def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
         """See `Scratch.put_all`."""
         index = self._extents.enter(key, _together(tensors))
@@ -114,14 +128,6 @@ class HostScratch:
         self._extents.count(bytes_out=sum(tensor.nbytes for tensor in into))
         self._extents.leave(key)
 
-    def forget(self, key: Hashable) -> None:
-        """See `Scratch.forget`."""
-        self._extents.drop(key)
-
-    def statistics(self) -> ScratchStatistics:
-        """See `Scratch.statistics`."""
-        return self._extents.statistics()
-
     def close(self) -> None:
         """Let go of the memory; the arena gives it back."""
         self._memory.clear()
@@ -131,7 +137,7 @@ class HostScratch:
         return extent.view(like.shape)
 
 
-class DiskScratch:
+class DiskScratch(_OverExtents):
     """A scratch in a file without a name, for contiguous CPU tensors.
 
     PyTorch aligns its tensors to 64 bytes and direct I/O wants 4096, so a request goes through one of a few
@@ -197,10 +203,6 @@ class DiskScratch:
         self._extents.leave(key)
         self._count(bytes_out=into.nbytes)
 
-    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
-        """See `Scratch.holds_all`."""
-        return self._extents.fits(_together(tensors).nbytes)
-
     def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
         """See `Scratch.put_all`; refuses tensors of another device or with gaps."""
         for tensor in tensors:
@@ -223,14 +225,6 @@ class DiskScratch:
             self._move(tensor, index * self._stride + at, written=False)
         self._extents.leave(key)
         self._count(bytes_out=sum(tensor.nbytes for tensor in into))
-
-    def forget(self, key: Hashable) -> None:
-        """See `Scratch.forget`."""
-        self._extents.drop(key)
-
-    def statistics(self) -> ScratchStatistics:
-        """See `Scratch.statistics`."""
-        return self._extents.statistics()
 
     def close(self) -> None:
         """Close the file, which frees its space; the arena gives the bounce buffers back."""

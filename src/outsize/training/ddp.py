@@ -40,7 +40,7 @@ from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import loss_of
 from outsize.session.job.model_inputs import model_inputs, num_targets
 from outsize.session.job.optimizer_layout import max_norm_of
-from outsize.session.job.prepare import Prepared, check_shares
+from outsize.session.job.prepare import Job, check_shares
 from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome, schedule_of
 from outsize.storage.ledger import Ledger
@@ -81,7 +81,7 @@ def one_share(config: Config, num_ranks: int) -> Config:
     )
 
 
-def check_fits(prepared: Prepared) -> None:
+def check_fits(prepared: Job) -> None:
     """Check that this rank's device takes a whole replica.
 
     Raises:
@@ -180,7 +180,7 @@ def process_group(
 
 def start_replica(
     stack: contextlib.ExitStack,
-    prepared: Prepared,
+    prepared: Job,
     group: Group,
     resumed: Path | None,
     announce: Callable[[str], None],

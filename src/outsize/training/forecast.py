@@ -29,7 +29,7 @@ from outsize.runtime.device.allocator import trim
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.lane_rates import MACHINE_FILE
 from outsize.session.decide.rates import Rates, measure_exchange, measure_rates, of_slowest
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.job.relative_times import kept_bytes
 from outsize.training.metrics.heartbeat import write_json, write_whole
 from outsize.units import format_seconds
@@ -42,17 +42,13 @@ FIRST_MEASURED, NUM_MEASURED = 1, 2
 class Forecast:
     """What a run's steps are expected to take.
 
-    Args:
-        prepared: the run.
-        rates: that it reaches.
-
     Attributes:
         planned: the step, as the simulator takes it.
         step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
         comparison: of prediction and measurement, as soon as there is one.
     """
 
-    def __init__(self, prepared: Prepared, rates: Rates) -> None:
+    def __init__(self, prepared: Job, rates: Rates) -> None:
         self._machine, self._times = rates.machine, rates.times
         self.planned = PlannedStep(
             plan=prepared.plan,
@@ -71,7 +67,7 @@ class Forecast:
         self._windows: list[Window] = []
         self._events: list[Any] = []
 
-    def _beside_lanes(self, prepared: Prepared, rates: Rates) -> UnitTimes:
+    def _beside_lanes(self, prepared: Job, rates: Rates) -> UnitTimes:
         """Return what units take while lanes compute beside them, where those are threads of the same cores."""
         if not math.isfinite(rates.cores):
             return rates.times
@@ -85,12 +81,7 @@ class Forecast:
         )
 
     def step_ended(self, window: Window, timeline: Timeline) -> bool:
-        """Take note of a step; returns whether it was the last that is compared.
-
-        Args:
-            window: of the step.
-            timeline: what lanes did since the step before.
-        """
+        """Take note of a step; returns whether it was the last that is compared."""
         self._num_seen += 1
         if self.comparison is not None or self._num_seen <= FIRST_MEASURED:
             return False
@@ -127,7 +118,7 @@ class Forecast:
 
 
 def forecast(
-    prepared: Prepared, run_dir: Path, announce: Callable[[str], None], rates: Rates | None = None
+    prepared: Job, run_dir: Path, announce: Callable[[str], None], rates: Rates | None = None
 ) -> Forecast | None:
     """Return what the steps of a run will take; None, said aloud, where that could not be found out.
 
@@ -192,7 +183,7 @@ def _traced(value: float) -> Figure:
     return Figure(value=value, source="the first steps of a run", measured=True)
 
 
-def _measured_here(prepared: Prepared, run_dir: Path) -> Rates:
+def _measured_here(prepared: Job, run_dir: Path) -> Rates:
     """Measure, and where that fails tell the other ranks, who ask in `of_slowest`."""
     try:
         return measure_rates(prepared, run_dir)

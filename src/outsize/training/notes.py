@@ -4,13 +4,13 @@ import contextlib
 from pathlib import Path
 
 from outsize.config import Config, Surroundings
-from outsize.data.corpus_files import find_sources
+from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.hardware.cpu import read_cpu
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 
 
-def notes_of(config: Config, prepared: Prepared, num_processes: int = 1) -> list[str]:
+def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]:
     """Return a line for every setting of ``config``, as the user gave it, without effect on the run that it came to."""
     container = None
     with contextlib.suppress(DataError):  # which says so itself where it is opened

@@ -22,7 +22,7 @@ from outsize.errors import ConfigError
 from outsize.group.group import Group
 from outsize.hardware.nccl import misspelt_variables, overriding_variables, wrong_interfaces
 from outsize.session.job.machine import choose_device
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.storage.committed import layout_digest
 
 _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -39,11 +39,6 @@ _SAMPLE_BYTES = 2**16
 
 def check_same_start(config: Config, group: Group, variables: Mapping[str, str] = os.environ) -> list[str]:
     """Compare what ranks know before they read anything; returns notes for people.
-
-    Args:
-        config: of this rank.
-        group: all of them.
-        variables: the environment.
 
     Raises:
         ConfigError: ranks differ in what has to be the same, or share a device.
@@ -64,7 +59,7 @@ def check_same_start(config: Config, group: Group, variables: Mapping[str, str] 
     return [*overriding_variables(variables), *misspelt_variables(variables), *_differing(group, variables)]
 
 
-def check_same_run(prepared: Prepared, batch: Batch, resumed: Path | None, group: Group) -> None:
+def check_same_run(prepared: Job, batch: Batch, resumed: Path | None, group: Group) -> None:
     """Compare what ranks have read: the model, the data, and where they go on.
 
     Raises:

@@ -25,7 +25,7 @@ from outsize.optim.optimizer_spec import (
 from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.checkpoint_ops import StoreOps, UnitAtRest
 from outsize.session.fill import fill
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
@@ -45,7 +45,7 @@ class Replica:
         state: how a trained unit lies in the home.
     """
 
-    def __init__(self, prepared: Prepared, device: torch.device, arena: Arena) -> None:
+    def __init__(self, prepared: Job, device: torch.device, arena: Arena) -> None:
         self.prepared = prepared
         self.loss_scale = LossScale(enabled=False)
         self.spec = prepared.split.spec
@@ -114,7 +114,7 @@ class Replica:
 
 
 @contextlib.contextmanager
-def opened(prepared: Prepared, device: torch.device) -> Iterator[Replica]:
+def opened(prepared: Job, device: torch.device) -> Iterator[Replica]:
     """Give the model real parameters on ``device`` for as long as the context lasts.
 
     Raises:

@@ -5,7 +5,7 @@ Short on purpose, so that a reader sees that it is ordinary: a model, an optimiz
 no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and fp16 the model computes
 in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
 microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The gradient of a weight that
-several modules share (tied embeddings) is summed module by module, each over all microbatches, in the order in which
+several modules share (tied embeddings) is summed module by module, each over all of a round, in the order in which
 a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
 """
 
@@ -29,7 +29,7 @@ from outsize.session.frozen_encoding import Decoded
 from outsize.session.job.job_options import clip_of
 from outsize.session.job.model_inputs import model_inputs, num_targets
 from outsize.session.job.optimizer_layout import layout_for, max_norm_of
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.steps import schedule_of
 
@@ -43,6 +43,7 @@ class ResidentTrainer:
         masters: fp32 masters by parameter name; changed in place. With fp32 compute they are the parameters.
         chunk_tokens: tokens per chunk of the loss; None for the model's own.
         shifted: whether the model's loss is of the next token.
+        round_size: microbatches of a round; None for all of a step.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class ResidentTrainer:
         masters: dict[str, Tensor],
         chunk_tokens: int | None,
         shifted: bool = True,
+        round_size: int | None = None,
     ) -> None:
         self._config = config
+        self._round_size = round_size or config.microbatches
         self._split = split
         self._chunk_tokens = chunk_tokens
         self._shifted = shifted
@@ -87,6 +90,8 @@ class ResidentTrainer:
             targets = num_targets(batch, self._shifted)
             for index, part in enumerate(batch.split(self._config.microbatches)):
                 loss += self._forward_backward(number, index, part, targets)
+                if (index + 1) % self._round_size == 0:
+                    self._add_late()
             self._update(schedule.learning_rate(number))
             yield loss
 
@@ -138,7 +143,7 @@ class ResidentTrainer:
         self._sums[name] = gradient.float() if held is None else held.add_(gradient)
 
     def _add_late(self) -> None:
-        """Add what the other users of shared weights have brought."""
+        """Add what the other users of shared weights have brought in a round."""
         for name, users in self._late.items():
             for gradient in (gradient for waiting in users.values() for gradient in waiting):
                 self._add(name, gradient)
@@ -237,7 +242,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 @contextlib.contextmanager
-def materialise(prepared: Prepared) -> Iterator[dict[str, Tensor]]:
+def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
     """Give the model real parameters, read from its checkpoint, for as long as the context lasts.
 
     Modules that share a weight have a parameter each, in the same memory, so that their gradients come apart.

@@ -38,7 +38,7 @@ def choose_run_dir(config: Config) -> Path:
 def as_before(
     config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "", num_ranks: int = 1
 ) -> Config:
-    """Return ``config`` with the microbatches that its run had so far, where it names none itself.
+    """Return ``config`` with the microbatches and rounds that its run had so far, where it names none itself.
 
     Of several ranks each has chosen its own number, as its memory wants it. Where a rank was not there before, it takes
     that of rank 0.
@@ -60,11 +60,12 @@ def as_before(
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
-        count = _number_of(run, rank_dir)
+        count, in_a_round = _numbers_of(run, rank_dir)
         if count is not None:
             # A run of other steps is refused later, in words.
             fits = num_ranks * count <= config.sequences_per_step
-            return config.in_microbatches(count) if fits else config
+            named = config.train.round_microbatches is not None
+            return config.in_microbatches(count, None if named else in_a_round) if fits else config
     return config
 
 
@@ -125,11 +126,12 @@ def _has_begun(run_dir: Path) -> bool:
     return heartbeat.is_file() and heartbeat.stat().st_size > 0
 
 
-def _number_of(run: Path, rank_dir: str) -> int | None:
-    """Return the microbatches of a rank in a run so far; None where there is no run, or a file that a user wrote."""
+def _numbers_of(run: Path, rank_dir: str) -> tuple[int | None, int | None]:
+    """Return the microbatches of a rank in a run so far, and those of a round; None where nothing tells them."""
     if rank_dir:
         with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or not a whole one
-            return int(json.loads((run / rank_dir / PLAN_FILE).read_text())["microbatches"])
+            return int(json.loads((run / rank_dir / PLAN_FILE).read_text())["microbatches"]), None
     if not (run / CONFIG_FILE).is_file():
-        return None
-    return load_config(run / CONFIG_FILE, environ={}).train.microbatches
+        return None, None
+    train = load_config(run / CONFIG_FILE, environ={}).train
+    return train.microbatches, train.round_microbatches

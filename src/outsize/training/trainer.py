@@ -8,7 +8,7 @@ from outsize.data.batch import Batch
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.device.profiler_ranges import OpRanges
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome
@@ -31,7 +31,7 @@ class Trainer(Protocol):
     """Trains: a `StreamedTrainer`, or a `DataParallelTrainer`."""
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> Job:
         """The run."""
 
     @property

@@ -15,7 +15,7 @@ from outsize.data.batch import Batch
 from outsize.runtime.device.allocator import begin_run, set_thresholds
 from outsize.session.decide.decide import decide
 from outsize.session.job.machine import choose_device
-from outsize.session.job.prepare import Prepared, prepare
+from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import needed_directory
@@ -47,6 +47,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
+        config = config.over(dataset.num_sequences)
+        prepared = replace(prepared, config=prepared.config.over(dataset.num_sequences))
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
         store = Path(config.memory.store_dir or directory / "store")
         streamed_losses: list[float] = []
@@ -73,12 +75,17 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
     return replace(compared, plan_id=prepared.plan.plan_id)
 
 
-def run_resident(prepared: Prepared, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+def run_resident(prepared: Job, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
     """Train ``batches`` with everything in memory; returns losses and final weights by name."""
     with materialise(prepared) as masters:
         model = prepared.split.model.train()
         trainer = ResidentTrainer(
-            prepared.config, prepared.split, masters, prepared.chunk_tokens, prepared.measured.shifted
+            prepared.config,
+            prepared.split,
+            masters,
+            prepared.chunk_tokens,
+            prepared.measured.shifted,
+            prepared.plan.layout.round_size,
         )
         losses = list(trainer.steps(batches))
         parameters = dict(model.named_parameters())

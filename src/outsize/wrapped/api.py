@@ -1,32 +1,24 @@
 """`outsize.wrap`, `outsize.load` and `outsize.unwrap`."""
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
-from outsize.choices import Dtype, Home
-from outsize.codecs.transport import Transport
-from outsize.config import MemoryConfig
+from outsize.choices import Dtype, Home, Moments
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.sizes.model_spec import TensorSpec
-from outsize.optim.optimizer_spec import Moments
 from outsize.session.job.machine import choose_device, choose_dtype
-from outsize.wrapped.arguments import memory_of, transport_of
+from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
-
-Head = Literal["auto", "streamed", "resident"]
-_WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
-FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 
 
 def wrap(
@@ -45,40 +37,32 @@ def wrap(
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
-    """Stream ``model`` unit by unit from now on; returns the same object, for the training loop that it was in.
-
-    Its weights move to the home, where they stay for training, evaluation and saving. Set ``requires_grad`` first.
+    """Stream ``model``, the same object, unit by unit from now on; set ``requires_grad`` first.
 
     Args:
         model: any module whose blocks stand in a `torch.nn.ModuleList`, its parameters fp32, bf16 or fp16, and all that
             train of one of them. It computes as it did.
-        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, or ``auto`` (a CUDA device where there is one); or
-            several workers, ``cuda:all``, ``cuda:0,1``, ``emulated:4``, which run the units in stages.
-        device_memory: budget on the device, on each of several, e.g. ``"20GiB"``; None is what is free, less a margin.
+        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, ``auto`` (CUDA where there is any), or several
+            workers, ``cuda:all``, ``cuda:0,1``, ``emulated:4``, which run the units in stages.
+        device_memory: budget of each device, e.g. ``"20GiB"``; None is what is free, less a margin.
         home: where weights, gradients and optimizer state rest; ``auto`` is host memory if they fit.
-        microbatches: most parts that each batch is cut into. Weights cross to the device once per pass whatever the
-            number; activations and logits of one part at a time are computed.
+        microbatches: most parts that each batch is cut into; weights cross to the device once per pass all the same.
         store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
-        head: ``resident`` keeps the head on the device throughout a pass, for a forward that uses its weight otherwise
-            than by calling it, as those of TRL's trainers do; ``auto`` does so from the first such forward on, when
-            the weights move to another home; ``streamed`` refuses it.
-        base_codec: how frozen matrices of blocks rest and travel, decoded on the device: ``raw``, ``nf4``,
-            ``nf4-double`` or ``int8``.
+        head: ``resident`` keeps it on the device throughout a pass, for a forward that uses its weight itself, as those
+            of TRL's trainers do; ``auto`` does so from the first such forward on; ``streamed`` refuses it.
+        base_codec: how frozen matrices of blocks rest and travel: ``raw``, ``nf4``, ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
-        transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int8"}``, as
-            in the section ``transport`` of a run's configuration; None sends everything as it is. With one of weights,
-            units that do not train rest encoded.
-        state: what `outsize.AdamW` keeps its moments in: ``fp32``, 8 bytes per parameter that trains, ``bf16``, 4, or
-            ``int8``, 2.03; rounded by chance. Other optimizers keep their own.
-        run_dir: directory for the files of a run: ``heartbeat.jsonl``, a line for each step of the optimizer,
-            ``plan.json``, ``run.json``, ``timeline.json``, and reports of passes that stall; for `outsize watch`,
-            `report` and `doctor`. None writes nothing.
+        transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int8"}``; None sends
+            everything as it is. With one of weights, units that do not train rest encoded.
+        state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.
+        run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`: ``heartbeat.jsonl``,
+            ``plan.json``, ``run.json``, ``timeline.json``, reports of passes that stall. None writes nothing.
         memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
             ``slots``, ``prefetch``, ``offload``, ``activations``, ``tile_elements``, ``link_gb_per_s``.
 
     Raises:
-        ConfigError: an argument that cannot be, or a model that is wrapped already.
-        ModelError: a model without a list of blocks, or one that trains parameters of several dtypes.
+        ConfigError: an argument that cannot be, or a model that is wrapped.
+        ModelError: a model without a list of blocks, or one that trains several dtypes.
         BudgetExceededError: the home does not fit its tier.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -87,15 +71,19 @@ def wrap(
         parameter = parameters.pop(tensor.name)
         into.copy_(parameter.detach().reshape(-1))
 
-    settings = memory_of(wrap, device, device_memory, home, memory)
-    codecs = (base_codec, table_codec)
-    model = _attach(
-        model, settings, microbatches, store_dir, fill, codecs, head, transport_of(transport), state
+    settings = WrapSettings(
+        memory=memory_of(wrap, device, device_memory, home, memory),
+        microbatches=microbatches,
+        store_dir=store_dir,
+        codecs=(base_codec, table_codec),
+        head=head,
+        transport=transport_of(transport),
+        moments=state,
     )
-    return _recorded(model, run_dir)
+    return _recorded(_attach(model, settings, fill), run_dir)
 
 
-def load(
+def load(  # noqa: D417 - most arguments are those of `wrap`
     path_or_hub_id: str | os.PathLike[str],
     *,
     dtype: Dtype = "auto",
@@ -124,53 +112,45 @@ def load(
         trust_remote_code: whether code that comes with the model may run.
         trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
             embeddings.
-        device: see `wrap`, as for the other arguments.
-        device_memory: see `wrap`.
-        home: see `wrap`.
-        microbatches: see `wrap`.
-        store_dir: see `wrap`.
-        head: see `wrap`; ``none`` leaves it out: a model that ends in hidden states, for embeddings.
-        base_codec: see `wrap`; with a codec the model is frozen as a whole, for evaluation and generation.
-        table_codec: see `wrap`.
-        transport: see `wrap`.
-        state: see `wrap`.
-        run_dir: see `wrap`.
-        memory: see `wrap`.
+        device: see `wrap`, as for all other arguments.
+        head: as there, and ``none`` leaves it out: a model that ends in hidden states, for embeddings.
+        base_codec: as there; with a codec the model is frozen as a whole, for evaluation and generation.
 
     Raises:
         CheckpointError: files are missing, truncated, or of another shape than the config says.
         OutsizeError: as `wrap`.
     """
-    settings = memory_of(load, device, device_memory, home, memory)
-    placed: Head = "auto" if head == "none" else head
+    settings = WrapSettings(
+        memory=memory_of(load, device, device_memory, home, memory),
+        microbatches=microbatches,
+        store_dir=store_dir,
+        codecs=(base_codec, table_codec),
+        head="auto" if head == "none" else head,
+        transport=transport_of(transport),
+        moments=state,
+    )
     config = load_hf_config(path_or_hub_id, trust_remote_code)
-    wanted = choose_dtype(dtype, choose_device(settings.device))
-    frozen = not trainable or (base_codec, table_codec) != ("raw", "raw")
+    wanted = choose_dtype(dtype, choose_device(settings.memory.device))
+    frozen = not trainable or settings.codecs != ("raw", "raw")
     model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none", frozen)
-    directory = locate_checkpoint(path_or_hub_id)
-    reader = CheckpointReader(directory, model)
-    reader.load_buffers(model)
-    take_generation_config(model, directory)
+    fill = _from_checkpoint(model, locate_checkpoint(path_or_hub_id))
     if frozen:
         model.requires_grad_(False)
     if not trainable:
         model.eval()
+    return _recorded(_attach(model, settings, fill), run_dir, _discard)
+
+
+def _from_checkpoint(model: nn.Module, directory: Path) -> Fill:
+    """Give a model without weights all else that its checkpoint has, and return what reads its weights."""
+    reader = CheckpointReader(directory, model)
+    reader.load_buffers(model)
+    take_generation_config(model, directory)
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
         reader.read(tensor.name, 0, tensor.numel, into)
 
-    model = _attach(
-        model,
-        settings,
-        microbatches,
-        store_dir,
-        fill,
-        (base_codec, table_codec),
-        placed,
-        transport_of(transport),
-        state,
-    )
-    return _recorded(model, run_dir, _discard)
+    return fill
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -218,33 +198,8 @@ def _recorded(
     return model
 
 
-def _attach(
-    model: nn.Module,
-    memory: MemoryConfig,
-    microbatches: int,
-    store_dir: str | os.PathLike[str] | None,
-    fill: Fill,
-    codecs: tuple[str, str],
-    head: Head,
-    transport: Transport,
-    state: Moments,
-) -> nn.Module:
+def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
-    if head not in get_args(Head):
-        raise ConfigError(f"head={head!r}: it is {' or '.join(get_args(Head))}")
-    unknown = set(codecs) - set(get_args(FrozenCodec))
-    if unknown:
-        raise ConfigError(
-            f"no codec {unknown.pop()!r} for frozen weights; use {', '.join(get_args(FrozenCodec))}"
-        )
-    if state not in get_args(Moments):
-        raise ConfigError(f"state={state!r}: moments are kept in {', '.join(get_args(Moments))}")
-    if microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches}; a batch has at least one part")
-    # One for each model: a model that was dropped takes its own away at any time.
-    own = Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}-{id(model):x}"
-    directory = Path(store_dir) if store_dir is not None else own
-    runner = Runner(model, memory, microbatches, directory, fill, codecs, _WITH_HEAD[head], transport, state)
-    attach(model, runner)
+    attach(model, Runner(model, settings, fill))
     return model

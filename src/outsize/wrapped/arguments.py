@@ -1,17 +1,67 @@
 """What a user says to `outsize.wrap` and `outsize.load`, checked before anything is moved."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any
+from os import PathLike
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from outsize.choices import Home
+from outsize.choices import Home, Moments
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.errors import ConfigError
+
+FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
+Head = Literal["auto", "streamed", "resident"]
+_WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapSettings:
+    """How a model is streamed.
+
+    Attributes:
+        memory: device, budgets and home.
+        microbatches: most parts that a batch is cut into.
+        store_dir: directory of the disk home; None for one that is gone with the process.
+        codecs: how frozen matrices of blocks, and frozen tables, are written.
+        head: where the head is, see `outsize.wrap`.
+        transport: codecs on the link.
+        moments: what `outsize.AdamW` keeps moments in.
+
+    Raises:
+        ConfigError: a value that there is not.
+    """
+
+    memory: MemoryConfig
+    microbatches: int = 1
+    store_dir: str | PathLike[str] | None = None
+    codecs: tuple[FrozenCodec, FrozenCodec] = ("raw", "raw")
+    head: Head = "auto"
+    transport: Transport = field(default_factory=Transport)
+    moments: Moments = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.head not in get_args(Head):
+            raise ConfigError(f"head={self.head!r}: it is {' or '.join(get_args(Head))}")
+        unknown = set(self.codecs) - set(get_args(FrozenCodec))
+        if unknown:
+            raise ConfigError(
+                f"no codec {unknown.pop()!r} for frozen weights; use {', '.join(get_args(FrozenCodec))}"
+            )
+        if self.moments not in get_args(Moments):
+            raise ConfigError(f"state={self.moments!r}: moments are kept in {', '.join(get_args(Moments))}")
+        if self.microbatches < 1:
+            raise ConfigError(f"microbatches is {self.microbatches}; a batch has at least one part")
+
+    @property
+    def with_head(self) -> bool | None:
+        """Whether the head is a unit, see `split`; None until a forward takes its weight by itself."""
+        return _WITH_HEAD[self.head]
 
 
 def memory_of(

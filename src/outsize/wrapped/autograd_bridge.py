@@ -17,7 +17,7 @@ from outsize.wrapped.outputs import Joined, Roots
 Backward = Callable[[Roots], None]
 
 
-class Passage:
+class AutogradBridge:
     """One forward that a backward may follow.
 
     Args:
@@ -69,7 +69,9 @@ class _Node(torch.autograd.Function):
     """The history of what a wrapped model returns. Values come in a tuple, so that results are no views of them."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, passage: Passage, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, passage: AutogradBridge, values: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         ctx.passage = passage
         ctx.set_materialize_grads(False)
         return values

@@ -27,12 +27,12 @@ class Number(torch.Tensor):
         """Do what is asked, but send nothing anywhere."""
         if getattr(func, "__name__", "") == "to":
             return args[0]
-        if getattr(func, "__name__", "") == "mul_" and isinstance(args[0], AtRest):
-            return AtRest.__torch_function__(func, types, args, kwargs)
+        if getattr(func, "__name__", "") == "mul_" and isinstance(args[0], DiskGradient):
+            return DiskGradient.__torch_function__(func, types, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-class AtRest(torch.Tensor):
+class DiskGradient(torch.Tensor):
     """The mark that a gradient is on disk; see `mark`."""
 
     _read: Callable[[], Tensor]
@@ -49,7 +49,7 @@ class AtRest(torch.Tensor):
         """
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "linalg_vector_norm" and isinstance(args[0], AtRest):
+            if name == "linalg_vector_norm" and isinstance(args[0], DiskGradient):
                 return func(args[0]._read(), *args[1:], **(kwargs or {})).as_subclass(Number)
             if name == "mul_" and isinstance(args[1], Number):
                 args[0]._scale(args[1].as_subclass(Tensor))
@@ -64,7 +64,7 @@ class AtRest(torch.Tensor):
 
 def mark(
     shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor], scale: Callable[[Tensor], None]
-) -> AtRest:
+) -> DiskGradient:
     """Return the mark of a gradient.
 
     Args:
@@ -73,6 +73,6 @@ def mark(
         read: reads it, flat.
         scale: notes a factor that it is multiplied by in the step.
     """
-    made: AtRest = torch.empty(shape, dtype=dtype, device="meta").as_subclass(AtRest)
+    made: DiskGradient = torch.empty(shape, dtype=dtype, device="meta").as_subclass(DiskGradient)
     made._read, made._scale = read, scale
     return made

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def generation(kind: type[nn.Module], runner_of: Callable[[nn.Module], "Runner"]) -> Callable[..., Any]:
-    """Return the method ``generate`` for the wrapped class of ``kind``.
-
-    Args:
-        kind: a class that has one.
-        runner_of: what streams a wrapped model.
-    """
+    """Return the method ``generate`` for the wrapped class of ``kind``."""
     own = cast(Any, kind).generate
 
     @wraps(own)

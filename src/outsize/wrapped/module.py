@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"
 
 
-class StateAtRest(Mapping[str, Tensor]):
+class DiskState(Mapping[str, Tensor]):
     """The state of a model on disk by name: each tensor is read when it is asked for, and kept by nobody.
 
     Iterating goes unit by unit; ``dict(state)`` holds the whole model in memory.
@@ -84,7 +84,7 @@ class Wrapped(nn.Module):
         runner.settle()
         if runner.parameters.in_memory or kwargs.get("keep_vars"):
             return super().state_dict(*args, **kwargs)
-        return StateAtRest(runner, self, kwargs.get("prefix", ""))
+        return DiskState(runner, self, kwargs.get("prefix", ""))
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -288,7 +288,7 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
             return None
         if hasattr(self, "peft_config"):  # PEFT writes adapters alone, and only they train
             wanted = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            state = StateAtRest(runner, self, "")
+            state = DiskState(runner, self, "")
             kwargs.setdefault("state_dict", {name: state[name] for name in state if name in wanted})
             return own(self, save_directory, *args, **kwargs)
         config, units = cast(Any, self).config, runner.split.spec.units

@@ -27,9 +27,6 @@ Roots = dict[int, tuple[list[Any], list[Tensor]]]
 class _Leaf:
     """A leaf of the output: its value for each microbatch, without history, and where its graphs begin.
 
-    Args:
-        sizes: rows of the microbatches.
-
     Attributes:
         edges: by microbatch; None where there is no history.
         tracked: whether a gradient of the joined value has somewhere to go.
@@ -103,10 +100,6 @@ class _Leaf:
 
 class Joined:
     """The output of a batch; `add` what the model returned for each microbatch, in order, then `end`.
-
-    Args:
-        sizes: rows of the microbatches.
-        divisors: of numbers, by microbatch.
 
     Attributes:
         leaves: its flattened values, without history, when it has ended.

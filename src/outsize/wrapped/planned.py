@@ -6,6 +6,8 @@ through all of it.
 
 import contextlib
 import logging
+import os
+import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +17,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from outsize.codecs.transport import Transport
-from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, ModelError
 from outsize.model.frozen_params import dtype_and_parts
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import Split, split
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import WEIGHTS, Moments, StateLayout
+from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.step_parts import Passes, cut_step
 from outsize.planner.program.activation_policy import Extent, Kept
@@ -42,10 +42,10 @@ from outsize.session.job.run_codecs import check_transport
 from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
+from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.parameters import Fill, HomeParameters
 
-RAW_TRANSPORT = Transport()
 _log = logging.getLogger(__name__)
 
 
@@ -89,37 +89,23 @@ class Planned:
 
     Args:
         model: the model; on return its parameters are those of the home.
-        memory: device, budgets and home.
-        microbatches: most parts that a batch is cut into.
-        store_dir: directory of the disk home.
+        settings: how it is streamed.
         fill: copies weights into the home.
-        codecs: how frozen matrices of blocks, and frozen tables, are written.
-        with_head: whether the head is a unit, see `split`; None until a forward takes its weight by itself.
-        transport: codecs on the link.
-        moments: what `outsize.AdamW` keeps moments in.
 
     Attributes:
         state: how a trained unit lies at home.
         records: writes what the loop does; None where nobody asked.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        memory: MemoryConfig,
-        microbatches: int,
-        store_dir: Path,
-        fill: Fill,
-        codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool | None = True,
-        transport: Transport = RAW_TRANSPORT,
-        moments: Moments = "fp32",
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         self._model = weakref.ref(model)
         self.records: LoopRecords | None = None
-        self._memory, self._store_dir = memory, store_dir
-        self._codecs, self._moments = codecs, moments
-        self.microbatches = microbatches
+        self._memory, self.microbatches = settings.memory, settings.microbatches
+        # One for each model: a model that was dropped takes its own away at any time.
+        own = Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}-{id(model):x}"
+        self._store_dir = own if settings.store_dir is None else Path(settings.store_dir)
+        self._codecs, self._moments = settings.codecs, settings.moments
+        self._with_head, self._transport = settings.with_head, settings.transport
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
@@ -133,8 +119,6 @@ class Planned:
         self._programs: dict[int, _Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
-        self._with_head = with_head
-        self._transport = transport
         self._move_in(model, fill)
         self._device = self.session.torch_device
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.

@@ -14,30 +14,26 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import is_accelerator, module_of
-from outsize.codecs.transport import Transport
-from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
-from outsize.optim.optimizer_spec import Moments
 from outsize.planner.passes.step_parts import step_units, summing
 from outsize.planner.program.program import Program
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, wrap_planning
+from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
-from outsize.wrapped.autograd_bridge import Passage
+from outsize.wrapped.autograd_bridge import AutogradBridge
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
-from outsize.wrapped.planned import RAW_TRANSPORT
 
 
 class Runner(Inferring):
@@ -47,24 +43,15 @@ class Runner(Inferring):
         coefficient: what the gradients at home are to be multiplied by, for a clipping that no step has used yet.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        memory: MemoryConfig,
-        microbatches: int,
-        store_dir: Path,
-        fill: Fill,
-        codecs: tuple[str, str] = ("raw", "raw"),
-        with_head: bool | None = True,
-        transport: Transport = RAW_TRANSPORT,
-        moments: Moments = "fp32",
-    ) -> None:
-        super().__init__(model, memory, microbatches, store_dir, fill, codecs, with_head, transport, moments)
+    def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
+        super().__init__(model, settings, fill)
         self.coefficient: Tensor | None = None
         self._caller = Caller(self._device)
         self._num_steps = self._num_forwards = 0
-        self._saving: weakref.ref[Passage] | None = None  # the last forward whose inputs left the device
-        self._keeping: weakref.ref[Passage] | None = None  # the last one that kept more than inputs
+        self._saving: weakref.ref[AutogradBridge] | None = (
+            None  # the last forward whose inputs left the device
+        )
+        self._keeping: weakref.ref[AutogradBridge] | None = None  # the last one that kept more than inputs
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the model forward; the output carries a history where a backward may follow.
@@ -137,7 +124,9 @@ class Runner(Inferring):
         draws = model.training and (self._measured is None or self._measured.draws_random)
         return int(torch.randint(2**62, ())) if draws else self._num_forwards
 
-    def _passage(self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]) -> Passage:
+    def _passage(
+        self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]
+    ) -> AutogradBridge:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
 
@@ -149,7 +138,7 @@ class Runner(Inferring):
             self._backward(engine, context, roots, warm=engine.num_submitted == mark)
 
         number = context.number
-        return Passage(joined, backward, lambda: abandoned.append(number))
+        return AutogradBridge(joined, backward, lambda: abandoned.append(number))
 
     def _backward(self, engine: Engine, context: StepContext, roots: Roots, warm: bool) -> None:
         model = self._check()
@@ -292,7 +281,7 @@ class Runner(Inferring):
                 self.session.home.view(index, "gradient").mul_(coefficient)
 
 
-def _is_pending(passage: "weakref.ref[Passage] | None") -> bool:
+def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:
     """Whether there is such a forward, and its backward may still come."""
     found = passage() if passage is not None else None
     return found is not None and found.pending

@@ -178,16 +178,6 @@ def make_plan(
 ) -> Plan:
     """Plan a step that is cut, within the machine's budgets.
 
-    Args:
-        split: the model.
-        machine: device and budgets.
-        memory: what the user says of it.
-        measured: what a microbatch needs.
-        microbatches: of a batch.
-        transport: codecs on the link.
-        shapes: of the microbatches that it is for.
-        state: how a trained unit lies at home.
-
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """

@@ -5,7 +5,6 @@ notes and errors are on stderr. So ``outsize train … --json | tail -1 | jq`` w
 """
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from outsize.errors import InfeasiblePlanError, OutsizeError
+from outsize.units import without_nan
 
 
 class Output:
@@ -52,20 +52,9 @@ class Output:
     def emit(self, result: Mapping[str, Any]) -> None:
         """Print ``result`` as one JSON object on one line of stdout, where ``--json`` asks for it."""
         if self.as_json:
-            print(json.dumps(_without_nan(result)), file=self._stdout, flush=True)
+            print(json.dumps(without_nan(result)), file=self._stdout, flush=True)
 
     def print_result(self, text: str) -> None:
         """Print what a command was asked for on stdout, for people; nothing with ``--json``."""
         if not self.as_json:
             print(text, file=self._stdout, flush=True)
-
-
-def _without_nan(value: Any) -> Any:
-    """Return ``value`` with null for what JSON cannot say: NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return value

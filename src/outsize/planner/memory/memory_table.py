@@ -89,7 +89,7 @@ class Demand:
         selected_s: the same as ``recompute_s``, of the part of a recompute that is spared where these were kept.
         least_selected_s: the least of it that is worth looking at each operation of a unit.
         num_saved: by streamed unit, tensors that its forward makes for its backward; empty where it is unknown.
-        shared_bytes: ids, labels, masks and the like, for all microbatches.
+        shared_bytes: ids, labels, masks and the like, for one microbatch.
         fixed_bytes: whatever else lies on the device throughout.
         bounce_bytes: the same, of buffers for what moves between the device and a disk right below it.
         spare_bytes: what the device should have to spare besides; given up where even the smallest plan leaves none.
@@ -200,7 +200,7 @@ def _device_table(demand: Demand, layout: StepLayout, activations: Live, below: 
         "resident": resident,
         "activations": activations.device_bytes,
         "workspace": demand.workspace_bytes,
-        "shared": demand.shared_bytes,
+        "shared": demand.shared_bytes * layout.round_size,
         "fixed": demand.fixed_bytes + demand.bounce_bytes * (below == "disk"),
     }
 
@@ -208,7 +208,7 @@ def _device_table(demand: Demand, layout: StepLayout, activations: Live, below: 
 def _scratch_bytes(layout: StepLayout, boundary_bytes: Sequence[int]) -> int:
     """Return what the room for saved activations takes: equal extents, each as large as the largest needs."""
     largest = max((boundary_bytes[unit] for unit in layout.offload), default=0)
-    return len(layout.offload) * layout.num_microbatches * align_up(largest, _EXTENT_BYTES)
+    return len(layout.offload) * layout.round_size * align_up(largest, _EXTENT_BYTES)
 
 
 def offload_rooms(layout: StepLayout, demand: Demand) -> dict[Extent, tuple[int, int]]:

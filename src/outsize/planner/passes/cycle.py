@@ -5,6 +5,7 @@ at the ops of the program, so a schedule of another shape (another order of F an
 passes.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -23,10 +24,9 @@ ONLOAD_AHEAD = 1
 def v_cycle(layout: StepLayout) -> Program:
     """Return the compute ops of a step: down through the forward, back up through the backward.
 
-    Layer-major: a unit serves all microbatches before the next unit runs, in the order 0, 1, …, which is also
-    the order in which gradients are summed.
+    Layer-major: a unit serves all microbatches of a round before the next unit runs, in the order 0, 1, …, which is
+    also the order in which gradients are summed. The next round begins where all backwards of one have run.
     """
-    microbatches = range(layout.num_microbatches)
 
     def kind_of(kind: Kind, unit: int, microbatch: int) -> Kind:
         return layout.choice(unit, microbatch).forward if kind is Kind.FORWARD else kind
@@ -36,7 +36,12 @@ def v_cycle(layout: StepLayout) -> Program:
     kinds += [(kind, layout.last) for kind in turn]
     kinds += [(Kind.BACKWARD, unit) for unit in range(layout.last - 1, layout.first_backward - 1, -1)]
     return Program(
-        tuple(_compute(kind_of(kind, unit, m), unit, m) for kind, unit in kinds for m in microbatches)
+        tuple(
+            _compute(kind_of(kind, unit, m), unit, m)
+            for microbatches in layout.rounds
+            for kind, unit in kinds
+            for m in microbatches
+        )
     )
 
 
@@ -61,7 +66,8 @@ def insert_loads(program: Program, layout: StepLayout) -> Program:
 def insert_saves(program: Program, layout: StepLayout) -> Program:
     """Let inputs leave right after their unit's forward, and come back ``prefetch_depth`` backwards ahead.
 
-    So does what a forward kept, where it leaves; it comes back `ONLOAD_AHEAD`.
+    So does what a forward kept, where it leaves; it comes back `ONLOAD_AHEAD`. Nothing comes back before the first
+    backward of its round.
     """
     before, after = _insertions()
     backwards = [i for i, op in enumerate(program) if op.kind in _BACKWARD]
@@ -70,13 +76,15 @@ def insert_saves(program: Program, layout: StepLayout) -> Program:
             after[index].append(_compute(Kind.SAVE, op.unit, op.microbatch))
         if op.kind in FORWARD_KINDS and _leaves(op, layout):
             after[index].append(_compute(Kind.OFFLOAD, op.unit, op.microbatch))
+    begun: dict[int, int] = {}  # round -> its first backward
     for turn, index in enumerate(backwards):
         op = program.ops[index]
+        first = begun.setdefault(layout.round_of(op), turn)
         if op.kind is Kind.BACKWARD and op.unit in layout.offload:
-            ahead = backwards[max(0, turn - layout.prefetch_depth)]
+            ahead = backwards[max(first, turn - layout.prefetch_depth)]
             before[ahead].append(_compute(Kind.FETCH, op.unit, op.microbatch))
         if op.kind is Kind.BACKWARD and _leaves(op, layout):
-            ahead = backwards[max(0, turn - ONLOAD_AHEAD)]
+            ahead = backwards[max(first, turn - ONLOAD_AHEAD)]
             before[ahead].append(_compute(Kind.ONLOAD, op.unit, op.microbatch))
     return _splice(program, before, after)
 
@@ -86,24 +94,38 @@ def _leaves(op: Op, layout: StepLayout) -> bool:
 
 
 def insert_gradients(program: Program, layout: StepLayout) -> Program:
-    """Give trainable units accumulators for their backwards; then take norms and send gradients home."""
+    """Give trainable units accumulators for their backwards; then take norms and send gradients home.
+
+    Later rounds sum on: a sum comes up while the visit before computes, if an accumulator is free by then.
+    """
     before, after = _insertions()
-    backwards = [(i, op.unit) for i, op in enumerate(program) if op.kind in _BACKWARD and op.unit is not None]
+    visits = _visits(program)
+    ends = [last for _, _, last in visits]
+    indices_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # round and unit -> its backwards
+    for index, op in enumerate(program):
+        if op.kind in _BACKWARD and op.unit is not None:
+            indices_of[layout.round_of(op), op.unit].append(index)
+    backwards = list(indices_of.values())
     last_used = [-1] * len(layout.accumulator_bytes)
     if layout.rest_trains:
-        before[backwards[0][0]].append(_accumulate(layout.rest, layout.resident_accumulator))
-    for turn, unit in enumerate(dict.fromkeys(unit for _, unit in backwards)):
-        if layout.trainable[unit]:
-            fitting = [
-                i for i, size in enumerate(layout.accumulator_bytes) if size >= layout.gradient_bytes[unit]
-            ]
-            accumulator = min(fitting, key=lambda i: (last_used[i], layout.accumulator_bytes[i], i))
-            last_used[accumulator] = turn
-            indices = [index for index, of in backwards if of == unit]
-            before[indices[0]].append(_accumulate(unit, accumulator))
-            after[indices[-1]] += _gradient(unit, layout)
+        before[backwards[0][0]].append(_accumulate(Kind.ACC, layout.rest, layout.resident_accumulator))
+    for (number, unit), indices in indices_of.items():
+        if not layout.trainable[unit]:
+            continue
+        fitting = [
+            i for i, size in enumerate(layout.accumulator_bytes) if size >= layout.gradient_bytes[unit]
+        ]
+        accumulator = min(fitting, key=lambda i: (last_used[i], layout.accumulator_bytes[i], i))
+        start = indices[0]
+        visits_before = bisect_left(ends, start)
+        if number and visits_before:
+            ahead = visits[visits_before - 1][1]
+            start = ahead if last_used[accumulator] < ahead else start
+        before[start].append(_accumulate(Kind.SUM if number else Kind.ACC, unit, accumulator))
+        last_used[accumulator] = indices[-1]
+        after[indices[-1]] += _gradient(unit, layout, whole=number == layout.num_rounds - 1)
     if layout.rest_trains:
-        after[backwards[-1][0]] += _gradient(layout.rest, layout)
+        after[backwards[-1][-1]] += _gradient(layout.rest, layout)
     return _splice(program, before, after)
 
 
@@ -124,12 +146,13 @@ def _compute(kind: Kind, unit: int | None, microbatch: int | None) -> Op:
     return Op(kind=kind, unit=unit, microbatch=microbatch, worker=WORKER)
 
 
-def _accumulate(unit: int | None, accumulator: int) -> Op:
-    return Op(kind=Kind.ACC, unit=unit, worker=WORKER, slot=accumulator)
+def _accumulate(kind: Kind, unit: int | None, accumulator: int) -> Op:
+    return Op(kind=kind, unit=unit, worker=WORKER, slot=accumulator)
 
 
-def _gradient(unit: int | None, layout: StepLayout) -> list[Op]:
-    norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if layout.clip or layout.unit_clip else []
+def _gradient(unit: int | None, layout: StepLayout, *, whole: bool = True) -> list[Op]:
+    norms = whole and (layout.clip or layout.unit_clip)
+    norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if norms else []
     return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=WORKER)]
 
 

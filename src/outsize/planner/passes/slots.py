@@ -1,8 +1,8 @@
 """Which unit lies in which slot when: an offline choice, since the order of visits is known.
 
 A *visit* is a run of compute ops of one unit: with N units there are N visits down and up to N-1 back up. A
-unit that still lies in a slot is used again without a LOAD; a unit is visited at most twice, so it is loaded
-at most twice.
+unit that still lies in a slot is used again without a LOAD; a unit is visited at most twice in a round, so it is loaded
+at most twice in one.
 
 The slot of a missing unit is the one whose LOAD can start early enough for the prefetch depth, looking one
 depth ahead so that a unit with only one slot to go to finds it free; among these, the one whose occupant is

@@ -137,10 +137,6 @@ def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:
 
     Optimizer tiles are a megabyte each on a disk home, tens of thousands for a large model. They cross the disk one
     after the other at the disk's rate, so a few larger ones take the same time.
-
-    Args:
-        plan: any.
-        largest: elements of its largest unit.
     """
     elements = max(plan.tile_elements, -(-largest // SIMULATED_TILES))
     if not any(plan.layout.tiles) or elements == plan.tile_elements:

@@ -251,6 +251,4 @@ def _break_even(question: Question, plan: Plan, work: Workload) -> BreakEven:
         for load_s, flops, unit in zip(loads_s, work.forward_flops, model.units, strict=False)
         if unit.kind == "block"
     )
-    stages, microbatches = plan.layout.stages, plan.layout.num_microbatches
-    visits = microbatches if stages is None else min(stages.round_size, microbatches)
-    return BreakEven(tokens=round(tokens), tokens_per_visit=visits * work.tokens)
+    return BreakEven(tokens=round(tokens), tokens_per_visit=plan.layout.round_size * work.tokens)

@@ -51,7 +51,7 @@ class MicrobatchCost:
     """What a microbatch takes.
 
     Attributes:
-        demand: bytes; shared ones are of all microbatches of the step.
+        demand: bytes.
         times: seconds of its units.
     """
 
@@ -145,7 +145,7 @@ class Question:
         assert self.workload_of is not None
         work = self.workload_of(self.sequences_per_microbatch(microbatches))
         times = unit_times(self.machine, self.model.compute_dtype, work)
-        return MicrobatchCost(demand=_counted(self, work, times, microbatches), times=times)
+        return MicrobatchCost(demand=_counted(self, work, times), times=times)
 
     def options_for(self, microbatches: int, home: Tier, times: UnitTimes) -> PlanOptions:
         """Return what is decided about a plan of so many microbatches with a home there."""
@@ -159,7 +159,12 @@ class Question:
             below="disk" if home == "disk" and self.shares_memory else "host",
             may_be_on_disk=self.home == "host" and self.machine.disk is not None,
             state=gradients_at_home(
-                state, clip=options.clip, num_workers=self.num_workers, nodes=self.nodes, transport=transport
+                state,
+                clip=options.clip,
+                num_workers=self.num_workers,
+                nodes=self.nodes,
+                transport=transport,
+                rounds=(options.round_microbatches or microbatches) < microbatches,
             ),
             microbatches=microbatches,
             most_microbatches=self.sequences,
@@ -193,7 +198,7 @@ def in_seconds(demand: Demand, times: UnitTimes) -> Demand:
     return replace(demand, recompute_s=recompute_s, selected_s=selected, least_selected_s=LEAST_SELECTED_S)
 
 
-def _counted(question: Question, work: Workload, times: UnitTimes, microbatches: int) -> Demand:
+def _counted(question: Question, work: Workload, times: UnitTimes) -> Demand:
     """Return what computing takes besides weights where a config tells it."""
     model = question.model
     selected = {Extent.ATTENTION: work.attention_bytes, Extent.PRODUCTS: work.products_bytes}
@@ -207,7 +212,7 @@ def _counted(question: Question, work: Workload, times: UnitTimes, microbatches:
         backward_workspace_bytes=work.backward_workspace_bytes,
         saved_bytes=work.saved_bytes,
         selected_bytes=selected if work.attention_bytes else {},
-        shared_bytes=work.held_bytes * microbatches,
+        shared_bytes=work.held_bytes,
         fixed_bytes=question.fixed_bytes,
         rest_users=frozenset(users),
     )

@@ -18,9 +18,9 @@
 10. Of several nodes, each reduces the whole gradient of a unit once before the unit steps, agrees with the others on
    the norms once before CLIP, and gathers a unit once after it has stepped. A single node does none of it.
 
-A step that is cut into stages obeys the same rules, on the worker that runs the op: its gradients leave once the
-backwards of a round have run, and the next round sums on. Where inputs and their gradients lie then is checked
-by `planner.program.rules_handover`.
+A step of several rounds obeys the same rules: gradients leave once the backwards of a round have run, and the next
+round sums on. So does one that is cut into stages, on the worker that runs the op. Where inputs and their gradients lie
+then is checked by `planner.program.rules_handover`.
 
 Rules 5 and 6 are checked by `planner.program.rules_home`, rule 10 by `planner.program.rules_exchange`. Bytes are the
 business of
@@ -161,7 +161,8 @@ class Rules:
         return any(self._backwards[user] for user in adding)
 
     def _sum(self, op: Op, unit: int, microbatch: int) -> None:
-        require(self._layout.stages is not None, "gradients are summed in one round")
+        several = self._layout.stages is not None or self._layout.num_rounds > 1
+        require(several, "gradients are summed in one round")
         self._acc(op, unit, microbatch)
 
     def _hand_over(self, op: Op, unit: int, microbatch: int) -> None:
@@ -311,8 +312,8 @@ class Rules:
         """Check that the accumulator of ``unit`` holds its whole gradient, or all of a round."""
         held = _held(self._accumulators, op.worker)
         require(unit in held, f"the gradient of unit {unit} is in no accumulator")
-        stages, done = self._layout.stages, self._backwards[unit]
-        if stages is not None and (unit == self._layout.rest or (done and done % stages.round_size == 0)):
+        layout, done = self._layout, self._backwards[unit]
+        if layout.stages is not None if unit == layout.rest else done and done % layout.round_size == 0:
             return
         adding = range(self._layout.first_backward, self._layout.num_streamed)
         for other in adding if unit == self._layout.rest else (unit,):

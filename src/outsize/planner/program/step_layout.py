@@ -1,9 +1,11 @@
 """What a schedule needs to know about a model and the memory set aside for it: counts and bytes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.planner.program.activation_policy import LEAVING_STAGES, Choice, Kept
+from outsize.planner.program.ops import Op
 from outsize.planner.program.stages import Stages
 
 # The only worker of a step that is not cut into stages.
@@ -20,6 +22,8 @@ class StepLayout:
         num_streamed: units that the forward visits.
         rest: index of the resident unit, equal to ``num_streamed``; None where there is none.
         num_microbatches: microbatches of a step, at least one.
+        round_microbatches: of them, those that one worker takes through all units at a time; None for all. Stages say
+            how many they take themselves.
         trainable: whether a unit has gradients and steps.
         weight_bytes: bytes of a unit's weights in compute dtype; 0 where they live in the rest.
         gradient_bytes: bytes of a unit's fp32 gradient.
@@ -27,8 +31,8 @@ class StepLayout:
         accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
-        kept: for each streamed unit and each of its microbatches, what becomes of what its backward needs; empty
-            recomputes all.
+        kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty
+            recomputes all. Of stages, for each microbatch of the step.
         clip: whether gradients are clipped by their global norm.
         unit_clip: whether the gradient of each unit is clipped by its own norm.
         ring: whether gradients do not wait at home, but pass tile by tile through the buffers of the ring to the
@@ -54,6 +58,7 @@ class StepLayout:
     num_streamed: int
     rest: int | None
     num_microbatches: int
+    round_microbatches: int | None = None
     trainable: tuple[bool, ...]
     weight_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
@@ -80,8 +85,8 @@ class StepLayout:
     cut: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_streamed < 1 or self.num_microbatches < 1:
-            raise ValueError("a step has at least one unit and one microbatch")
+        if self.num_streamed < 1 or self.num_microbatches < 1 or self.round_microbatches == 0:
+            raise ValueError("a step has at least one unit and one microbatch, and so has each of its rounds")
         if self.rest is not None and self.rest != self.num_streamed:
             raise ValueError(f"the rest comes last: expected index {self.num_streamed}, not {self.rest}")
         for name in ("trainable", "weight_bytes", "gradient_bytes", "tiles"):
@@ -102,9 +107,9 @@ class StepLayout:
         if any(self.tiles) and self.num_tile_buffers < 1:
             raise ValueError("tiles need a tile buffer")
         self._check_nodes()
-        if self.ring and (self.clip or self.cut or self.stages is not None):
+        if self.ring and (self.clip or self.cut or self.stages is not None or self.num_rounds > 1):
             raise ValueError(
-                "a ring of gradients goes with no global norm, no step that is cut and no stages"
+                "a ring of gradients goes with no global norm, no step that is cut, no stages and one round"
             )
         if self.ring and any(t and not n for t, n in zip(self.trainable, self.tiles, strict=True)):
             raise ValueError("gradients that pass through a ring pass in tiles")
@@ -121,6 +126,8 @@ class StepLayout:
             )
         if self.num_nodes > 1 and self.cut:
             raise ValueError("a step that is cut is not shared by several nodes")
+        if self.reduces_buffers and self.num_rounds > 1:
+            raise ValueError("of several nodes, each takes all its microbatches in one round")
         if self.num_nodes > 1 and (self.ring or self.unit_clip):
             raise ValueError("nodes share whole gradients, clipped by one norm")
         if self.reduces_buffers and any(self.trainable) and not self.num_host_buffers:
@@ -131,8 +138,9 @@ class StepLayout:
             return
         if len(self.kept) != self.num_streamed:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
-        if any(len(choices) != self.num_microbatches for choices in self.kept):
-            raise ValueError(f"kept needs one choice for each of {self.num_microbatches} microbatches")
+        count = self.round_size if self.stages is None else self.num_microbatches
+        if any(len(choices) != count for choices in self.kept):
+            raise ValueError(f"kept needs one choice for each of {count} microbatches")
         able = {*self.keepable, *self.leavable}
         others = [u for u in range(self.num_streamed) if u not in able and self.keeps_anything(u)]
         if others:
@@ -151,6 +159,8 @@ class StepLayout:
             raise ValueError(
                 "a step that is cut goes with no clipping, and takes all microbatches in one round"
             )
+        if self.stages is not None and self.round_microbatches is not None:
+            raise ValueError("stages say themselves how many microbatches a round has")
         if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):
             raise ValueError("several workers need stages")
         if not self.peers <= {pair for pair in self.neighbours if self.stages is not None}:
@@ -182,9 +192,25 @@ class StepLayout:
         return (WEIGHTS,) if self.reduces_buffers else (WEIGHTS, GRADIENT)
 
     @property
+    def round_size(self) -> int:
+        """Microbatches of a round; the last round may have fewer."""
+        size = self.round_microbatches if self.stages is None else self.stages.round_size
+        return min(size or self.num_microbatches, self.num_microbatches)
+
+    @property
     def num_rounds(self) -> int:
-        """Rounds of a step; one where it is not cut into stages."""
-        return 1 if self.stages is None else -(-self.num_microbatches // self.stages.round_size)
+        """Rounds of a step: each runs forward and backward over all units, and the sums of gradients go on."""
+        return -(-self.num_microbatches // self.round_size)
+
+    @property
+    def rounds(self) -> Iterator[range]:
+        """The microbatches of each round."""
+        for first in range(0, self.num_microbatches, self.round_size):
+            yield range(first, min(first + self.round_size, self.num_microbatches))
+
+    def round_of(self, op: Op) -> int:
+        """The number of the round that the microbatch of ``op`` belongs to."""
+        return (op.microbatch or 0) // self.round_size
 
     @property
     def neighbours(self) -> frozenset[tuple[int, int]]:
@@ -197,7 +223,7 @@ class StepLayout:
         """Places of a worker for what arrives device to device: one for each microbatch of a visit."""
         if self.stages is None or not self.peers:
             return 0
-        return min(self.stages.round_size, self.num_microbatches)
+        return self.round_size
 
     def takes_from_peer(self, worker: int | None) -> bool:
         """Whether what visits of ``worker`` start from comes to it device to device."""
@@ -273,11 +299,14 @@ class StepLayout:
 
     def choice(self, unit: int, microbatch: int) -> Choice:
         """What becomes of what the backward of ``unit`` for ``microbatch`` needs of the forward."""
-        return self.kept[unit][microbatch] if unit < len(self.kept) else Choice.RECOMPUTE
+        if unit >= len(self.kept):
+            return Choice.RECOMPUTE
+        choices = self.kept[unit]
+        return choices[microbatch % len(choices)]
 
     def keeps_anything(self, unit: int) -> bool:
         """Whether a forward of ``unit`` keeps anything."""
-        return any(self.choice(unit, m) is not Choice.RECOMPUTE for m in range(self.num_microbatches))
+        return unit < len(self.kept) and any(choice is not Choice.RECOMPUTE for choice in self.kept[unit])
 
     @property
     def keeps_any(self) -> bool:

@@ -85,22 +85,27 @@ class Phases:
 
 
 def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
-    """Return what the lanes do in a step of ``layout``."""
-    count, times, sizes = layout.num_microbatches, rates.times, demand.kept_bytes
+    """Return what the lanes do in a step of ``layout``, over all its rounds."""
+    count, rounds = layout.num_microbatches, layout.num_rounds
+    times, sizes = rates.times, demand.kept_bytes
+    part = count / layout.round_size  # of which a round is one: the last may be smaller
     cells = [
-        (u, layout.choice(u, m)) for u in range(layout.first_backward, layout.last) for m in range(count)
+        (u, layout.choice(u, m))
+        for u in range(layout.first_backward, layout.last)
+        for m in range(layout.round_size)
     ]
-    moved = sum(bytes_of(choice, unit, sizes) for unit, choice in cells if choice.leaves)
+    moved = part * sum(bytes_of(choice, unit, sizes) for unit, choice in cells if choice.leaves)
     moved += count * sum(demand.boundary_bytes[unit] for unit in layout.offload)
-    weights_s = sum(layout.weight_bytes) / rates.up_bytes_per_s
-    spared_s = sum(times.spared(choice, unit) for unit, choice in cells)
+    weights_s = rounds * sum(layout.weight_bytes) / rates.up_bytes_per_s
+    sums = sum(layout.gradient_bytes)
+    spared_s = part * sum(times.spared(choice, unit) for unit, choice in cells)
     return Phases(
         forward_s=count * sum(times.forward_s[: layout.last]),
         forward_up_s=weights_s,
         forward_down_s=moved / rates.down_bytes_per_s,
         backward_s=count * sum(times.backward_s[layout.first_backward :]) - spared_s,
-        backward_up_s=weights_s + moved / rates.up_bytes_per_s,
-        backward_down_s=sum(layout.gradient_bytes) / rates.down_bytes_per_s,
+        backward_up_s=weights_s + (moved + (rounds - 1) * sums) / rates.up_bytes_per_s,
+        backward_down_s=rounds * sums / rates.down_bytes_per_s,
     )
 
 

@@ -1,7 +1,7 @@
 """The plan of a step on several workers: stages cut for their memory (`stage_memory`), dealt out in turn.
 
-Where several units add to the gradient of a rest that trains, each is in a stage of its own and a round takes all
-microbatches: sums are then taken use by use, as everywhere.
+Where several units add to the gradient of a rest that trains, each is in a stage of its own, and a round takes all
+microbatches unless somebody says how many: sums are taken use by use, round by round, as everywhere.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from outsize.planner.search.smaller import smaller_microbatches
 from outsize.planner.search.stage_layout import single_units, staged_layout
 from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, ways_of
-from outsize.planner.search.stage_pipeline import bottom_of, pipeline_of, round_size_of
+from outsize.planner.search.stage_pipeline import bottom_of, pipeline_of, round_sizes_of
 from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of
 from outsize.planner.search.step_plan import Budgets, Plan
 from outsize.planner.search.upgrades import ENOUGH
@@ -174,8 +174,8 @@ class _Planner:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
 
     def _single_units(self, halves: tuple[int, int]) -> Stages:
-        size = round_size_of(self._options, self._demand)
-        return single_units(self._model.num_streamed, self._bottom, size, halves)
+        least = min(round_sizes_of(self._options, self._demand), default=1)
+        return single_units(self._model.num_streamed, self._bottom, least, halves)
 
     def _cut(self, way: Way, halves: tuple[int, int], max_visits: int) -> tuple[float, Stages] | None:
         """Return the stages that were asked for, or the fastest found, and their time; None where none fit."""
@@ -184,9 +184,9 @@ class _Planner:
             return self._pipeline(way, options.stages).step_s(options.stages), options.stages
         pipeline = pipeline_of(self._memory, budget, halves, way)
         pipeline = replace(pipeline, holds=lambda stages: self._memory.device_bytes(stages, way) <= budget)
-        whole = round_size_of(options, self._demand) > 1
         try:
-            stages = partition(pipeline, (options.microbatches,) if whole else (), max_visits=max_visits)
+            sizes = round_sizes_of(options, self._demand)
+            stages = partition(pipeline, sizes, max_visits=max_visits)
         except ValueError:
             return None
         return pipeline.step_s(stages), stages

@@ -60,9 +60,10 @@ def worthwhile_extents(demand: Demand, unit: int) -> list[tuple[float, Extent]]:
 
 def kept_so_far(layout: StepLayout, order: Sequence[Raise], count: int) -> Kept:
     """Return what units keep where the first ``count`` of ``order`` are taken, microbatch by microbatch."""
-    kept = [[Choice.RECOMPUTE] * layout.num_microbatches for _ in range(layout.num_streamed)]
+    size = layout.round_size
+    kept = [[Choice.RECOMPUTE] * size for _ in range(layout.num_streamed)]
     for rank, (unit, choice) in enumerate(order):
-        for microbatch in range(min(max(count - rank * layout.num_microbatches, 0), layout.num_microbatches)):
+        for microbatch in range(min(max(count - rank * size, 0), size)):
             kept[unit][microbatch] = choice
     return tuple(map(tuple, kept))
 
@@ -77,7 +78,7 @@ def kept_at_the_turn(
 
 def most_kept(layout: StepLayout, order: Sequence[Raise], fits: Callable[[Kept], bool]) -> Kept:
     """Return the most of ``order`` that ``fits``; empty where that is nothing."""
-    low, high = 0, len(order) * layout.num_microbatches  # what fits, and what may
+    low, high = 0, len(order) * layout.round_size  # what fits, and what may
     near = high // FINE  # of thousands, a percent more or less is not worth as long a search again
     while low + near < high:
         middle = (low + high + 1) // 2

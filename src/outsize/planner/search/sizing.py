@@ -50,6 +50,7 @@ class PlanOptions:
         state: how a trained unit lies at home; None for the plain layout of the model's dtype. Where it keeps no
             gradients, they pass through a ring.
         microbatches: microbatches per step.
+        round_microbatches: of them, those that one worker takes through all units at a time; None for all.
         most_microbatches: how many there may be; None where that is not known.
         can_part: whether MLPs could take their tokens in parts, and do not yet.
         slots: units that the device holds at once.
@@ -81,6 +82,7 @@ class PlanOptions:
     may_skip: bool = False
     state: StateLayout | None = None
     microbatches: int = 1
+    round_microbatches: int | None = None
     most_microbatches: int | None = None
     can_part: bool = False
     slots: int | None = None
@@ -199,6 +201,7 @@ class Sizing:
             num_streamed=model.num_streamed,
             rest=model.num_streamed if has_rest else None,
             num_microbatches=options.microbatches,
+            round_microbatches=options.round_microbatches,
             trainable=tuple(unit.trainable for unit in model.units),
             weight_bytes=tuple(unit.weight_bytes(model.dtype) for unit in model.units),
             gradient_bytes=tuple(unit.gradient_bytes * unit.trainable for unit in model.units),
@@ -296,14 +299,20 @@ UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
 
 
 def gradients_at_home(
-    state: StateLayout, *, clip: bool, num_workers: int, nodes: int, transport: Transport
+    state: StateLayout,
+    *,
+    clip: bool,
+    num_workers: int,
+    nodes: int,
+    transport: Transport,
+    rounds: bool = False,
 ) -> StateLayout:
     """Return ``state`` without a gradient at home where a unit can step on its own as its gradient arrives.
 
-    It cannot where the global norm is to be known first, where workers sum gradients at home from round to round, where
-    nodes reduce whole gradients, and where gradients arrive encoded.
+    It cannot where the global norm is to be known first, where gradients are summed at home from round to round, as
+    several workers do, where nodes reduce whole gradients, and where gradients arrive encoded.
     """
-    whole = clip or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
+    whole = clip or rounds or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
     return state if whole else replace(state, gradients="none")
 
 

@@ -64,7 +64,7 @@ class StageMemory:
         resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
         return {
             "resident": sum(resident),
-            "shared": demand.shared_bytes,
+            "shared": demand.shared_bytes * self.options.microbatches,
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),
         }

@@ -20,14 +20,16 @@ def bottom_of(model: ModelSpec, demand: Demand) -> int:
     return next(trained, model.num_streamed - 1)
 
 
-def round_size_of(options: PlanOptions, demand: Demand) -> int:
-    """Return the microbatches of a round where it has to take all of them, else 1.
+def round_sizes_of(options: PlanOptions, demand: Demand) -> tuple[int, ...]:
+    """Return the microbatches of a round that may be chosen from; empty for any.
 
     Each round reads all weights, and with a home on disk sums of gradients too. A step that is cut runs all forwards
     before the first backward.
     """
+    if options.round_microbatches is not None:
+        return (min(options.round_microbatches, options.microbatches),)
     whole = len(demand.rest_users) > 1 or options.home == "disk" or options.cut
-    return options.microbatches if whole else 1
+    return (options.microbatches,) if whole else ()
 
 
 def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int], way: Way) -> Pipeline:

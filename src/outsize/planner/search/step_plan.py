@@ -173,6 +173,7 @@ class Plan:
             "home": self.home,
             "below": self.below,
             "microbatches": layout.num_microbatches,
+            "round_microbatches": layout.round_size,
             "workers": layout.num_workers,
             "stages": asdict(layout.stages) if layout.stages is not None else None,
             "clip": "global" if layout.clip else "unit" if layout.unit_clip else "none",
@@ -259,6 +260,9 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
     def activations(offload: frozenset[int], prefetch_depth: int, kept: Kept) -> Live:
         least = sizing.layout(sizing.least())
         layout = replace(least, offload=offload, prefetch_depth=prefetch_depth, kept=kept)
+        layout = replace(
+            layout, num_microbatches=layout.round_size
+        )  # each round uses the room of the one before
         program = insert_saves(v_cycle(layout), layout)
         return peak_activations(program, layout, demand.boundary_bytes, demand.kept_bytes)
 

@@ -29,11 +29,11 @@ def as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
     if choice.extent is None:
         return ()
     units = [u for u in layout.keepable if bytes_of(choice, u, demand.kept_bytes)]
-    kept = everywhere(choice, units, layout.num_streamed, layout.num_microbatches)
+    kept = everywhere(choice, units, layout.num_streamed, layout.round_size)
     if choice.extent is not Extent.WHOLE:
         return kept
     others = [u for u in layout.keepable if u not in units]
-    return merged(kept, everywhere(Choice.KEEP, others, layout.num_streamed, layout.num_microbatches))
+    return merged(kept, everywhere(Choice.KEEP, others, layout.num_streamed, layout.round_size))
 
 
 def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
@@ -78,7 +78,7 @@ def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, kept: Kept) -> bool:
 def _keeps_all(layout: StepLayout) -> bool:
     """Whether no unit computes products again."""
     again = (Extent.PRODUCTS, Extent.WHOLE)
-    cells = ((u, m) for u in layout.keepable[1:] for m in range(layout.num_microbatches))
+    cells = ((u, m) for u in layout.keepable[1:] for m in range(layout.round_size))
     return all(layout.choice(unit, microbatch).extent in again for unit, microbatch in cells)
 
 

@@ -157,7 +157,10 @@ class Executor:
         for task in tasks:
             task.wait()
             if task.mark is not None:
-                self._device.wait("", task.mark)
+                try:
+                    self._device.wait("", task.mark)
+                except RuntimeError as late:  # of a device that has failed since
+                    self._fail(late, f"{task.op} on {task.lane}")
         if self._failure is not None:
             error, what = self._failure
             try:

@@ -33,7 +33,7 @@ def open_scratch(
         return HostScratch(max(1, num_handed_over(plan.layout)), max(1, *boundary_bytes), arena)
     if not plan.layout.offload:
         return None
-    num_extents = len(plan.layout.offload) * plan.layout.num_microbatches
+    num_extents = len(plan.layout.offload) * plan.layout.round_size
     size = extent_bytes(plan, boundary_bytes)
     if plan.below == "disk":
         return DiskScratch(num_extents, size, path, pool, arena, ledger=ledger)

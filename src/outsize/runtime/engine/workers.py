@@ -19,9 +19,9 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.forward.binding import Binder, GradientSums
 from outsize.runtime.forward.module_replicas import replicate
-from outsize.runtime.forward.outer_forward import Glue
-from outsize.runtime.ops.compute_ops import ComputeOps, LossSettings
-from outsize.runtime.ops.gradient_ops import GradientOps
+from outsize.runtime.forward.outer_forward import OuterForward
+from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
+from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings
 from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
@@ -91,19 +91,21 @@ class _Memory:
             self.sums,
             self.accumulators,
             host_buffers,
-            parameter_order={name: i for i, (name, _) in enumerate(split.model.named_parameters())},
-            max_grad_norm=settings.max_grad_norm,
-            clips=layout.clip,
-            skip_nonfinite=settings.skip_nonfinite,
-            observe=settings.observe_gradient,
-            times_home=Counter(
-                op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
+            GradientSettings(
+                parameter_order={name: i for i, (name, _) in enumerate(split.model.named_parameters())},
+                max_grad_norm=settings.max_grad_norm,
+                clips=layout.clip,
+                unit_clips=layout.unit_clip,
+                skip_nonfinite=settings.skip_nonfinite,
+                times_home=Counter(
+                    op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
+                ),
+                dtype="fp32" if layout.ring else plan.state.gradients,
+                tile_elements=plan.tile_elements,
             ),
+            observe=settings.observe_gradient,
             carrier=gradient_carrier(plan.transport, spec, device),
-            unit_clips=layout.unit_clip,
-            dtype="fp32" if layout.ring else plan.state.gradients,
             tiles=gradient_tiles,
-            tile_elements=plan.tile_elements,
         )
 
 
@@ -123,20 +125,8 @@ def make_single(
     """Return the one worker of a plan without stages; it runs the units of the model itself."""
     memory = _Memory(split, plan, device, home, host_buffers, settings, encoded, gradient_tiles)
     binder = Binder(split, memory.sums)
-    compute = ComputeOps(
-        split,
-        boundaries.forwards,
-        binder,
-        device,
-        LossSettings(settings.chunk_tokens),
-        settings.seed,
-        plan.programs,
-        plan.layout.first_backward,
-        memory.weights,
-        settings.graph_in_forward,
-        settings.needed,
-        settings.num_products,
-    )
+    asked = _asked_of_units(plan, settings)
+    compute = ComputeOps(split, boundaries.forwards, binder, device, memory.weights, asked)
     codec = activation_codec(plan.transport)
     activations = ActivationOps(device, scratch, codec, rooms, plan.layout.kept)
     worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
@@ -185,12 +175,13 @@ def make_crew(
         return memories[worker].weights.planes(layout.num_streamed, layout.resident_slot)
 
     with contextlib.ExitStack() as stack:
-        glue = Glue(split, device, rest_planes, sums, settings.num_threads)
+        glue = OuterForward(split, device, rest_planes, sums, settings.num_threads)
         stack.callback(glue.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     fetches = [count_fetches(program) for program in plan.programs]
+    asked = _asked_of_units(plan, settings)
     away: Away = {}
     under_way: set[tuple[object, ...]] = set()
     workers, binders = [], []
@@ -203,16 +194,10 @@ def make_crew(
             glue,
             binders[-1],
             each,
-            LossSettings(settings.chunk_tokens),
-            settings.seed,
-            plan.programs,
-            layout.first_backward,
             memory.weights,
-            settings.graph_in_forward,
+            asked,
             layout.stages,
             turns.get(each.torch_device),
-            settings.needed,
-            settings.num_products,
         )
         codec = activation_codec(plan.transport)
         handover = HandoverOps(
@@ -222,6 +207,18 @@ def make_crew(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
         )
     return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)), glue.let_go)
+
+
+def _asked_of_units(plan: Plan, settings: "EngineSettings") -> ComputeSettings:
+    return ComputeSettings(
+        programs=plan.programs,
+        first_backward=plan.layout.first_backward,
+        seed=settings.seed,
+        chunk_tokens=settings.chunk_tokens,
+        graph_in_forward=settings.graph_in_forward,
+        needed=settings.needed,
+        num_products=settings.num_products,
+    )
 
 
 def _turns(workers: Workers) -> dict[torch.device, threading.Lock]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outsize.runtime.forward.saved_tensors import Held, Shown
+from outsize.runtime.forward.saved_tensors import SavedTensors, Shown
 
 
 class _Reference(NamedTuple):
@@ -52,7 +52,7 @@ class Keeping:
             for index, plane in enumerate(parts)
         ]
         self._planes_of = planes_of
-        self.held = Held()
+        self.held = SavedTensors()
         self._look = look
 
     def hooks(self) -> AbstractContextManager[None]:

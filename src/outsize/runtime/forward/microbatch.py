@@ -30,7 +30,7 @@ from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.saved_tensors import Held
+from outsize.runtime.forward.saved_tensors import SavedTensors
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
 
@@ -59,7 +59,7 @@ class UnitVisit:
     sources: dict[int, Tensor]
     box: Gradients
     roots: Roots | None = None
-    held: Held | None = None
+    held: SavedTensors | None = None
     selected: Selected | None = None
 
     def call(self, forward: Forward) -> Any:
@@ -129,13 +129,7 @@ class MicrobatchRun:
         self._pass_on(unit, visit, forward, graph)
 
     def forward_keep(self, unit: int, forward: Forward, keeping: Keeping) -> None:
-        """Run ``unit`` with a graph that waits for its backward; see `forward`.
-
-        Args:
-            unit: the unit.
-            forward: its own forward.
-            keeping: how that graph keeps tensors.
-        """
+        """Run ``unit`` with a graph that waits for its backward; see `forward`."""
         visit = self._arrive(unit)
         visit.track_inputs()
         with keeping.hooks():
@@ -153,13 +147,13 @@ class MicrobatchRun:
             visit.selected = selected
             self._hold(visit, selected.held, outputs)
 
-    def _hold(self, visit: UnitVisit, held: Held, outputs: Any) -> None:
+    def _hold(self, visit: UnitVisit, held: SavedTensors, outputs: Any) -> None:
         """Let what a visit's forward kept leave the device, but not what others use as well."""
         given = [leaf for leaf in visit.leaves if isinstance(leaf, Tensor)]
         held.stay([*given, *(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))])
         visit.held = held
 
-    def held(self, unit: int) -> Held | None:
+    def held(self, unit: int) -> SavedTensors | None:
         """Return what the forward of ``unit`` keeps; None where that is nothing."""
         return self._visits[unit].held
 
@@ -336,7 +330,7 @@ class MicrobatchRun:
         self._pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
 
     def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
-        """Backward through glue. Glue that several units share (a position bias) is passed once per unit: keep it."""
+        """Go backward through outer code; what units share there (a position bias) is passed once per unit: keep it."""
         if tensors:
             torch.autograd.backward(tensors, gradients, retain_graph=True)
 

@@ -35,11 +35,6 @@ class ModuleReplica:
 def replicate(split: Split, boundaries: Boundaries, device: torch.device) -> ModuleReplica:
     """Return a replica of the units of ``split`` whose buffers lie on ``device``.
 
-    Args:
-        split: the model and its units.
-        boundaries: in place in the model.
-        device: of the worker.
-
     Raises:
         ModelError: a unit cannot be copied, or its forward is not a method of it.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Glue:
+class OuterForward:
     """Runs pieces of the model's own code, and has its parameters in place meanwhile.
 
     Args:

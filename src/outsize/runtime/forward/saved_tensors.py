@@ -46,7 +46,7 @@ class Shown(NamedTuple):
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
-class Held:
+class SavedTensors:
     """The memory of what one forward keeps."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.accelerators import is_accelerator, module_of
-from outsize.runtime.forward.saved_tensors import Held, Memory, Shown
+from outsize.runtime.forward.saved_tensors import Memory, SavedTensors, Shown
 
 _aten = torch.ops.aten
 # Attention in one operation: per byte that it returns it takes as many FLOPs as the sequence has tokens, times two.
@@ -64,7 +64,7 @@ class Selected:
 
     def __init__(self, most_products: int | None) -> None:
         self._most_products = most_products
-        self.held = Held()
+        self.held = SavedTensors()
         self._results: list[_Result] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._left_out: frozenset[Memory] = frozenset()

@@ -1,9 +1,9 @@
 """One microbatch on its way through stages of several workers.
 
-As `MicrobatchRun`, but for four things. The model's own code runs in the thread of the `Glue`. What unit ``u`` receives
-may be moved between workers, by way of the memory below them, before its forward and again before its backward; so
-may the gradient of what it returned. A unit may be recomputed before that gradient is there. And what no unit made
-(masks, position tables) is copied to a worker once, when the first of its units asks for it.
+As `MicrobatchRun`, but for four things. The model's own code runs in the thread of `OuterForward`. What unit ``u``
+receives may be moved between workers, by way of the memory below them, before its forward and again before its
+backward; so may the gradient of what it returned. A unit may be recomputed before that gradient is there. And what no
+unit made (masks, position tables) is copied to a worker once, when the first of its units asks for it.
 
 Moved are the arguments that carry a gradient or lie in what the unit before returned. Where nothing but the worker
 changes, the code between the units has run before they move; the head's arguments come into being where it runs.
@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import box_of, hand_out
 from outsize.runtime.forward.microbatch import Ambient, Forward, MicrobatchRun, Reseed, Roots, UnitVisit
-from outsize.runtime.forward.outer_forward import Glue
-from outsize.runtime.forward.saved_tensors import Held
+from outsize.runtime.forward.outer_forward import OuterForward
+from outsize.runtime.forward.saved_tensors import SavedTensors
 from outsize.runtime.forward.short_recompute import Shortcuts
 
 Storage = torch.UntypedStorage
@@ -61,7 +61,7 @@ class StagedRun(MicrobatchRun):
         inputs: Mapping[str, Any],
         tracked: tuple[bool, ...],
         reseed: Reseed,
-        glue: Glue,
+        glue: OuterForward,
         graph: bool = True,
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
@@ -151,7 +151,7 @@ class StagedRun(MicrobatchRun):
         self._copies.clear()
         self.parameters.clear()
 
-    def _hold(self, visit: UnitVisit, held: Held, outputs: Any) -> None:
+    def _hold(self, visit: UnitVisit, held: SavedTensors, outputs: Any) -> None:
         """See `MicrobatchRun._hold`; what the unit returned moves away by itself, and is computed again."""
         if visit.selected is not None:
             visit.selected.leave_out(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))

@@ -4,8 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
-from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
 from outsize.runtime.forward.selective_recompute import Selected
 from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
@@ -29,14 +28,26 @@ from outsize.runtime.ops.load_ops import WeightOps
 
 
 @dataclass(frozen=True, slots=True)
-class LossSettings:
-    """How the loss is taken.
+class ComputeSettings:
+    """What a run asks of its units.
 
     Attributes:
+        programs: of the steps, by turns; they tell which slot each op finds its unit in.
+        first_backward: the lowest unit that runs backward; below it nothing trains.
+        seed: of the run.
         chunk_tokens: tokens per chunk of head and cross-entropy; None for the model's own loss.
+        graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
+        needed: how far recomputes have to go, see `runtime.forward.short_recompute`.
+        num_products: by unit, how many of its products a backward needs; a unit that is not there has all kept by FP.
     """
 
-    chunk_tokens: int | None
+    programs: tuple[Program, ...]
+    first_backward: int
+    seed: int
+    chunk_tokens: int | None = None
+    graph_in_forward: bool = False
+    needed: Mapping[int, Needed] = field(default_factory=dict)
+    num_products: Mapping[int, int] = field(default_factory=dict)
 
 
 def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int:
@@ -46,22 +57,7 @@ def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int
 
 
 class ComputeOps:
-    """Runs units on microbatches. All its methods are called by one thread, the compute lane's.
-
-    Args:
-        split: the model and its units.
-        forwards: the units' own forwards.
-        binder: puts planes into modules.
-        device: where tensors live.
-        loss: how the loss is taken.
-        seed: of the run.
-        programs: of the steps, by turns; they tell which slot each op finds its unit in.
-        first_backward: the lowest unit that runs backward; below it nothing trains.
-        weights: owner of the slots.
-        graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
-        needed: how far recomputes have to go, see `runtime.forward.short_recompute`.
-        num_products: by unit, how many of its products a backward needs; a unit that is not there has all kept by FP.
-    """
+    """Runs units on microbatches. All its methods are called by one thread, the compute lane's."""
 
     def __init__(
         self,
@@ -69,28 +65,21 @@ class ComputeOps:
         forwards: tuple[Callable[..., Any], ...],
         binder: Binder,
         device: Device,
-        loss: LossSettings,
-        seed: int,
-        programs: tuple[Program, ...],
-        first_backward: int,
         weights: WeightOps,
-        graph_in_forward: bool = False,
-        needed: Mapping[int, Needed] = MappingProxyType({}),
-        num_products: Mapping[int, int] = MappingProxyType({}),
+        settings: ComputeSettings,
     ) -> None:
         self._device = device
         self._split = split
-        self.shorten(needed, num_products)
-        self._graph_in_forward = graph_in_forward
-        self._slots_used = tuple(slots_used(program) for program in programs)
-        self._cut = not any(op.kind is Kind.FORWARD_BACKWARD for program in programs for op in program)
-        self._first_backward = first_backward
+        self.shorten(settings.needed, settings.num_products)
+        self._settings = settings
+        self._slots_used = tuple(slots_used(program) for program in settings.programs)
+        self._cut = not any(
+            op.kind is Kind.FORWARD_BACKWARD for program in settings.programs for op in program
+        )
         self._weights = weights
         self._bound: dict[int, int] = {}
         self._forwards = forwards
         self._binder = binder
-        self._loss = loss
-        self._seed = seed
         units = split.spec.units
         self._rest_trains = units[-1].kind == "rest" and units[-1].trainable
         first = min((unit.index for unit in units[: len(forwards)] if unit.trainable), default=len(units))
@@ -101,9 +90,9 @@ class ComputeOps:
         """F: the unit's outputs wait for the next unit."""
         unit, run = self._find(op, context)
         with self._naming(op), self._device.computing():
-            run.forward(unit, self._forwards[unit], graph=self._graph_in_forward and context.keeps)
+            run.forward(unit, self._forwards[unit], graph=self._settings.graph_in_forward and context.keeps)
             self._finish_if_cut(op, context, run)
-        if unit < self._first_backward or not context.keeps:
+        if unit < self._settings.first_backward or not context.keeps:
             run.drop(unit)
 
     def forward_keep(self, op: Op, context: StepContext) -> None:
@@ -136,18 +125,23 @@ class ComputeOps:
             self._runs.discard(run)  # from here on it is the context's
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
-        """FB: the last unit, the loss, and the backward of both."""
+        """FB: the last unit, the loss, and the backward of both; where nothing is kept, the loss alone."""
         unit, run = self._find(op, context)
         assert op.microbatch is not None
         microbatch = context.microbatches[op.microbatch]
+        if not context.keeps:
+            with self._naming(op), self._device.computing():
+                context.losses[op.microbatch] = self._loss_alone(run, unit, microbatch)
+            self._end(op.microbatch, context)
+            return
         with self._naming(op), self._device.computing():
-            if self._loss.chunk_tokens is None:
+            if self._settings.chunk_tokens is None:
                 divisor = microbatch.divisor / context.loss_scale
                 loss = run.forward_backward(unit, self._forwards[unit], divisor)
             else:
                 loss = self._chunked(run, unit, microbatch, context)
         context.losses[op.microbatch] = loss / context.loss_scale
-        if unit == self._first_backward:
+        if unit == self._settings.first_backward:
             self._end(op.microbatch, context)
 
     def backward(self, op: Op, context: StepContext) -> None:
@@ -159,7 +153,7 @@ class ComputeOps:
             if given is not None:
                 torch.autograd.backward(*given)
             run.backward(unit, self._forwards[unit])
-        if unit == self._first_backward:
+        if unit == self._settings.first_backward:
             self._end(op.microbatch, context)
 
     def shorten(self, needed: Mapping[int, Needed], num_products: Mapping[int, int]) -> None:
@@ -221,7 +215,7 @@ class ComputeOps:
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.
-        seed, step = self._seed, context.number
+        seed, step = self._settings.seed, context.number
         where = self._device.torch_device
         backend = module_of(where) if is_accelerator(where) else None
         among_all = context.first_microbatch + microbatch
@@ -236,7 +230,7 @@ class ComputeOps:
             lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
             dict(context.microbatches[microbatch].inputs),
         )
-        if self._loss.chunk_tokens is not None:
+        if self._settings.chunk_tokens is not None:
             inputs.pop("labels", None)
         return self._make_run(inputs, reseed, context)
 
@@ -269,20 +263,37 @@ class ComputeOps:
             run.drop(unit)
             return torch.zeros(())
         targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
-        assert self._loss.chunk_tokens is not None
+        assert self._settings.chunk_tokens is not None
         loss, gradient = chunked_head_loss(
             self._forwards[unit],
             hidden,
             targets,
             microbatch.targets / context.loss_scale,
-            self._loss.chunk_tokens,
+            self._settings.chunk_tokens,
         )
         run.backward_from_head_input(unit, gradient)
         return loss
 
+    def _loss_alone(self, run: MicrobatchRun, unit: int, microbatch: Microbatch) -> Tensor:
+        """Return the loss of a microbatch that no backward follows."""
+        if self._settings.chunk_tokens is None:
+            run.forward(unit, self._forwards[unit])
+            loss = loss_of(run.finish(unit)).detach() / microbatch.divisor
+        else:
+            hidden = run.head_input(unit)
+            targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
+            loss = chunked_loss_alone(
+                self._forwards[unit], hidden, targets, microbatch.targets, self._settings.chunk_tokens
+            )
+        return torch.zeros_like(loss) if math.isinf(microbatch.divisor) else loss
+
     def _naming(self, op: Op) -> "_Naming":
         assert op.unit is not None
         return _Naming(f"{op}, unit {self._split.spec.units[op.unit].name}")
+
+
+# What a device raises under whatever code runs there: the machine's, not the model's.
+_OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError)
 
 
 class _Naming:
@@ -295,7 +306,7 @@ class _Naming:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, OutsizeError):
+        if isinstance(error, Exception) and not isinstance(error, (OutsizeError, *_OF_DEVICES)):
             advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
             raise ModelError(
                 f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"

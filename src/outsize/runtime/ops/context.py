@@ -14,7 +14,7 @@ from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
-from outsize.runtime.ops.encoded_storage import Parcel
+from outsize.runtime.ops.encoded_storage import EncodedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class StepContext:
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
-    below: dict[tuple[int | None, int | None, str], list[Parcel]] = field(default_factory=dict)
+    below: dict[tuple[int | None, int | None, str], list[EncodedTensor]] = field(default_factory=dict)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     keeps: bool = True
     slots: Mapping[Op, Mapping[int, int]] | None = None

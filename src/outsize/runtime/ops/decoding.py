@@ -41,12 +41,7 @@ def decode(part: FrozenPart, encoded: Tensor, into: Tensor, codec: Codec | None 
 
 
 class Decoding:
-    """Room on one device for one encoding, and the codecs of a model. For one lane: loads are decoded one at a time.
-
-    Args:
-        spec: the model.
-        device: where the room is.
-    """
+    """Room on one device for one encoding, and the codecs of a model. For one lane: loads are decoded one at a time."""
 
     def __init__(self, spec: ModelSpec, device: Device) -> None:
         parts = encoded_parts(spec)

@@ -9,7 +9,7 @@ from outsize.codecs.codec import DTYPE_NAME, Codec
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class EncodedTensor:
     """A storage that is away.
 
     Attributes:
@@ -23,7 +23,7 @@ class Parcel:
     dtype: torch.dtype | None = None
 
 
-def pack(codec: Codec | None, content: Tensor, dtype: torch.dtype) -> tuple[Tensor, Parcel]:
+def pack(codec: Codec | None, content: Tensor, dtype: torch.dtype) -> tuple[Tensor, EncodedTensor]:
     """Return what is sent for the bytes of a storage, uint8, and how to read it.
 
     Args:
@@ -38,16 +38,16 @@ def pack(codec: Codec | None, content: Tensor, dtype: torch.dtype) -> tuple[Tens
         encoded = content.new_empty(codec.spec.max_bytes(elements.numel(), name))
         size = codec.encode(elements, encoded)
         if size < content.nbytes:
-            return encoded[:size], Parcel(content.nbytes, size, dtype)
-    return content, Parcel(content.nbytes, content.nbytes)
+            return encoded[:size], EncodedTensor(content.nbytes, size, dtype)
+    return content, EncodedTensor(content.nbytes, content.nbytes)
 
 
-def room_for(parcel: Parcel, content: Tensor) -> Tensor:
+def room_for(parcel: EncodedTensor, content: Tensor) -> Tensor:
     """Return where the bytes of ``parcel`` arrive: in ``content``, uint8 [num_bytes], or beside it to be decoded."""
     return content if parcel.dtype is None else content.new_empty(parcel.sent_bytes)
 
 
-def unpack(codec: Codec | None, parcel: Parcel, arrived: Tensor, content: Tensor) -> None:
+def unpack(codec: Codec | None, parcel: EncodedTensor, arrived: Tensor, content: Tensor) -> None:
     """Fill ``content``, uint8 [num_bytes], with what ``arrived`` in its `room_for`."""
     if parcel.dtype is not None:
         assert codec is not None

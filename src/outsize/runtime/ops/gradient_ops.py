@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +25,32 @@ PIECE_ELEMENTS = 2**18
 GradientObserver = Callable[[int, frozenset[int], Tensor], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSettings:
+    """How gradients are clipped, and how they rest.
+
+    Attributes:
+        parameter_order: position of each parameter in ``model.parameters()``, for the order of the norms.
+        max_grad_norm: global norm to clip to; infinity only takes the norm.
+        clips: whether the program has a CLIP; without one a step is judged by its loss, and each unit by its own
+            gradient before it steps.
+        unit_clips: whether each unit is clipped by its own norm, which its NORM takes.
+        skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
+        times_home: how often the gradient of a unit comes home in a step, where that is more than once.
+        dtype: in which gradients wait at home.
+        tile_elements: elements per tile.
+    """
+
+    parameter_order: Mapping[str, int]
+    max_grad_norm: float
+    clips: bool
+    unit_clips: bool = False
+    skip_nonfinite: bool
+    times_home: Mapping[int, int] = field(default_factory=dict)
+    dtype: str = "fp32"
+    tile_elements: int = 0
+
+
 class GradientOps:
     """Sums gradients on the device, takes their norms, and brings them home.
 
@@ -35,18 +61,10 @@ class GradientOps:
         sums: the running sums.
         accumulators: one byte buffer per accumulator, the rest's last where there is a rest.
         host_buffers: byte buffers for units between device and disk.
-        parameter_order: position of each parameter in ``model.parameters()``, for the order of the norms.
-        max_grad_norm: global norm to clip to; infinity only takes the norm.
-        clips: whether the program has a CLIP; without one a step is judged by its loss, and each unit by its own
-            gradient before it steps.
-        skip_nonfinite: skip a step whose loss or norm is not finite, instead of raising.
+        settings: how they are clipped, and how they rest.
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
-        times_home: how often the gradient of a unit comes home in a step, where that is more than once.
         carrier: brings gradients home encoded, once they are whole; None where they go as they are.
-        unit_clips: whether each unit is clipped by its own norm, which its NORM takes.
-        dtype: in which gradients wait at home.
         tiles: where gradients that pass through a ring go, by tile buffer; fp32 [tile_elements] each.
-        tile_elements: elements per tile.
 
     Attributes:
         down: what has moved home so far.
@@ -61,35 +79,21 @@ class GradientOps:
         sums: GradientSums,
         accumulators: list[Tensor],
         host_buffers: list[Tensor],
+        settings: GradientSettings,
         *,
-        parameter_order: dict[str, int],
-        max_grad_norm: float,
-        clips: bool,
-        skip_nonfinite: bool,
         observe: GradientObserver | None = None,
-        times_home: Mapping[int, int] = MappingProxyType({}),
         carrier: GradientCarrier | None = None,
-        unit_clips: bool = False,
-        dtype: str = "fp32",
         tiles: Sequence[Tensor] = (),
-        tile_elements: int = 0,
     ) -> None:
+        self._settings = settings
         self._carrier = carrier
-        self._unit_clips = unit_clips
-        self._dtype = dtype
         self._tiles = tiles
-        self._tile_elements = tile_elements
-        self._times_home = times_home
         self._spec = spec
         self._device = device
         self._home = home
         self._sums = sums
         self._accumulators = accumulators
         self._host_buffers = host_buffers
-        self._order = parameter_order
-        self._max_grad_norm = max_grad_norm
-        self._clips = clips
-        self._skip_nonfinite = skip_nonfinite
         self._observe = observe
         self._plane_of: dict[int, Tensor] = {}
         self.down = Moved()
@@ -136,9 +140,9 @@ class GradientOps:
         assert op.unit is not None
         context.touched[op.unit] = self._sums.touched(op.unit)
         context.norms[op.unit] = gradient_norms(self._spec.units[op.unit], self._plane_of[op.unit])
-        if self._unit_clips:
+        if self._settings.unit_clips:
             norms = self._ordered([op.unit], context)
-            context.unit_clips[op.unit] = clip_coefficient(norms, self._max_grad_norm)
+            context.unit_clips[op.unit] = clip_coefficient(norms, self._settings.max_grad_norm)
 
     def _judge(self, unit: int, plane: Tensor, context: StepContext) -> None:
         """Without CLIP: go no further with a step whose loss, or with a unit whose gradient, is not finite.
@@ -172,8 +176,8 @@ class GradientOps:
                 self._judge(op.unit, plane, context)
             if self._observe is not None:
                 self._observe(op.unit, context.touched[op.unit], plane)
-        start = op.tile * self._tile_elements
-        part = plane[start : start + self._tile_elements]
+        start = op.tile * self._settings.tile_elements
+        part = plane[start : start + self._settings.tile_elements]
         self.down = self.down.and_then(part.nbytes, part.nbytes)
         self._device.copy(self._tiles[op.buffer][: part.numel()], part)
         if start + part.numel() == unit.numel:
@@ -185,9 +189,9 @@ class GradientOps:
         plane = self._plane_of.pop(op.unit)
         context.touched[op.unit] = self._sums.close(op.unit)
         context.brought[op.unit] += 1
-        whole = context.brought[op.unit] == self._times_home.get(op.unit, 1)
+        whole = context.brought[op.unit] == self._settings.times_home.get(op.unit, 1)
         # A pass without losses of its own is judged by the caller, see `planner.passes.step_parts`.
-        if whole and not self._clips and context.losses and not context.skipped:
+        if whole and not self._settings.clips and context.losses and not context.skipped:
             self._judge(op.unit, plane, context)
         if whole and self._observe is not None:
             self._observe(op.unit, context.touched[op.unit], plane)
@@ -196,7 +200,9 @@ class GradientOps:
             wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)
             self.down = self.down.and_then(wire_bytes, plane.nbytes)
             return
-        wire = plane if self._dtype == "fp32" else _narrowed(plane, TORCH_DTYPE[self._dtype])
+        wire = (
+            plane if self._settings.dtype == "fp32" else _narrowed(plane, TORCH_DTYPE[self._settings.dtype])
+        )
         self.down = self.down.and_then(wire.nbytes, plane.nbytes)
         if target is not None:
             self._device.copy(target, wire)
@@ -217,7 +223,7 @@ class GradientOps:
         """
         ordered = [norm / context.loss_scale for norm in self._ordered(context.norms, context)]
         ordered = [norm.to(ordered[0].device) for norm in ordered]
-        total, coefficient = clip_coefficient(ordered, self._max_grad_norm)
+        total, coefficient = clip_coefficient(ordered, self._settings.max_grad_norm)
         context.gradient_norm = total.item()
         context.coefficient = (coefficient / context.loss_scale).cpu()
         self._check(context)
@@ -225,7 +231,7 @@ class GradientOps:
     def _ordered(self, units: Iterable[int], context: StepContext) -> list[Tensor]:
         """The norms of what received a gradient in ``units``, in the order of ``model.parameters()``."""
         norms = [
-            (self._order[tensor.name], norm)
+            (self._settings.parameter_order[tensor.name], norm)
             for unit in units
             for position, (tensor, norm) in enumerate(
                 zip(self._spec.units[unit].tensors, context.norms[unit].unbind(), strict=True)
@@ -239,7 +245,7 @@ class GradientOps:
         if math.isfinite(context.loss()) and (norm is None or math.isfinite(norm)):
             return
         context.skipped = True
-        if self._skip_nonfinite:
+        if self._settings.skip_nonfinite:
             return
         detail = "" if norm is None else f", gradient norm {norm:g}"
         raise NonFiniteError(
@@ -273,7 +279,7 @@ class GradientOps:
         return self._home.view(unit, "gradient") if isinstance(self._home, HostHome) else None
 
     def _staged(self, unit: int, buffer: int) -> Tensor:
-        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._dtype)
+        return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._settings.dtype)
 
 
 def _narrowed(plane: Tensor, dtype: torch.dtype) -> Tensor:

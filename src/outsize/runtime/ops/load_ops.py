@@ -73,7 +73,7 @@ class WeightOps:
         assert op.slot is not None
         unit, planes = self._spec.units[op.unit], self.planes(op.unit, op.slot)
         if unit.kind == "rest":
-            # Glue of a forward whose backward is still to come has saved these parameters. They are loaded again with
+            # Outer code whose backward is still to come has saved these parameters. They are loaded again with
             # the values that they had, or that backward is refused.
             with _unsafe_preserve_version_counter(planes):
                 self._fill(op, unit, planes)

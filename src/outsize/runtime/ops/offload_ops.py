@@ -30,7 +30,7 @@ class OffloadOps:
     Args:
         device: of the worker.
         rooms: where it goes, by its extent.
-        choices: what becomes of it, by unit and microbatch.
+        choices: what becomes of it, by unit and microbatch of a round.
         away: what is below the workers, shared by all of them; None for a single one.
 
     Attributes:
@@ -71,7 +71,8 @@ class OffloadOps:
         held = run.held(key[1])
         if held is None:
             return
-        extent = self._choices[key[1]][key[2]].extent
+        choices = self._choices[key[1]]
+        extent = choices[key[2] % len(choices)].extent
         assert extent is not None
         room = self._rooms[extent]
         contents = [bytes_on(storage, self._device.torch_device) for storage in held.storages()]

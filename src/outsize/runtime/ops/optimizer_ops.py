@@ -8,6 +8,7 @@ over a home in host memory that is all a buffer holds, and the rest is stepped w
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,24 @@ from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.home_layout import ITEM_DTYPE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What is set aside for an optimizer besides the home.
+
+    Attributes:
+        tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
+        tile_elements: elements per tile.
+        former: int16 [n], room for 16-bit weights before they are stepped. With it a STEP of a whole unit leaves, in
+            the memory of its gradient, the bits in which its weights have changed.
+        scratches: fp32, as many and as long as the state layout says, where whole parameters step.
+    """
+
+    tile_buffers: Sequence[Tensor] = ()
+    tile_elements: int = 0
+    former: Tensor | None = None
+    scratches: Sequence[Tensor] = ()
+
+
 class OptimizerOps:
     """Steps units whole, in their host home, or tile by tile from a disk home.
 
@@ -32,15 +51,11 @@ class OptimizerOps:
         spec: the model.
         home: where weights, state and gradients rest.
         settings: of the optimizer.
-        tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
-        tile_elements: elements per tile.
+        memory: that is set aside.
         encoded: told of units that have stepped in place; None where nobody wants to know.
         own: of several ranks, the elements of each unit that this one steps; None for all.
-        former: int16 [n], room for 16-bit weights before they are stepped. With it a STEP of a whole unit leaves, in
-            the memory of its gradient, the bits in which its weights have changed.
         state: how a trained unit lies at home; None for the plain layout of the model's dtype.
         seed: of the chances by which moments of fewer bits are rounded.
-        scratches: fp32, as many and as long as ``state`` says, where whole parameters step.
 
     Attributes:
         gradient_tiles: where GRADs of tiles put them, by tile buffer.
@@ -53,28 +68,23 @@ class OptimizerOps:
         spec: ModelSpec,
         home: HostHome | DiskHome,
         settings: UpdateRule | Adafactor,
-        tile_buffers: list[Tensor],
-        tile_elements: int,
+        memory: StepMemory = StepMemory(),
         encoded: EncodedWeights | None = None,
         *,
         own: Sequence[range] | None = None,
-        former: Tensor | None = None,
         state: StateLayout | None = None,
         seed: int = 0,
-        scratches: Sequence[Tensor] = (),
     ) -> None:
-        self._scratches = scratches
+        self._memory = memory
         self._encoded = encoded
         self._own = [range(unit.numel) for unit in spec.units] if own is None else own
-        self._former = former
         self.state = state or StateLayout(dtype=spec.dtype)
         self._seed = seed
         self._spec = spec
         self._home = home
         self._settings = settings
-        self._tile_elements = tile_elements
         self._master = MASTER if MASTER in self.state.planes else WEIGHTS
-        self._buffers = [self._cut(buffer) for buffer in tile_buffers]
+        self._buffers = [self._cut(buffer) for buffer in memory.tile_buffers]
         self.gradient_tiles = [planes[GRADIENT] for planes in self._buffers]
         self.updates = {t.name: 0 for unit in spec.units for t in unit.tensors if t.trainable}
 
@@ -130,10 +140,10 @@ class OptimizerOps:
         assert isinstance(self._home, HostHome)
         planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
         planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
-        if self._former is None:
+        if self._memory.former is None:
             self._apply(unit, own, planes, context)
         else:
-            self._step_and_keep(unit, own, planes, self._former, context)
+            self._step_and_keep(unit, own, planes, self._memory.former, context)
         if self._encoded is not None:
             self._encoded.stepped(unit.index)
 
@@ -184,7 +194,7 @@ class OptimizerOps:
                 self._settings,
                 unit,
                 planes,
-                self._scratches,
+                self._memory.scratches,
                 step=self.updates,
                 lr=context.learning_rate,
                 clip_coefficient=coefficient,
@@ -229,15 +239,15 @@ class OptimizerOps:
         assert op.buffer is not None
         unit = self._spec.units[op.unit]
         own = self._own[unit.index]
-        start = own.start + op.tile * self._tile_elements
-        return unit, start, min(start + self._tile_elements, own.stop), self._buffers[op.buffer]
+        start = own.start + op.tile * self._memory.tile_elements
+        return unit, start, min(start + self._memory.tile_elements, own.stop), self._buffers[op.buffer]
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
         whole = not isinstance(self._home, HostHome)
         planes = {}
         offset = 0
-        for name, items in self.state.tile_room(self._spec, self._tile_elements, whole=whole).items():
+        for name, items in self.state.tile_room(self._spec, self._memory.tile_elements, whole=whole).items():
             dtype = ITEM_DTYPE[self.state.tile_planes[name].item]
             end = offset + items * dtype.itemsize
             planes[name] = buffer[offset:end].view(dtype)

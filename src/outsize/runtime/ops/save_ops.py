@@ -11,7 +11,7 @@ from outsize.planner.program.ops import Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.encoded_storage import Parcel, pack, room_for, unpack
+from outsize.runtime.ops.encoded_storage import EncodedTensor, pack, room_for, unpack
 from outsize.runtime.ops.offload_ops import Key, OffloadOps, bytes_on, key_of
 from outsize.storage.scratch import Scratch
 
@@ -27,7 +27,7 @@ class ActivationOps(OffloadOps):
         scratch: where they go; None where the program saves nothing.
         codec: writes inputs that are floating point, where that is shorter; None writes them as they are.
         rooms: where what forwards kept goes, by its extent.
-        choices: what becomes of it, by unit and microbatch.
+        choices: what becomes of it, by unit and microbatch of a round.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ActivationOps(OffloadOps):
         super().__init__(device, rooms, choices)
         self._scratch = scratch
         self._codec = codec
-        self._sizes: dict[Key, list[Parcel]] = {}
+        self._sizes: dict[Key, list[EncodedTensor]] = {}
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: device → scratch; the device memory is free afterwards."""

@@ -1,23 +1,20 @@
 """F (FA, FP, FK), FB, R, B of stages: units run by the compute thread of each worker, code between by the glue's."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any, cast
 
 from outsize.model.split import Split
 from outsize.planner.program.ops import Op
-from outsize.planner.program.program import Program
 from outsize.planner.program.stages import Stages
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.module_replicas import ModuleReplica
-from outsize.runtime.forward.outer_forward import Glue
-from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.staged_run import StagedRun
-from outsize.runtime.ops.compute_ops import ComputeOps, LossSettings
+from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.load_ops import WeightOps
 
@@ -32,17 +29,11 @@ class StagedComputeOps(ComputeOps):
         glue: runs the model's own code between units.
         binder: puts planes into the replica.
         device: of the worker.
-        loss: how the loss is taken.
-        seed: of the run.
-        programs: of the steps, by turns.
-        first_backward: the lowest unit that runs backward.
         weights: owner of the worker's slots.
-        graph_in_forward: whether F makes a graph.
+        settings: as of `ComputeOps`.
         stages: of the step.
         turns: held while this worker computes, where workers draw random numbers from one generator: it is seeded and
             drawn from in one go. None where this worker may compute beside the others.
-        needed: as of `ComputeOps`.
-        num_products: likewise.
     """
 
     def __init__(
@@ -50,34 +41,15 @@ class StagedComputeOps(ComputeOps):
         split: Split,
         replica: ModuleReplica,
         worker: int,
-        glue: Glue,
+        glue: OuterForward,
         binder: Binder,
         device: Device,
-        loss: LossSettings,
-        seed: int,
-        programs: tuple[Program, ...],
-        first_backward: int,
         weights: WeightOps,
-        graph_in_forward: bool,
+        settings: ComputeSettings,
         stages: Stages,
         turns: AbstractContextManager[Any] | None,
-        needed: Mapping[int, Needed] = MappingProxyType({}),
-        num_products: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        super().__init__(
-            replica.split,
-            replica.forwards,
-            binder,
-            device,
-            loss,
-            seed,
-            programs,
-            first_backward,
-            weights,
-            graph_in_forward,
-            needed,
-            num_products,
-        )
+        super().__init__(replica.split, replica.forwards, binder, device, weights, settings)
         self._model, self._originals = split.model, split.modules
         self._worker = worker
         self._glue = glue

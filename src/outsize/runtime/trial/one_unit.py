@@ -13,13 +13,7 @@ from outsize.runtime.ops.compute_ops import seed_of
 
 
 class OneUnit(MicrobatchRun):
-    """Passages through one unit: it is called as ``call`` says, and what it returns goes nowhere.
-
-    Args:
-        model: that it is a part of.
-        call: what its model calls it with.
-        num_units: of the model.
-    """
+    """Passages through one unit: it is called as ``call`` says, and what it returns goes nowhere."""
 
     def __init__(self, model: nn.Module, call: UnitCall, num_units: int) -> None:
         def reseed(unit: int, glue: bool) -> None:

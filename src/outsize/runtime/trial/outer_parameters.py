@@ -10,7 +10,7 @@ from outsize.model.split import Split
 from outsize.runtime.forward.module_replicas import glue_places
 
 
-class GlueUses(TorchFunctionMode):
+class OuterUses(TorchFunctionMode):
     """While entered, notes for `unit` that code on the way to it uses a trained parameter of the rest.
 
     Args:

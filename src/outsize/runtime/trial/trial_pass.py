@@ -20,7 +20,7 @@ from outsize.runtime.trial.live_bytes import LiveBytes
 from outsize.runtime.trial.loss_form import is_plain, is_shifted
 from outsize.runtime.trial.measured import Kept, Row
 from outsize.runtime.trial.op_outputs import YieldTrial
-from outsize.runtime.trial.outer_parameters import GlueUses, units_that_share
+from outsize.runtime.trial.outer_parameters import OuterUses, units_that_share
 
 
 class TrialPass:
@@ -42,7 +42,7 @@ class TrialPass:
         self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
         self._row = Row([], [], [], [], 0, False, False)
         self._last_needed = 0
-        self._uses = GlueUses(split)
+        self._uses = OuterUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> Row:
         """Run it.

@@ -13,7 +13,7 @@ from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.model.sizes.model_spec import ITEMSIZE
 from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 
 REPEATS = 3
 HOME = "cpu"
@@ -21,7 +21,7 @@ HOME = "cpu"
 DEVIATION = 0.02
 
 
-def codec_rates(prepared: Prepared, transport: Transport) -> CodecRates | None:
+def codec_rates(prepared: Job, transport: Transport) -> CodecRates | None:
     """Measure the codec of weights on a piece of normal ones; None where they go as they are.
 
     Args:
@@ -36,7 +36,7 @@ def codec_rates(prepared: Prepared, transport: Transport) -> CodecRates | None:
     return _rates_of(open_codec(transport.weights), _sample(numel, dtype), HOME, _device(prepared))
 
 
-def crossing_rates(prepared: Prepared, transport: Transport) -> dict[str, CodecRates]:
+def crossing_rates(prepared: Job, transport: Transport) -> dict[str, CodecRates]:
     """Measure the codecs of gradients and activations, which encode on the device, as far as these go encoded.
 
     Args:
@@ -55,7 +55,7 @@ def crossing_rates(prepared: Prepared, transport: Transport) -> dict[str, CodecR
     }
 
 
-def _device(prepared: Prepared) -> str:
+def _device(prepared: Job) -> str:
     """Return where torch computes for the run: its first device."""
     return torch_name(prepared.machine.device)
 

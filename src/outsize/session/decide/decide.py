@@ -20,14 +20,14 @@ from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates
 from outsize.session.job.job_options import AUTO, open_crossings
 from outsize.session.job.planning import is_linked, question_of
-from outsize.session.job.prepare import Prepared, planned_so
+from outsize.session.job.prepare import Job, planned_so
 from outsize.units import format_seconds
 
 Announce = Callable[[str], None]
 OFFLOAD = "memory.activations"
 
 
-def decide(prepared: Prepared, run_dir: Path, announce: Announce) -> tuple[Prepared, Rates | None]:
+def decide(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates | None]:
     """Return the run with the plan that it follows, and the rates that the plan was found with.
 
     Args:
@@ -62,7 +62,7 @@ def decide(prepared: Prepared, run_dir: Path, announce: Announce) -> tuple[Prepa
     return planned_so(prepared, decision.plan, run_dir), rates
 
 
-def decision_of(prepared: Prepared, rates: Rates) -> Decision:
+def decision_of(prepared: Job, rates: Rates) -> Decision:
     """Return what the planner decides of a run that reaches ``rates``.
 
     Raises:
@@ -80,7 +80,7 @@ def decision_of(prepared: Prepared, rates: Rates) -> Decision:
     return planner_decides(replace(question, auto=crossings))
 
 
-def _searched(prepared: Prepared, crossing: str, announce: Announce) -> bool:
+def _searched(prepared: Job, crossing: str, announce: Announce) -> bool:
     """Return whether the codec of a crossing is to be searched, or say why not."""
     reason = _why_raw(prepared, crossing)
     # Where nothing fits but encoded, `prepare` has said so.
@@ -89,7 +89,7 @@ def _searched(prepared: Prepared, crossing: str, announce: Announce) -> bool:
     return not reason
 
 
-def _why_raw(prepared: Prepared, crossing: str) -> str:
+def _why_raw(prepared: Job, crossing: str) -> str:
     """Return why nothing may be encoded at a crossing, to follow "raw"; empty where it may."""
     machine = prepared.machine
     if prepared.group.size > 1:
@@ -103,14 +103,14 @@ def _why_raw(prepared: Prepared, crossing: str) -> str:
     return ""
 
 
-def _may_offload(prepared: Prepared) -> bool:
+def _may_offload(prepared: Job) -> bool:
     """Return whether something that is computed again could go over a link instead.
 
     Several ranks exchange things in the same order, and have plans of one form for that.
     """
     layout = prepared.plan.layout
     units = {*layout.keepable, *layout.leavable}
-    cells = ((unit, m) for unit in units for m in range(layout.num_microbatches))
+    cells = ((unit, m) for unit in units for m in range(layout.round_size))
     recomputes = any(layout.choice(unit, microbatch) is not Choice.KEEP for unit, microbatch in cells)
     linked = is_linked(prepared.config, prepared.machine)
     return prepared.config.memory.activations == AUTO and linked and prepared.group.size == 1 and recomputes

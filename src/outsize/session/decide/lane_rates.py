@@ -32,7 +32,7 @@ from outsize.probing.link import measure_links
 from outsize.probing.optimizer_probe import measure_adamw
 from outsize.runtime.device.device_group import device_names
 from outsize.session.job.device_peers import measured_peers, peers_of
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 
 MACHINE_FILE = "machine.json"
 MIB = 2**20
@@ -57,7 +57,7 @@ _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", me
 
 
 def lane_rates(
-    prepared: Prepared, directory: Path, times: UnitTimes, flops: tuple[float, ...], pace: Pace
+    prepared: Job, directory: Path, times: UnitTimes, flops: tuple[float, ...], pace: Pace
 ) -> Machine:
     """Return the machine of a run, its rates timed just now.
 
@@ -112,7 +112,7 @@ def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Fig
     return replace(found, value=found.value * moved / ADAMW_BYTES)
 
 
-def kept_rates(run_dir: Path, prepared: Prepared) -> Machine | None:
+def kept_rates(run_dir: Path, prepared: Job) -> Machine | None:
     """Return the rates that a run on this machine left in ``run_dir``; None where there are none that serve."""
     path = run_dir / MACHINE_FILE
     if not path.is_file():
@@ -153,7 +153,7 @@ def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, tot
     )
 
 
-def _link(prepared: Prepared, name: str, copy: Figure, effort: Effort) -> Link:
+def _link(prepared: Job, name: str, copy: Figure, effort: Effort) -> Link:
     limit = prepared.config.memory.link_gb_per_s
     if is_accelerator(name):
         up, down = (rates.fit for rates in itertools.islice(measure_links(name, effort), 2))

@@ -29,7 +29,7 @@ from outsize.runtime.trial.unit_clock import time_units
 from outsize.session.decide.lane_rates import kept_rates, lane_rates
 from outsize.session.job.machine import home_file
 from outsize.session.job.model_inputs import made_up_inputs
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.session.job.relative_times import recompute_shares, shape_of, spared_flops
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
@@ -74,7 +74,7 @@ class Exchanged:
     core_s_per_byte: float = 0.0
 
 
-def measure_rates(prepared: Prepared, run_dir: Path) -> Rates:
+def measure_rates(prepared: Job, run_dir: Path) -> Rates:
     """Time the units of a run, and its lanes where a run before it has not left their rates in ``run_dir``.
 
     All ranks of a run do so at the same time, as they compute at the same time.
@@ -102,7 +102,7 @@ def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:
 
 
 @contextlib.contextmanager
-def _memory_of_the_run(prepared: Prepared) -> Iterator[None]:
+def _memory_of_the_run(prepared: Job) -> Iterator[None]:
     """Have freed memory kept as steps will have it: pages that the kernel hands out anew take their time."""
     if is_accelerator(prepared.machine.device):
         yield
@@ -115,14 +115,14 @@ def _memory_of_the_run(prepared: Prepared) -> Iterator[None]:
         trim()
 
 
-def _limit(prepared: Prepared) -> ResidentLimit | None:
+def _limit(prepared: Job) -> ResidentLimit | None:
     """The limit of resident memory that a run on a CPU keeps to; nothing lies at home yet."""
     if prepared.machine.device != "cpu":
         return None
     return ResidentLimit(prepared.before_bytes, prepared.machine.device_bytes)
 
 
-def cores_of(prepared: Prepared) -> float:
+def cores_of(prepared: Job) -> float:
     """Return the cores that a rank has where compute and lanes are threads of a CPU: as many as the ranks beside it."""
     machine = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else socket.gethostname()
     beside = prepared.group.gather_objects(machine).count(machine)
@@ -147,7 +147,7 @@ def measure_exchange(group: Group) -> Exchanged:
     return Exchanged(sent / took_s, core_s / (2 * sent))
 
 
-def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
+def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
     """Return the times of units in a microbatch of the run, and the operations of their forwards."""
     config = prepared.config
     check_here(prepared.machine.device)
@@ -177,7 +177,7 @@ def _times(prepared: Prepared, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]
     return replace(found, spared_s=_spared_s(prepared, found.forward_s, flops)), flops
 
 
-def _num_kept(prepared: Prepared, pace: Pace) -> tuple[int, ...]:
+def _num_kept(prepared: Job, pace: Pace) -> tuple[int, ...]:
     """Return how many forwards of each unit fit where the plan keeps some whole; none where no rank keeps any."""
     kept, saved = prepared.plan.layout.kept, prepared.measured.saved_bytes
     keeps = any(choice.extent is Extent.WHOLE for choices in kept for choice in choices)
@@ -210,7 +210,7 @@ def _less_recompute(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
 
 
 def _spared_s(
-    prepared: Prepared, forward_s: tuple[float, ...], flops: tuple[float, ...]
+    prepared: Job, forward_s: tuple[float, ...], flops: tuple[float, ...]
 ) -> dict[Extent, tuple[float, ...]]:
     """Return what of a forward is spared where attention, or products, are kept: their share of its operations."""
     return {
@@ -227,7 +227,7 @@ def _timed_size(rows: int, length: int, most: int) -> tuple[int, int]:
     return max(1, min(rows, most // length)), min(length, most)
 
 
-def _flops(prepared: Prepared, rows: int, length: int) -> tuple[float, ...]:
+def _flops(prepared: Job, rows: int, length: int) -> tuple[float, ...]:
     """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
     spec = prepared.split.spec
     with contextlib.suppress(ModelError, AttributeError):

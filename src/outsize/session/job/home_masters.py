@@ -18,11 +18,6 @@ def with_masters_of(path: Path, config: Config, spec: ModelSpec) -> Config:
 
     Which of the two is best here may have changed since: by a version of this program, or by kernels that were built.
 
-    Args:
-        path: of the home that may be there.
-        config: of the run.
-        spec: its model.
-
     Raises:
         ConfigError: see `layout_for`.
     """

@@ -108,36 +108,15 @@ def question_of(
     Raises:
         ConfigError: settings that do not go with the model, the machine, or each other.
     """
-    if group.size > 1 and machine.num_workers > 1:
-        raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
-            "ranks as there are devices, with one device each"
-        )
-    spec, memory, sequences = parts.spec, config.memory, -(-config.sequences_per_step // group.size)
-    check_transport(named_transport(config), machine.device, memory.home)
+    spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
+    options = _options_of(config, parts, machine, tried, group)
     figures = _assumed(config, machine) if rates is None else rates.machine
-    first = config.train.microbatches or next(
-        cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
-    )
-    options = options_for(
-        config,
-        spec,
-        num_workers=machine.num_workers,
-        num_ranks=group.size,
-        rank=group.rank if group.size > 1 else None,
-        kernels=has_kernel(config.optimizer),
-        inputs_shared=tried(first).measured.inputs_shared,
-        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
-        wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
-    )
-    assert options.state is not None
-    _check_tiles(memory.tile_elements, options.state, machine)
 
     @cache
     def measured(microbatches: int) -> MicrobatchCost:
         found = tried(microbatches).measured
         _check(options.activations, found, parts, machine)
-        demand = demand_of(parts, machine, found, options.activations, found.held_bytes * microbatches)
+        demand = demand_of(parts, machine, found, options.activations, found.held_bytes)
         if rates is None:
             times = counted_times(parts, found, figures.gpus[0].flops_per_s(spec.compute_dtype))
         else:
@@ -158,6 +137,34 @@ def question_of(
         net_bytes_per_s=_NETWORK,
         coding_rates=coding_rates,
     )
+
+
+def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group) -> PlanOptions:
+    """Return what is decided of a run before anything is searched; errors as of `question_of`."""
+    if group.size > 1 and machine.num_workers > 1:
+        raise ConfigError(
+            f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
+            "ranks as there are devices, with one device each"
+        )
+    spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
+    check_transport(named_transport(config), machine.device, config.memory.home)
+    first = config.train.microbatches or next(
+        cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
+    )
+    options = options_for(
+        config,
+        spec,
+        num_workers=machine.num_workers,
+        num_ranks=group.size,
+        rank=group.rank if group.size > 1 else None,
+        kernels=has_kernel(config.optimizer),
+        inputs_shared=tried(first).measured.inputs_shared,
+        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
+        wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
+    )
+    assert options.state is not None
+    _check_tiles(config.memory.tile_elements, options.state, machine)
+    return options
 
 
 def is_linked(config: Config, machine: RunMachine) -> bool:
@@ -184,7 +191,7 @@ def plan_with_heap(
     _check(options.activations, measured, parts, machine)
     gpu = assumed_machine(machine.device).gpus[0]
     times = counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
-    demand = demand_of(parts, machine, measured, options.activations, held_bytes * options.microbatches)
+    demand = demand_of(parts, machine, measured, options.activations, held_bytes)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
     rates = UnitRates(times=times, up_bytes_per_s=inf, down_bytes_per_s=inf)
     options = replace(options, num_workers=machine.num_workers, rates=rates, leaves_unasked=False)

@@ -1,6 +1,6 @@
 """Everything that must be known before the first step: the model's units, their sizes, the plan that fits them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -50,7 +50,7 @@ Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Job:
     """A run that is known to fit.
 
     Attributes:
@@ -111,7 +111,7 @@ def prepare(
     source: WeightSource | None = None,
     adapters_from: Path | None = None,
     group: Group | None = None,
-) -> Prepared:
+) -> Job:
     """Read the model's config, split it, measure it, and plan a step.
 
     Args:
@@ -127,17 +127,10 @@ def prepare(
     """
     group = group or SingleGroup()
     check_shares(config, group.size)
-    device = choose_device(config.memory.device)
-    dtype = choose_dtype(config.model.dtype, device)
+    dtype = choose_dtype(config.model.dtype, choose_device(config.memory.device))
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
-    model = build_skeleton(
-        hf_config,
-        dtype,
-        config.model.attention,
-        config.model.trust_remote_code,
-        frozen=config.train.method == "lora",
-    )
+    model = _skeleton(config, hf_config, dtype)
     trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
@@ -146,24 +139,15 @@ def prepare(
     spec = parts.spec
     if group.size == 1:
         config = with_masters_of(home_file(config.memory, run_dir), config, spec)
-    own = own_elements(spec, group.size, group.rank)
-    state = layout_for(config, spec, group.size)
-    state_bytes = sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)
+    state_bytes = _state_bytes(config, spec, group)
     machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
-    announce(
-        f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
-        f"{_trained(adapters, spec)}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
-    )
+    announce(_described(model, spec, adapters, dtype))
     tried = _tried(config, hf_config, parts, announce, group.size)
     plan = decide(question_of(config, parts, machine, tried, group)).plan
-    sequences, count = -(-config.sequences_per_step // group.size), plan.layout.num_microbatches
-    if config.train.microbatches is None and count > 1:
-        announce(f"steps of {sequences} sequences are cut into {count} microbatches")
-    announce(
-        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
-        f"{format_bytes(machine.device_bytes)} on {machine.device}"
-    )
-    prepared = Prepared(
+    for line in _told(config, plan, machine, state_bytes, group.size):
+        announce(line)
+    measured, chunk_tokens = tried(plan.layout.num_microbatches)
+    prepared = Job(
         config=config,
         machine=machine,
         directory=directory,
@@ -171,8 +155,8 @@ def prepare(
         dtype=dtype,
         split=parts,
         source=source,
-        measured=tried(count).measured,
-        chunk_tokens=tried(count).chunk_tokens,
+        measured=measured,
+        chunk_tokens=chunk_tokens,
         plan=plan,
         before_bytes=before_bytes,
         tried=tried,
@@ -182,7 +166,7 @@ def prepare(
     return planned_so(prepared, plan, run_dir)
 
 
-def planned_so(prepared: Prepared, plan: Plan, run_dir: Path) -> Prepared:
+def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
     """Return the run with ``plan``: its microbatches, its home, and what the microbatches need.
 
     Raises:
@@ -202,6 +186,31 @@ def planned_so(prepared: Prepared, plan: Plan, run_dir: Path) -> Prepared:
         measured=measured,
         chunk_tokens=chunk_tokens,
         plan=plan,
+    )
+
+
+def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
+    model, frozen = config.model, config.train.method == "lora"
+    return build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
+
+
+def _state_bytes(config: Config, spec: ModelSpec, group: Group) -> int:
+    """Return what the training state of this rank takes at home."""
+    own, state = own_elements(spec, group.size, group.rank), layout_for(config, spec, group.size)
+    return sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)
+
+
+def _told(config: Config, plan: Plan, machine: RunMachine, state_bytes: int, num_ranks: int) -> Iterator[str]:
+    """Say what a plan makes of a run."""
+    count = plan.layout.num_microbatches
+    if config.train.microbatches is None and count > 1:
+        sequences = -(-config.sequences_per_step // num_ranks)
+        yield f"steps of {sequences} sequences are cut into {count} microbatches"
+    if plan.layout.stages is None and plan.layout.num_rounds > 1:
+        yield f"steps go in {plan.layout.num_rounds} rounds of up to {plan.layout.round_size} microbatches"
+    yield (
+        f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
+        f"{format_bytes(machine.device_bytes)} on {machine.device}"
     )
 
 
@@ -231,8 +240,12 @@ def _encoded(plan: Plan) -> str:
     return "" if plan.transport.is_raw("weights") else f", weights that do not train as {codec},"
 
 
-def _trained(adapters: Adapters | None, spec: ModelSpec) -> str:
-    return f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
+def _described(model: nn.Module, spec: ModelSpec, adapters: Adapters | None, dtype: str) -> str:
+    trained = f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
+    return (
+        f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
+        f"{trained}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
+    )
 
 
 def check_shares(config: Config, num_ranks: int) -> None:

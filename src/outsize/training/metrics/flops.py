@@ -12,7 +12,7 @@ from outsize.model.sizes.spec_from_config import forward_flops, read_shape
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.device_presets import preset_of
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 
 # A square product of this size takes a core some milliseconds and its operands fit into caches.
 _SIDE, _REPEATS = 512, 10
@@ -45,7 +45,7 @@ class Peak:
         return self.fp32_flops_per_s / self.flops_per_s
 
 
-def step_flops(prepared: Prepared) -> float | None:
+def step_flops(prepared: Job) -> float | None:
     """Return the FLOPs of forward and backward of a step, without recompute; None for an architecture not counted.
 
     A backward computes the gradients of inputs, as many FLOPs as the forward, and those of trained weights, as many

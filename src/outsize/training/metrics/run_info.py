@@ -12,13 +12,13 @@ from outsize.hardware.inventory import take_inventory
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.runtime.device.device_group import device_names
 from outsize.session.job.machine import RunMachine
-from outsize.session.job.prepare import Prepared
+from outsize.session.job.prepare import Job
 from outsize.training.metrics.flops import Peak
 
 SCHEMA_VERSION = 1
 
 
-def about(prepared: Prepared, flops: float | None, peak: Peak) -> dict[str, Any]:
+def about(prepared: Job, flops: float | None, peak: Peak) -> dict[str, Any]:
     """Return what JSON knows of a run that begins or goes on now.
 
     Args:

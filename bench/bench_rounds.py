@@ -1,0 +1,129 @@
+"""Do memory and time per token stay what they are, however many tokens a step has?
+
+Each size of a step is trained in a process of its own, from the same model with the same budgets, on an emulated device
+behind a link, with rounds of equal size: a step of more tokens has more rounds. Host memory is the peak of resident
+memory, and what the plan sets aside on both tiers is told beside it. A step of one round has no sums to bring up; what
+a token takes is compared with the best smaller step.
+
+    python bench/bench_rounds.py                          # 34M, from 4,096 to 262,144 tokens
+    python bench/bench_rounds.py --model llama-10m --tokens 1024 4096 --round 1024
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import common
+import shapes
+
+MIB = 2**20
+TOKENS = (4096, 16384, 65536, 262144)
+SEQ_LEN = 256
+# Sequences per microbatch.
+ROWS = 4
+
+
+def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> list[str]:
+    """Return what a run is told, as ``key=value``."""
+    in_a_microbatch = ROWS * SEQ_LEN
+    return [
+        f"model.path={directory / 'model'}",
+        "model.dtype=fp32",
+        f"data.path={directory / 'tokens.npy'}",
+        "data.format=tokens",
+        f"data.seq_len={SEQ_LEN}",
+        f"train.steps={arguments.steps}",
+        f"train.tokens_per_step={tokens}",
+        f"train.microbatches={tokens // in_a_microbatch}",
+        f"train.round_microbatches={max(1, arguments.round // in_a_microbatch)}",
+        f"train.run_dir={directory / f'run-{tokens}'}",
+        "train.save_minutes=0",
+        f"memory.device={arguments.device}",
+        "memory.home=host",
+        "optimizer.lr=1e-5",
+    ]
+
+
+def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str, Any]:
+    """Train steps of so many tokens and return bytes and seconds."""
+    from outsize.config import load_config
+    from outsize.training.metrics.run_records import StepRecord
+    from outsize.training.run import train
+
+    steps: list[StepRecord] = []
+    config = load_config(None, settings(arguments, directory, tokens))
+    peaks: list[int] = []
+
+    def note(record: StepRecord) -> None:
+        steps.append(record)
+        peaks.append(common.peak_rss_bytes())
+        common.reset_peak_rss()
+
+    train(config, announce=lambda _: None, progress=note)
+    plan = json.loads((directory / f"run-{tokens}" / "plan.json").read_text())
+    return {
+        "tokens": tokens,
+        "rounds": -(-plan["microbatches"] // plan["round_microbatches"]),
+        "host_bytes": max(peaks[1:]),
+        "planned_host_bytes": sum(plan["memory_bytes"]["host"].values()),
+        "planned_device_bytes": sum(plan["memory_bytes"]["device"].values()),
+        "token_s": min(step.seconds for step in steps[1:]) / tokens,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=shapes.SHAPES, default="llama-34m")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a step, the fewest first")
+    parser.add_argument("--round", type=int, default=4096, help="tokens of a round")
+    parser.add_argument(
+        "--steps", type=common.steps_above(1), default=3, help="per size, of which the first warms up"
+    )
+    parser.add_argument("--device", default="emulated:1")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--dir", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child == "model":
+        print(json.dumps({"parameters": shapes.write(arguments.model, arguments.dir)}))
+        return
+    if arguments.child:
+        print(json.dumps(run(arguments, arguments.dir, int(arguments.child))))
+        return
+    with tempfile.TemporaryDirectory(prefix="outsize-rounds-") as place:
+        model = common.run_child("model", Path(place))
+        found = [common.run_child(str(tokens), Path(place)) for tokens in arguments.tokens]
+    report(arguments, model, found)
+
+
+def report(arguments: argparse.Namespace, model: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """Print the table and end with the JSON line."""
+    sizes = ("host_bytes", "planned_host_bytes", "planned_device_bytes")
+    growth = {name: max(each[name] for each in found) / found[0][name] for name in sizes}
+    best = min((each["token_s"] for each in found[:-1]), default=found[-1]["token_s"])
+    common.print_table(
+        ["tokens per step", "rounds", "host peak MiB", "plan: host", "device", "µs per token"],
+        [
+            [
+                each["tokens"],
+                each["rounds"],
+                *(f"{each[name] / MIB:.1f}" for name in sizes),
+                f"{1e6 * each['token_s']:.1f}",
+            ]
+            for each in found
+        ],
+    )
+    ratios = {"memory_growth": growth, "time_ratio": found[-1]["token_s"] / best}
+    print(f"host peak {growth['host_bytes']:.3f}, time per token {ratios['time_ratio']:.3f} (≤ 1.02 each)")
+    result = {"bench": "rounds", "model": arguments.model, **model, "cases": found, **ratios}
+    common.finish({**result, "machine": common.machine()}, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
