@@ -25,10 +25,11 @@ from common import Spread, Usage, finish, machine, print_table
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from outsize.data.corpus_files import find_sources
-from outsize.data.documents import DocumentReader
 from outsize.data.encode import batches
 from outsize.data.opening import open_data
+from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.documents import DocumentReader
 
 CLAIM = "37.5 M tokens/s through ingest, tokenise, feed and writeback"
 COUNTED = "float32 numbers of dummy matrices, made in memory: no text was read and none tokenised"
@@ -69,7 +70,9 @@ def main() -> None:
         tokenizer = make_tokenizer(corpus, arguments.vocabulary)
         documents = [
             [document.text for document in batch]
-            for batch in batches(DocumentReader(find_sources(corpus, None), None, "text").documents())
+            for batch in batches(
+                DocumentReader(find_sources(corpus, None), None, Corpus(path=corpus)).documents()
+            )
         ]
 
         def alone(encode: Callable[..., Any]) -> int:

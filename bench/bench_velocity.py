@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from outsize.data import PackedDataset, Prefetcher, open_data
+from outsize.data import ModelLimits, PackedDataset, Prefetcher, open_data
 from outsize.model.sizes.model_spec import pack_unit
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.planes import StatePlanes
@@ -84,7 +84,9 @@ def bench_a(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
     np.save(path, ids)
     rows, result = [], {}
     for seq_len in arguments.seq_lens:
-        with open_data(path, None, seq_len=seq_len, cache_dir=directory, vocab_size=VOCABULARY) as dataset:
+        with open_data(
+            path, None, seq_len=seq_len, cache_dir=directory, limits=ModelLimits(vocab_size=VOCABULARY)
+        ) as dataset:
             num_sequences = max(1, arguments.batch_tokens // seq_len)
             most = Spread.of(
                 saturated(dataset, num_sequences, arguments.seconds) for _ in range(arguments.rounds)
@@ -146,7 +148,9 @@ def bench_b(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
     positions = torch.arange(tokens, device=device)[None]
     with (
         Arena() as arena,
-        open_data(path, None, seq_len=tokens, cache_dir=directory, vocab_size=VOCABULARY) as dataset,
+        open_data(
+            path, None, seq_len=tokens, cache_dir=directory, limits=ModelLimits(vocab_size=VOCABULARY)
+        ) as dataset,
         Prefetcher(dataset, 1) as ring,
     ):
         planes = [arena.take(4 * unit.numel, "plane").view(torch.float32) for _ in range(4)]

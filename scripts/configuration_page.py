@@ -16,7 +16,7 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from the sections in src/outsize/config; change it there. -->
 
-A run is described by a YAML file with nine sections, every key of which has a default except the two paths:
+A run is described by a YAML file with ten sections, every key of which has a default except the two paths:
 
 ```yaml
 model:
@@ -103,6 +103,8 @@ def _type(annotation: Any, metadata: list[Any] | None = None) -> str:
         return f"{_type(arguments[1])} by name"
     if origin is tuple:
         return f"list of {_type(arguments[0])}" if Ellipsis in arguments else f"{len(arguments)} numbers"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "sections"
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}[annotation]
 
 

@@ -261,7 +261,8 @@ def saver_of(trainer: StreamedTrainer, run_dir: Path, config: Config, **options:
     """What writes the checkpoints of ``trainer``, as a run would have it."""
 
     def state_of(position: Position) -> dict[str, Any]:
-        return describe(position, config, trainer.spec.dtype, trainer.loss_scale, 10, run="a run")
+        data = {"sequences_per_epoch": 10}
+        return describe(position, config, trainer.spec.dtype, trainer.loss_scale, data, run="a run")
 
     settings = {"commits": False, "state_of": state_of, "announce": lambda _: None, **options}
     return Saver(trainer, run_dir, config.train, **settings)

@@ -132,6 +132,9 @@ def test_an_unknown_key_of_a_known_section_is_named_in_full():
 
 def test_a_key_like_no_other_points_to_the_documentation():
     assert "no such key; see docs/configuration.md" in mistake("train.zzzzz=1")
+    assert mistake("lora.use_dora=true").endswith(
+        "no such key: DoRA is not supported (from --set lora.use_dora=true)"
+    )
 
 
 @pytest.mark.parametrize(

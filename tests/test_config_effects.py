@@ -21,6 +21,24 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             ([], Surroundings(container="tokens")),
         ],
     ),
+    **{
+        f"data.{key}": (value, [([], Surroundings(container=kind)) for kind in ("text", "tokens")])
+        for key, value in {
+            "columns": "{prompt: question}",
+            "roles": "{agent: assistant}",
+            "train_on": "last",
+            "template": "chatml",
+            "max_bad_records": "3",
+        }.items()
+    },
+    **{
+        f"eval.{key}": (value, [([], ONE)])
+        for key, value in {"every": "5", "sequences": "8", "keep_best": "false", "patience": "2"}.items()
+    },
+    "train.steps": ("7", [(["train.epochs=2"], ONE)]),
+    "optimizer.min_lr": ("1e-6", [(["optimizer.schedule=linear"], ONE)]),
+    "optimizer.decay_ratio": ("0.2", [([], ONE)]),
+    "optimizer.restarts": ("3", [([], ONE)]),
     "data.glob": ("a*", [([], Surroundings(one_file=True))]),
     "train.head_chunk_tokens": (
         "64",
@@ -122,6 +140,9 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
 USED: dict[str, tuple[list[str], Surroundings]] = {
     "data.text_field": (["data.format=text"], Surroundings(container="json")),
     "data.glob": ([], Surroundings(one_file=False)),
+    **{f"eval.{key}": (["eval.split=0.1"], ONE) for key in ("every", "sequences", "keep_best", "patience")},
+    "optimizer.decay_ratio": (["optimizer.schedule=wsd"], ONE),
+    "optimizer.restarts": (["optimizer.schedule=cosine_restarts"], ONE),
     "train.head_chunk_tokens": ([], Surroundings(chunks_loss=True)),
     "train.save_every": (["train.steps=101"], ONE),
     "train.save_total_limit": ([], Surroundings(home="host")),

@@ -73,12 +73,16 @@ def make_model(directory: Path, size: str, max_positions: int) -> int:
 
 def draw_batches(tokens: Path, steps: int, microbatches: int, sequences: int, seq_len: int) -> Any:
     """Return the token ids that a run with seed 0 trains on, shape [step, microbatch, sequence, position]."""
-    from outsize.data import open_data
+    from outsize.data import Corpus, ModelLimits, open_data
 
     with (
         tempfile.TemporaryDirectory() as cache,
         open_data(
-            tokens, None, seq_len=seq_len, cache_dir=cache, format="tokens", vocab_size=VOCABULARY
+            Corpus(path=tokens, format="tokens"),
+            None,
+            seq_len=seq_len,
+            cache_dir=cache,
+            limits=ModelLimits(vocab_size=VOCABULARY),
         ) as dataset,
     ):
         rows = [dataset.batch(step, microbatches * sequences).input_ids.numpy() for step in range(steps)]

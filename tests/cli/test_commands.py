@@ -21,7 +21,7 @@ PATHS = ["--model", "m", "--data", "d"]
 
 def record(step=1, **changes):
     values = {"step": step, "loss": 2.5, "lr": 1e-4, "grad_norm": 0.75, "tokens": 1000, "seconds": 2.0}
-    return StepRecord(**values | changes)
+    return StepRecord(**{"num_steps": 4} | values | changes)
 
 
 def train_result(**changes):
@@ -54,9 +54,11 @@ class Backend:
         if self.error is not None:
             raise self.error
         sys.stdout.write("a library that prints\n")
-        progress(record(1, stall_share=0.25, stall_owner="read", bytes_up=2 * 10**9))
-        progress(record(2, loss=math.nan, skipped=True))
-        return train_result(stall_owner="read", steps=self.steps_done or config.train.steps)
+        told = {"num_steps": config.train.steps}
+        progress(record(1, stall_share=0.25, stall_owner="read", bytes_up=2 * 10**9, **told))
+        progress(record(2, loss=math.nan, skipped=True, **told))
+        steps = config.train.steps
+        return train_result(stall_owner="read", steps=self.steps_done or steps, num_steps=steps)
 
     def foresee(self, config, announce):
         self.calls.append(config)
@@ -107,7 +109,7 @@ def backend(monkeypatch):
 def test_train_prints_a_line_per_step_and_the_result(backend, capsys):
     assert status_of("train", *PATHS, "--steps", "2") == 0
     out, err = capsys.readouterr()
-    assert "step 1/2  loss 2.5000  lr 1.00e-04  norm 0.750  500 tokens/s  in 1.00 GB/s" in err
+    assert "step 1/2  loss 2.5000  500 tokens/s  2.0 s left  waits   0%" in err
     assert "data: 3 text files" in err
     assert "2 steps, loss 2.2500, 500 tokens/s" in out
     assert "waited for bytes 12.5% of the time (mostly for read)" in out
@@ -171,8 +173,9 @@ def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
     assert status_of("verify", *PATHS, "--dry-run") == 0
     text = capsys.readouterr().out
     assert "slots 4\n" in text
-    assert text.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
-    assert yaml.safe_load(text.partition("slots 4\n")[0])["model"]["path"] == "m"
+    plan, _, config = text.partition("\n\n")
+    assert plan.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
+    assert yaml.safe_load(config)["model"]["path"] == "m"
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--dry-run"]])
@@ -284,21 +287,32 @@ def test_version(capsys):
 # --- the live line ------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_one_line_with_every_number():
-    line = describe(
-        record(7, bytes_up=2 * 10**9, bytes_down=10**9, stall_share=0.031, stall_owner="read"), num_steps=100
+def test_a_step_is_one_line_that_says_where_it_is_and_what_it_waits_for():
+    step = record(
+        7,
+        num_steps=100,
+        epoch=0.4213,
+        bytes_up=2 * 10**9,
+        bytes_down=10**9,
+        stall_share=0.031,
+        stall_owner="read",
+        idle_s={"compute:w0": 0.62, "compute:w1": 0.1},
+        waits_s={"compute:w0": {"loader": {"none": 0.02}, "weights": {"up:w0": 0.5, "read": 0.1}}},
     )
+    line = describe(step, 93.0)
     assert line == (
-        "step   7/100  loss 2.5000  lr 1.00e-04  norm 0.750  500 tokens/s  in 1.00 GB/s  out 500.00 MB/s  "
-        "stall   3.1% read"
+        "step   7/100  epoch 0.42  loss 2.5000  500 tokens/s  93.0 s left  waits  31%, mostly for weights to arrive"
     )
-    assert describe(record(7, skipped=True), num_steps=7).endswith("skipped: not finite")
+    assert describe(step, 93.0, verbose=True) == (
+        f"{line}  lr 1.00e-04  norm 0.750  in 1.00 GB/s  out 500.00 MB/s  stall   3.1% read"
+    )
+    assert describe(record(7, skipped=True), 0.0).endswith("waits   0%  skipped: not finite")
 
 
 def test_a_terminal_shows_one_line_that_is_rewritten():
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=200, highlight=False)
-    with Progress(console, num_steps=4) as progress:
+    with Progress(console) as progress:
         progress.say("data: 3 text files")
         progress.update(record(1))
         progress.update(record(2))
@@ -310,14 +324,14 @@ def test_a_terminal_shows_one_line_that_is_rewritten():
 
 def test_a_narrow_terminal_keeps_it_to_one_line():
     written = io.StringIO()
-    with Progress(Console(file=written, force_terminal=True, width=40), num_steps=4) as progress:
+    with Progress(Console(file=written, force_terminal=True, width=40)) as progress:
         progress.update(record(1))
     assert "…" in written.getvalue()
 
 
 def test_a_log_file_gets_a_line_per_step():
     written = io.StringIO()
-    with Progress(Console(file=written, soft_wrap=True), num_steps=4) as progress:
+    with Progress(Console(file=written, soft_wrap=True)) as progress:
         progress.update(record(1))
         progress.update(record(2))
     assert len(written.getvalue().splitlines()) == 2

@@ -1,5 +1,6 @@
 """``outsize generate``: what it prints, and what it refuses."""
 
+import io
 import json
 import shutil
 from functools import partial
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
 from cli.command_line import status_of
-from support import save_model
+from outsize.checkpoint.export import export
+from outsize.training.run import train
+from support import make_run, save_model
 from tiny import tiny_model
 
 ROOM = ["--device", "cpu", "--device-memory", "64MiB"]
@@ -30,7 +33,13 @@ def resident(model: Path, prompt: str, count: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    written = plain.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    written = plain.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),  # the mark of an end within a prompt is no padding
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -134,3 +143,82 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: Any):
     save_model(zoo.build("llama"), tmp_path / "llama")
     assert run(tmp_path / "llama", "--prompt", "a", *ROOM) == 2
     assert "tokenizer" in capsys.readouterr().err
+
+
+def test_a_conversation_is_written_by_the_template_of_the_tokenizer(
+    model: Path, monkeypatch: Any, capsys: Any
+):
+    """Without a template by the plain one; the second message comes with the first and its reply."""
+    plain = "### user:\n{}\n\n### assistant:\n"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    shared = ["--max-new-tokens", 2, "--home", "host", *ROOM]
+    assert run(model, "--chat", "--prompt", "a", *shared, "--json") == 0
+    (one,) = json.loads(capsys.readouterr().out)["written"]
+    assert one["prompt"] == plain.format("a")
+    assert one["text"] == resident(model, one["prompt"], 2)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n"))
+    assert run(model, "--chat", *shared) == 0
+    said = capsys.readouterr().out
+    closed = f"{plain.format('a')}{one['text']}{tokenizer.eos_token or ''}\n{plain.format('b')}"
+    assert said == f"{one['text']}\n{resident(model, closed, 2)}\n"
+
+
+def test_prompts_of_records_and_of_standard_input(model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any):
+    records = [{"prompt": "the square"}, {"prompt": "a"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    monkeypatch.setattr("sys.stdin", io.StringIO("the square\na\n"))
+    shared = ["--max-new-tokens", 3, "--home", "host", *ROOM, "--json-lines"]
+    printed = []
+    for source in (tmp_path / "p.jsonl", "-"):
+        assert run(model, "--prompts", source, *shared) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert [json.loads(line)["text"] for line in printed[0].splitlines()] == [
+        resident(model, prompt, 3) for prompt in ("the square", "a")
+    ]
+    (tmp_path / "p.jsonl").write_text("[1]\n")
+    assert run(model, "--prompts", tmp_path / "p.jsonl", *shared) == 2
+    assert "p.jsonl:1: a record needs 'prompt'" in capsys.readouterr().err
+
+
+def test_tokens_are_drawn_as_transformers_draws_them(model: Path, capsys: Any):
+    drawing = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
+    flags = [word for name, value in drawing.items() for word in (f"--{name.replace('_', '-')}", value)]
+    shared = ["--prompt", "the square", "--max-new-tokens", 6, "--home", "host", *ROOM]
+    assert run(model, "--sample", "--seed", 3, *flags, *shared, "--json") == 0
+    (one,) = json.loads(capsys.readouterr().out)["written"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([tokenizer("the square")["input_ids"]])
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(3)
+    wanted = plain.generate(ids, max_new_tokens=6, do_sample=True, pad_token_id=0, **drawing)
+    assert one["text"] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True)
+    assert run(model, *flags, *shared) == 0
+    assert capsys.readouterr().err.count("has no effect without --sample") == len(drawing)
+    assert run(model, "--sample", "--top-p", 1.5, *shared) == 2
+    assert "--top-p is 1.5; it has to be above 0 and at most 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_directory_of_a_run_is_a_model(method: str, tmp_path: Path, capsys: Any):
+    """Of a run of adapters, and of the adapters that it exports, these are merged into their model first."""
+    train(make_run(tmp_path, train={"method": method, "steps": 2}, optimizer={"lr": 0.1}))
+    whole = export(tmp_path / "run", tmp_path / "whole", merge=method == "lora")
+    places = [tmp_path / "run", whole]
+    if method == "lora":
+        places.append(export(tmp_path / "run", tmp_path / "adapters"))
+    texts = []
+    for place in places:
+        assert run(place, "--prompt", "ab", "--max-new-tokens", 6, "--home", "host", *ROOM, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["written"][0]["text"])
+    assert len(set(texts)) == 1
+    assert texts[0] == resident(whole, "ab", 6)
+
+
+def test_weights_that_do_not_move_are_said_to_rest_in_host_memory(model: Path, capsys: Any):
+    """On a processor a host home is where the model computes, and a budget of the device does not bound it."""
+    shared = ["--prompt", "a", "--max-new-tokens", 2, "--device", "cpu"]
+    assert run(model, *shared, "--device-memory", "1MiB", "--home", "host") == 0
+    assert "weights were used where they rest, in host memory" in capsys.readouterr().err
+    assert run(model, *shared, "--device-memory", "64MiB", "--home", "disk") == 0
+    assert "weights were used where they rest" not in capsys.readouterr().err

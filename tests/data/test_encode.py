@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.data.encode import BATCH_CHARS, Encoder, _plain_backend, batches
-from outsize.data.formats import Document
+from outsize.data.reading.formats import Document
 from outsize.errors import DataError
 
 TURNS = [
@@ -115,7 +115,7 @@ def test_only_the_completion_and_its_end_are_trained(tokenizer, prompt, completi
 @pytest.mark.parametrize("style", ["marked", "chatml"])
 def test_assistant_turns_are_trained_with_their_closing(make, request, style, eos):
     tokenizer = make(request.getfixturevalue(style), eos_token=eos)
-    encoded = encode_one(tokenizer, Document("f:1", messages=TURNS))
+    encoded = encode_one(tokenizer, Document("f:1", messages=TURNS, turns=(2, 4)))
     added = (
         "" if eos == "<|im_end|>" else eos
     )  # the template closes turns, not documents, unless that is one token
@@ -130,7 +130,7 @@ def test_assistant_turns_are_trained_with_their_closing(make, request, style, eo
 
 
 def test_the_two_ways_to_mask_agree(make, marked, chatml):
-    document = Document("f:1", messages=TURNS)
+    document = Document("f:1", messages=TURNS, turns=(2, 4))
     by_tags, by_prefix = (encode_one(make(template), document) for template in (marked, chatml))
     assert by_tags.ids.tolist() == by_prefix.ids.tolist()
     assert by_tags.trained.tolist() == by_prefix.trained.tolist()
@@ -146,14 +146,14 @@ def test_templates_that_rewrite_earlier_turns_are_followed(make):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
     )
     tokenizer = make(template, eos_token="<|im_end|>")
-    encoded = encode_one(tokenizer, Document("f:1", messages=TURNS))
+    encoded = encode_one(tokenizer, Document("f:1", messages=TURNS, turns=(2, 4)))
     assert runs(tokenizer, encoded)[1] == ["I am fine.<|im_end|>\n", "</think>fine, too<|im_end|>\n"]
 
 
 def test_a_template_that_hides_turns_is_refused(make):
     template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
     with pytest.raises(DataError, match=r"f:9: cannot tell .* message 3; mark"):
-        encode_one(make(template), Document("f:9", messages=TURNS))
+        encode_one(make(template), Document("f:9", messages=TURNS, turns=(2, 4)))
 
 
 def test_a_template_that_refuses_names_the_record(make):
@@ -161,7 +161,7 @@ def test_a_template_that_refuses_names_the_record(make):
     with pytest.raises(
         DataError, match="f:9: the chat template refuses this conversation: roles must alternate"
     ):
-        encode_one(make(template), Document("f:9", messages=TURNS))
+        encode_one(make(template), Document("f:9", messages=TURNS, turns=(2, 4)))
 
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", None])
@@ -169,7 +169,7 @@ def test_without_a_template_a_plain_one_is_used(make, eos):
     tokenizer = make(eos_token=eos)
     encoder = Encoder(tokenizer, eos=True, masked=True)
     assert encoder.chat.mask_source == "fallback template"
-    encoded = encoder.encode([Document("f:1", messages=TURNS[:3])])[0]
+    encoded = encoder.encode([Document("f:1", messages=TURNS[:3], turns=(2,))])[0]
     assert runs(tokenizer, encoded) == {
         0: ["### system:\nbe brief\n\n### user:\nhello, how are you?\n\n### assistant:\n", "\n"],
         1: [f"I am fine.{eos or ''}"],
@@ -180,14 +180,18 @@ def test_without_a_template_a_plain_one_is_used(make, eos):
 def test_a_document_longer_than_the_model_is_no_news(make, request, style, caplog):
     tokenizer = make(request.getfixturevalue(style), model_max_length=4)
     with caplog.at_level(logging.WARNING):
-        encoded = encode_one(tokenizer, Document("f:1", messages=TURNS))
+        encoded = encode_one(tokenizer, Document("f:1", messages=TURNS, turns=(2, 4)))
     assert len(encoded.ids) > 4
     assert not caplog.text
 
 
 def test_mixed_batches_keep_their_order(make, marked):
     tokenizer = make(marked)
-    documents = [Document("f:1", "fox"), Document("f:2", messages=TURNS), Document("f:3", "dog")]
+    documents = [
+        Document("f:1", "fox"),
+        Document("f:2", messages=TURNS, turns=(2, 4)),
+        Document("f:3", "dog"),
+    ]
     encoded = Encoder(tokenizer, eos=True, masked=True).encode(documents)
     assert [tokenizer.decode(e.ids)[:3] for e in encoded] == ["fox", "<|i", "dog"]
     assert all(len(e.ids) == len(e.trained) for e in encoded)

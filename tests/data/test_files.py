@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from outsize.data import corpus_files
-from outsize.data.corpus_files import find_sources, read_chunks
+from outsize.data.reading import corpus_files
+from outsize.data.reading.corpus_files import find_sources, read_chunks
 from outsize.errors import DataError
 
 

@@ -3,7 +3,8 @@ from typing import get_args
 import pytest
 
 from outsize.config import DataConfig
-from outsize.data.formats import FORMATS, detect_format, to_document
+from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.formats import FORMATS, detect_format, renamed, to_document
 from outsize.errors import DataError
 
 WHERE = "data.jsonl:7"
@@ -34,23 +35,61 @@ def test_unknown_fields_are_named():
 
 
 def test_prompt_and_alpaca_train_what_follows_the_prompt():
-    document = to_document({"prompt": "a b", "completion": " c"}, "prompt_completion", "text", WHERE)
+    document = to_document({"prompt": "a b", "completion": " c"}, "prompt_completion", Corpus(path=""), WHERE)
     assert (document.text[: document.trained_from], document.text[document.trained_from :]) == ("a b", " c")
-    document = to_document({"instruction": "Do", "input": "this", "output": "done"}, "alpaca", "text", WHERE)
+    document = to_document(
+        {"instruction": "Do", "input": "this", "output": "done"}, "alpaca", Corpus(path=""), WHERE
+    )
     assert document.text[document.trained_from :] == "done"
     assert document.text[: document.trained_from].endswith("### Input:\nthis\n\n### Response:\n")
-    document = to_document({"instruction": "Do", "output": "done"}, "alpaca", "text", WHERE)
+    document = to_document({"instruction": "Do", "output": "done"}, "alpaca", Corpus(path=""), WHERE)
     assert "Input" not in document.text
 
 
 def test_conversations_become_messages():
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
-    assert to_document({"conversations": turns}, "sharegpt", "text", WHERE).messages == CHAT
+    assert to_document({"conversations": turns}, "sharegpt", Corpus(path=""), WHERE).messages == CHAT
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     record = {"messages": [{"role": "user", "content": parts}, CHAT[1]], "tools": [{"name": "f"}]}
-    document = to_document(record, "messages", "text", WHERE)
+    document = to_document(record, "messages", Corpus(path=""), WHERE)
     assert document.messages == CHAT
     assert document.tools == [{"name": "f"}]
+
+
+def test_prompts_and_completions_of_messages_train_what_completes():
+    record = {"prompt": [*CHAT, {"role": "user", "content": "more"}], "completion": CHAT[1:]}
+    document = to_document(record, "prompt_completion", Corpus(path=""), WHERE)
+    assert document.messages == [*CHAT, {"role": "user", "content": "more"}, CHAT[1]]
+    assert document.turns == (3,)
+
+
+@pytest.mark.parametrize("role", ["assistant", "Assistant", "bot", "model", "gpt"])
+def test_whoever_answers_is_the_assistant_and_trained(role):
+    turns = [{"role": "human", "content": "hi"}, {"role": role, "content": "yes"}]
+    document = to_document({"messages": turns}, "messages", Corpus(path=""), WHERE)
+    assert (document.messages, document.turns) == (CHAT, (1,))
+
+
+def test_roles_can_be_named():
+    corpus = Corpus(path="", roles={"agent": "assistant"})
+    turns = [CHAT[0], {"role": "agent", "content": "yes"}]
+    assert to_document({"messages": turns}, "messages", corpus, WHERE).messages == CHAT
+
+
+@pytest.mark.parametrize(("train_on", "turns"), [("replies", (1, 3)), ("last", (3,)), ("all", None)])
+def test_what_of_a_conversation_is_trained_can_be_chosen(train_on, turns):
+    corpus = Corpus(path="", train_on=train_on)
+    assert to_document({"messages": [*CHAT, *CHAT]}, "messages", corpus, WHERE).turns == turns
+    whole = to_document({"prompt": "a", "completion": "b"}, "prompt_completion", corpus, WHERE)
+    assert whole.trained_from == (0 if train_on == "all" else 1)
+
+
+def test_columns_are_read_under_our_names():
+    record = {"question": "a", "prompt": "unused", "answer": "b", "id": 3}
+    columns = {"prompt": "question", "completion": "answer"}
+    assert renamed(record, columns, WHERE) == {"prompt": "a", "completion": "b", "id": 3}
+    with pytest.raises(DataError, match=f"{WHERE}: data.columns names 'question', found 'a'"):
+        renamed({"a": 1}, {"prompt": "question"}, WHERE)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +98,23 @@ def test_conversations_become_messages():
         ("text", {"messages": CHAT}, "a record of format 'text' needs 'text', found 'messages'"),
         ("text", {"text": 3}, "field 'text' must be a string, found int"),
         ("messages", {"messages": []}, "must be a list of at least one object"),
-        ("messages", {"messages": [{"content": "a"}]}, "a message needs a 'role'"),
+        ("messages", {"messages": [{"content": "a"}]}, "a message needs a string 'role'"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text"),
-        ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "found from='narrator'"),
-        ("prompt_completion", {"prompt": CHAT, "completion": CHAT}, "use the format 'messages'"),
+        ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown role 'narrator'"),
+        ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "needs a string 'value', found int"),
+        (
+            "messages",
+            {"messages": [{"role": "agent", "content": "a"}]},
+            "data.roles says .*{agent: assistant}",
+        ),
+        ("prompt_completion", {"prompt": CHAT, "completion": "yes"}, "'completion' must be a list"),
+        ("text", {"text": CHAT}, "name the field 'messages' in data.columns"),
         ("alpaca", {"instruction": "a", "input": 1, "output": "b"}, "field 'input' must be a string"),
     ],
 )
 def test_records_that_do_not_agree_are_located(format_name, record, message):
     with pytest.raises(DataError, match=f"{WHERE}: .*{message}"):
-        to_document(record, format_name, "text", WHERE)
+        to_document(record, format_name, Corpus(path=""), WHERE)
 
 
 def test_a_run_can_be_told_every_format_and_no_other():

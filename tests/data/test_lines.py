@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data import lines
-from outsize.data.lines import PIECE_CHARS, cut_pieces, decode_chunks, read_lines
+from outsize.data.reading import lines
+from outsize.data.reading.lines import PIECE_CHARS, cut_pieces, decode_chunks, read_lines
 from outsize.errors import DataError
 
 WHERE = Path("file.txt")

@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import threading
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import zstandard
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from outsize.data import IGNORED, Prefetcher, open_data
+from outsize.data import IGNORED, Corpus, ModelLimits, Prefetcher, open_data
 from outsize.errors import ConfigError, DataError, StorageError
 
 LINES = [f"the quick brown fox {i} jumps over the lazy dog é\n" for i in range(300)]
 EOS = 0
+CORPUS, LIMITS = ({field.name for field in fields(kind)} for kind in (Corpus, ModelLimits))
 
 
 def write_jsonl(path, records):
@@ -30,7 +32,12 @@ def all_tokens(dataset):
 
 
 def open_small(path, tokenizer, cache_dir, **options):
-    return open_data(path, tokenizer, **{"seq_len": 16, "cache_dir": cache_dir, **options})
+    how = {name: options.pop(name) for name in [*options] if name in CORPUS}
+    limits = ModelLimits(**{name: options.pop(name) for name in [*options] if name in LIMITS})
+    corpus = Corpus(path=path, **how)
+    return open_data(
+        corpus, tokenizer, **{"seq_len": 16, "cache_dir": cache_dir, "limits": limits, **options}
+    )
 
 
 def test_a_text_file_is_packed_whole(tmp_path, tokenizer, cache_dir):
@@ -336,7 +343,8 @@ def test_what_is_printed(tmp_path, make, chatml, cache_dir):
     assert lines[0] == "data: format messages (detected, fields messages), 1 file"
     assert lines[1].startswith("  301 documents, ")
     assert lines[1].endswith(f"k tokens, {share} trained (prefix differences)")
-    assert lines[3:] == [
+    assert lines[2] == "  1 document with nothing to train"
+    assert lines[4:] == [
         "  | <|im_start|>user",
         "  | the quick brown fox 0 jumps over the lazy dog é",
         "  | <|im_end|>",
@@ -367,3 +375,182 @@ def test_prefetched_batches_equal_direct_ones(tmp_path, tokenizer, cache_dir):
     with Prefetcher(dataset, num_sequences=4) as prefetcher, pytest.raises(DataError, match="closed"):
         prefetcher.next()
     assert "outsize-data" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_tables_are_read_by_their_columns(tmp_path, tokenizer, cache_dir):
+    """A quoted cell may hold the separator and lines of its own."""
+    (tmp_path / "a.csv").write_text('question,answer\n"a, b\nc",yes\nd,"say ""no"""\n')
+    (tmp_path / "a.tsv").write_text('question\tanswer\n"a, b\nc"\tyes\nd\t"say ""no"""\n')
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"prompt": "a, b\nc", "completion": "yes"}, {"prompt": "d", "completion": 'say "no"'}],
+    )
+    columns = {"prompt": "question", "completion": "answer"}
+    found = []
+    for name in ("a.csv", "a.tsv", "a.jsonl"):
+        how = {} if name == "a.jsonl" else {"columns": columns}
+        with open_small(tmp_path / name, tokenizer, cache_dir, pack=False, **how) as dataset:
+            found.append(all_tokens(dataset))
+            assert dataset.detected.num_trained_tokens < dataset.detected.num_tokens
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question,answer\na,b\n", "data.columns maps these to other names"),
+        ("prompt,completion\na,b,c\n", "a.csv:2: 3 cells, but the first row names 2 columns"),
+        ("prompt,prompt\na,b\n", "names its columns, each once"),
+        ('prompt,completion\na,"b\n', "a.csv:2: not valid CSV"),
+    ],
+)
+def test_tables_that_are_none_are_refused(tmp_path, tokenizer, cache_dir, text, message):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        open_small(tmp_path / "a.csv", tokenizer, cache_dir)
+
+
+def test_malformed_records_are_counted_up_to_a_limit(tmp_path, make, chatml, cache_dir):
+    good = json.dumps(RECORDS["messages"][0])
+    wrong = json.dumps({"messages": [{"role": "narrator", "content": "a"}]})
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{{broken\n{good}\n[1]\n{wrong}\n{good}\n")
+    with open_small(path, make(chatml), cache_dir, max_bad_records=3) as dataset:
+        assert (dataset.detected.num_documents, dataset.detected.num_bad) == (2, 3)
+        text = dataset.describe()
+    assert "(left out: 3 malformed records)" in text
+    assert f"left out: {path}:1: not valid JSON" in text
+    assert "unknown role 'narrator'" in text
+    with pytest.raises(DataError, match=r"more than 2 malformed records .*; the last: .*narrator"):
+        open_small(path, make(chatml), cache_dir, max_bad_records=2)
+    with pytest.raises(DataError, match=r"a.jsonl:1: not valid JSON"):
+        open_small(path, make(chatml), cache_dir)
+
+
+def test_a_conversation_that_the_template_refuses_is_a_malformed_record(tmp_path, make, chatml, cache_dir):
+    template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + chatml
+    )
+    refused = {"messages": [{"role": "system", "content": "a"}, *RECORDS["messages"][0]["messages"]]}
+    path = write_jsonl(tmp_path / "a.jsonl", [refused, *RECORDS["messages"]])
+    with open_small(path, make(template), cache_dir, max_bad_records=1) as dataset:
+        assert (dataset.detected.num_bad, dataset.detected.num_documents) == (1, len(LINES))
+
+
+def trained_text(dataset, tokenizer):
+    batch = dataset.batch(0, dataset.num_sequences)
+    return tokenizer.decode(batch.labels[batch.labels != IGNORED])
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+def test_the_last_reply_alone_is_trained(tmp_path, make, chatml, marked, cache_dir, template):
+    """With a template that marks replies, and with one that does not."""
+    turns = [("user", "a"), ("assistant", "first"), ("user", "b"), ("assistant", "second")]
+    record = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    path = write_jsonl(tmp_path / "a.jsonl", [record])
+    tokenizer = make({"chatml": chatml, "marked": marked}[template])
+    found = {}
+    for train_on in ("replies", "last", "all"):
+        with open_small(path, tokenizer, cache_dir, seq_len=128, pack=False, train_on=train_on) as dataset:
+            found[train_on] = trained_text(dataset, tokenizer)
+    assert "first" in found["replies"]
+    assert "second" in found["replies"]
+    assert "first" not in found["last"]
+    assert found["last"].startswith("second")
+    assert found["all"].startswith("<|im_start|>user")
+
+
+def test_a_template_by_name_or_file(tmp_path, make, chatml, cache_dir):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS["messages"])
+    (tmp_path / "mine.jinja").write_text(chatml)
+    plain = make()
+    found = {}
+    for template in (None, "plain", "chatml", str(tmp_path / "mine.jinja")):
+        with open_small(path, plain, cache_dir, template=template) as dataset:
+            found[template] = dataset.detected.example, dataset.detected.num_trained_tokens
+    assert found[None] == found["plain"]
+    assert found["chatml"][0].startswith("<|im_start|>user")
+    assert found[str(tmp_path / "mine.jinja")][0].startswith("<|im_start|>user")
+    with pytest.raises(ConfigError, match=r"data.template: llama9 is neither a file .* chatml, plain"):
+        open_small(path, plain, cache_dir, template="llama9")
+
+
+def test_cut_documents_are_counted_and_nothing_left_is_refused(tmp_path, tokenizer, cache_dir):
+    long = {"prompt": "the quick brown fox jumps over the lazy dog. " * 20, "completion": "yes"}
+    short = {"prompt": "fox", "completion": "yes"}
+    path = write_jsonl(tmp_path / "a.jsonl", [long, short, long])
+    with open_small(path, tokenizer, cache_dir, pack=False) as dataset:
+        kept, text = dataset.kept(), dataset.describe()
+        batch = dataset.batch(0, 3)
+    assert (kept.num_documents, kept.num_cut, kept.num_untrained) == (3, 2, 2)
+    assert (kept.num_tokens, kept.num_trained) == (batch.num_tokens, batch.num_target_tokens)
+    assert "2 of 3 documents are cut at data.seq_len=16 tokens" in text
+    assert f"of what is left {kept.num_trained / kept.num_tokens:.1%} is trained" in text
+    assert "2 documents have nothing left to train" in text
+    write_jsonl(path, [long])
+    with (
+        open_small(path, tokenizer, cache_dir, pack=False) as dataset,
+        pytest.raises(
+            DataError, match=r"what would be is cut off. 1 of 1 documents are longer than data.seq_len=16"
+        ),
+    ):
+        dataset.kept().check(16)
+
+
+def several(tmp_path, weights):
+    """Three sources of 10, 20 and 30 sequences of 16 tokens, each of tokens of its own."""
+    corpora = []
+    for i, weight in enumerate(weights):
+        tokens = (np.arange(160 * (i + 1)) % 40 + 100 * i).astype("<i4")
+        np.save(tmp_path / f"{i}.npy", tokens)
+        corpora.append(Corpus(path=tmp_path / f"{i}.npy", weight=weight))
+    return open_data(
+        corpora, None, seq_len=16, cache_dir=tmp_path, seed=3, limits=ModelLimits(vocab_size=1000)
+    )
+
+
+def test_several_sources_are_mixed_by_their_weights(tmp_path):
+    """An epoch has every sequence of a source as often as its weight says; of halves the next epoch has the other."""
+    with several(tmp_path, (2, 0.5, 1)) as dataset:
+        assert dataset.num_sequences == 20 + 10 + 30
+        epochs = [dataset.batch(epoch, 60) for epoch in range(2)]
+        assert torch.equal(dataset.batch(0, 20).input_ids, epochs[0].input_ids[:20])
+    owners = [(epoch.input_ids[:, 0] // 100).tolist() for epoch in epochs]
+    assert [owner.count(i) for owner in owners for i in range(3)] == [20, 10, 30] * 2
+    assert owners[0] != sorted(owners[0])
+
+
+def test_one_source_of_weight_one_is_in_the_order_it_always_was(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(160, dtype="<i4"))
+    limits = ModelLimits(vocab_size=1000)
+    with (
+        open_data(tmp_path / "a.npy", None, seq_len=16, cache_dir=tmp_path, seed=3, limits=limits) as alone,
+        open_data(
+            [Corpus(path=tmp_path / "a.npy")], None, seq_len=16, cache_dir=tmp_path, seed=3, limits=limits
+        ) as listed,
+    ):
+        assert torch.equal(alone.batch(0, 10).input_ids, listed.batch(0, 10).input_ids)
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+def test_prompts_and_completions_of_messages_are_masked_as_trl_does(
+    tmp_path, make, chatml, marked, cache_dir, template
+):
+    """All that the template writes after the prompt, opened for a reply; with tags, what stands between them."""
+    tokenizer = make({"chatml": chatml, "marked": marked}[template])
+    prompt = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "not trained"},
+        {"role": "user", "content": "b"},
+    ]
+    completion = [{"role": "assistant", "content": "trained"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
+    with open_small(path, tokenizer, cache_dir, seq_len=128, pack=False, eos=False) as dataset:
+        batch = dataset.batch(0, 1)
+        assert dataset.detected.format == "prompt_completion"
+    opened = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    whole = tokenizer.apply_chat_template([*prompt, *completion])["input_ids"]
+    count = int(batch.attention_mask.sum())
+    assert batch.input_ids[0, :count].tolist() == whole
+    assert batch.labels[0, :count].tolist() == [IGNORED] * len(opened) + whole[len(opened) :]

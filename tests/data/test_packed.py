@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data import IGNORED, open_data
+from outsize.data import IGNORED, ModelLimits, open_data
 from outsize.data.detected import Detected
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset
 from outsize.data.permute import SeededPermutation
@@ -50,13 +50,16 @@ class MemoryStore:
     def document_range(self, index):
         return int(self.bounds[index]), int(self.bounds[index + 1])
 
+    def document_ends(self, first, count):
+        return self.bounds[first + 1 : first + 1 + count].astype(np.int64)
+
     def close(self):
         pass
 
 
 def packed(num_tokens, seq_len, seed=0, masked=False):
     store = MemoryStore([num_tokens], masked)
-    return PackedDataset(store, Packed(store, seq_len), DETECTED, seq_len=seq_len, seed=seed)
+    return PackedDataset(Packed(store, seq_len), DETECTED, seq_len=seq_len, seed=seed)
 
 
 @given(seq_len=st.integers(2, 9), data=st.data(), batch_size=st.integers(1, 7), seed=st.integers(0, 99))
@@ -109,7 +112,7 @@ def test_too_little_data_for_one_sequence():
 def test_one_document_per_sequence_is_padded_or_cut(lengths, masked):
     seq_len, pad_id = 8, 777
     store = MemoryStore(lengths, masked)
-    dataset = PackedDataset(store, OnePerDocument(store, seq_len, pad_id), DETECTED, seq_len=seq_len, seed=1)
+    dataset = PackedDataset(OnePerDocument(store, seq_len, pad_id), DETECTED, seq_len=seq_len, seed=1)
     assert dataset.num_sequences == len(lengths)
     batch = dataset.batch(0, len(lengths))
     seen = []
@@ -144,7 +147,12 @@ def test_the_order_is_that_of_the_permutation_whatever_the_blocks(tmp_path, monk
     monkeypatch.setattr("outsize.data.packed_dataset._BLOCK", 7)
     np.save(tmp_path / "tokens.npy", np.arange(50 * 4, dtype=np.int32))
     with open_data(
-        tmp_path / "tokens.npy", None, seq_len=4, cache_dir=tmp_path, seed=3, vocab_size=999
+        tmp_path / "tokens.npy",
+        None,
+        seq_len=4,
+        cache_dir=tmp_path,
+        seed=3,
+        limits=ModelLimits(vocab_size=999),
     ) as data:
         for step in (0, 9, 3, 4, 12, 1):
             rows = data.batch(step, 11).input_ids[:, 0] // 4

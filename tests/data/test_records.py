@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from outsize.data import record_reader
-from outsize.data.record_reader import read_records
+from outsize.data.reading import record_reader
+from outsize.data.reading.record_reader import read_records
 from outsize.errors import DataError
 
 
@@ -72,7 +72,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(DataError, match=r"outsize\[parquet\]"):
+    with pytest.raises(DataError, match=r"pip install pyarrow"):
         read(tmp_path / "a.parquet", "parquet")
 
 

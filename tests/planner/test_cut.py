@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ProgramError
-from outsize.planner.passes.step_parts import cut_step, step_units, summing
+from outsize.planner.passes.step_parts import cut_step, forward_alone, step_units, summing
 from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.passes.validate import validate
 from outsize.planner.program.hazards import Hazards
@@ -132,3 +132,14 @@ def test_fb_and_cut_exclude_each_other():
         validate(build_step(LAYOUT), whole)
     with pytest.raises(ValueError, match="no clipping"):
         replace(LAYOUT, clip=True)
+
+
+def test_a_forward_by_itself_loads_every_unit_once_and_commits_nothing():
+    layout = replace(LAYOUT, cut=False)
+    assert text(forward_alone(layout)) == (
+        "LOAD 3@w0.2; LOAD 0@w0.0; LOAD 1@w0.1; F 0.0@w0; F 0.1@w0; FREE 0@w0.0; LOAD 2@w0.0; "
+        "F 1.0@w0; F 1.1@w0; FREE 1@w0.1; FB 2.0@w0; FB 2.1@w0; FREE 2@w0.0; FREE 3@w0.2"
+    )
+    assert forward_alone(replace(layout, commits=True)) == forward_alone(layout)
+    with pytest.raises(ValueError, match="on one worker"):
+        forward_alone(LAYOUT)

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
+from outsize.checkpoint.files.joined_shards import join_shards
 from outsize.errors import CheckpointError, StorageError
 from outsize.training.run import train
 from support import make_run
@@ -60,3 +61,23 @@ def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path, monk
     with pytest.raises(StorageError, match="the disk is full"):
         export(run_dir, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_in_one_file_or_as_few_as_are_asked_for(run_dir: Path, tmp_path: Path):
+    """A run writes a file for each unit."""
+    source = latest(run_dir)
+    assert source is not None
+    shards = sorted(source.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    out = export(run_dir, tmp_path / "one")
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
+    few = tmp_path / "few"
+    few.mkdir()
+    total = sum(shard.stat().st_size for shard in shards)
+    join_shards(shards, few, total // 2)
+    assert 2 <= len(list(few.glob("model-*.safetensors"))) < len(shards)
+    for name in ("config.json", "generation_config.json"):
+        (few / name).write_bytes((source / name).read_bytes())
+    theirs = dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())
+    ours = dict(AutoModelForCausalLM.from_pretrained(few).named_parameters())
+    assert all(torch.equal(ours[name], parameter) for name, parameter in theirs.items())

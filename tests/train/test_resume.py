@@ -73,6 +73,39 @@ def test_other_sequences_or_steps_are_refused(section: str, key: str, value: obj
         train(in_dir(changed, tmp_path / "run", resume="auto", steps=4))
 
 
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_other_data_are_refused_and_the_same_elsewhere_are_not(home: str, tmp_path: Path) -> None:
+    """From a checkpoint, and from a home on disk that is newer than any."""
+    config = make_run(tmp_path, memory={"home": home})
+    train(in_dir(config, tmp_path / "whole"))
+    train(in_dir(config, tmp_path / "parts", steps=2))
+    text = tmp_path / "data.txt"
+    moved = tmp_path / "moved.txt"
+    moved.write_text(text.read_text())
+    text.write_text(text.read_text().swapcase())
+    with pytest.raises(ConfigError, match=r"belongs to a run over other data: .* sequences per epoch"):
+        train(in_dir(config, tmp_path / "parts", resume="auto"))
+    elsewhere = config.model_copy(update={"data": config.data.model_copy(update={"path": str(moved)})})
+    train(in_dir(elsewhere, tmp_path / "parts", resume="auto"))
+    one, other = end_of(tmp_path / "whole"), end_of(tmp_path / "parts")
+    for found in (one, other):
+        del found["data"]["path"], found["files"]
+    assert one.keys() == other.keys()
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_settings_that_a_run_goes_on_with_otherwise_are_said(home: str, tmp_path: Path) -> None:
+    config = make_run(tmp_path, memory={"home": home})
+    train(in_dir(config, tmp_path / "run", steps=2))
+    said: list[str] = []
+    changed = make_run(tmp_path, memory={"home": home}, optimizer={"lr": 5e-4})
+    train(in_dir(changed, tmp_path / "run", resume="auto", steps=3), announce=said.append)
+    assert [line for line in said if "goes on with" in line] == [
+        "note: the run goes on with optimizer.lr=0.0005, and had 0.001",
+        "note: the run goes on with train.steps=3, and had 2",
+    ]
+
+
 def test_other_microbatches_see_the_same_sequences_and_agree_wherever_the_state_rests(tmp_path: Path) -> None:
     """The order in which gradients are summed is another, so bits differ from a run that never changed it."""
     whole: list[StepRecord] = []

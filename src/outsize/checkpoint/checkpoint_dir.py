@@ -4,6 +4,7 @@
 
     checkpoints/
     ├── latest                    the name of the newest complete checkpoint
+    ├── best                      the name of the one with the least loss, where a run is evaluated
     ├── step-00000100/            complete: it got this name after all its files were on the disk
     └── step-00000200.partial/    on its way in, or on its way out; whoever comes next removes it
 
@@ -21,7 +22,7 @@ from outsize.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SHOWN_CHARS = 80
@@ -53,6 +54,26 @@ def latest(run_dir: Path) -> Path | None:
             f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
         )
     return directory
+
+
+def best(run_dir: Path) -> Path | None:
+    """The checkpoint with the least loss of those that were evaluated, None where there is none."""
+    try:
+        name = files.read_text(run_dir / CHECKPOINTS / BEST).strip()
+    except (OSError, ValueError):
+        return None
+    directory = run_dir / CHECKPOINTS / name
+    return directory if _NAME.fullmatch(name) and (directory / STATE).is_file() else None
+
+
+def set_best(run_dir: Path, step: int) -> None:
+    """Name the checkpoint after ``step`` steps the best one; it may still be on its way.
+
+    Raises:
+        OSError: as the system says.
+    """
+    make_durable(run_dir / CHECKPOINTS)
+    files.write_whole(run_dir / CHECKPOINTS / BEST, name_of(step) + "\n", durable=True)
 
 
 def make_durable(path: Path) -> None:
@@ -93,7 +114,7 @@ def remove_litter(checkpoints: Path) -> None:
 
 
 def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
-    """Keep ``newest`` and the ``limit - 1`` before it; remove the others that ``run`` has made.
+    """Keep ``newest``, the ``limit - 1`` before it and the best; remove the others that ``run`` has made.
 
     What cannot be removed stays, and is tried again after the next checkpoint.
 
@@ -103,7 +124,8 @@ def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
         limit: checkpoints to keep, at least one.
         run: id of the run; checkpoints of any other are not touched.
     """
-    others = [p for p in checkpoints.iterdir() if p != newest and _made_by(run, p)]
+    spared = (newest, best(checkpoints.parent))
+    others = [p for p in checkpoints.iterdir() if p not in spared and _made_by(run, p)]
     # A later one never became the latest: the process died before it could say so.
     before = sorted((p for p in others if _step(p) < _step(newest)), key=_step)
     kept = set(before[len(before) - limit + 1 :]) if limit > 1 else set()

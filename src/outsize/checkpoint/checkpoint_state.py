@@ -6,6 +6,7 @@ position, see `docs/exactness.md`.
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,12 @@ FORMAT = 2  # raised whenever the files of a checkpoint, or the meaning of a key
 
 
 def describe(
-    position: Position, config: Config, dtype: str, loss_scale: LossScale, num_sequences: int, run: str
+    position: Position,
+    config: Config,
+    dtype: str,
+    loss_scale: LossScale,
+    data: Mapping[str, Any],
+    run: str,
 ) -> dict[str, Any]:
     """Return what a checkpoint says of a position, besides updates and files.
 
@@ -41,11 +47,11 @@ def describe(
         config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
         dtype: compute dtype.
         loss_scale: as it is for the next step.
-        num_sequences: sequences per epoch of the data.
+        data: what tells the sequences of the run from others, see `PackedDataset.identity`.
         run: id of the run.
     """
-    state = run_state.state_of(position, {}, loss_scale, config, dtype)
-    state["data"] |= {"path": config.data.path, "sequences_per_epoch": num_sequences}
+    state = run_state.state_of(position, {}, loss_scale, config, dtype, data)
+    state["data"] |= {"path": config.data.path}
     state["schedule"] = {
         "kind": config.optimizer.schedule,
         "lr": config.optimizer.lr,

@@ -1,11 +1,13 @@
-"""Write the newest checkpoint of a run out as a plain Hugging Face model, or as adapters of one."""
+"""Write the newest checkpoint of a run out as a plain Hugging Face model of few files, or as adapters of one."""
 
 from pathlib import Path
 
 from outsize import files
 from outsize.checkpoint import merge as merging
 from outsize.checkpoint.checkpoint_dir import STATE, latest
+from outsize.checkpoint.files.checkpoint_files import INDEX
 from outsize.checkpoint.files.checkpoint_writer import new_directory
+from outsize.checkpoint.files.joined_shards import join_shards
 from outsize.errors import CheckpointError
 
 
@@ -31,7 +33,11 @@ def export(
     if merge:
         return merging.merge(source, target, trust_remote_code)
     with new_directory(target) as partial:
+        shards = sorted(source.glob("model-*.safetensors"))
+        taken = {STATE, INDEX, *(shard.name for shard in shards)} if shards else {STATE}
         for path in source.iterdir():
-            if path.is_file() and path.name != STATE:
+            if path.is_file() and path.name not in taken:
                 files.copy(path, partial / path.name)
+        if shards:
+            join_shards(shards, partial)
     return target

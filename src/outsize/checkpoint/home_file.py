@@ -7,9 +7,10 @@ service.
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from outsize import files
 from outsize.checkpoint import feedback, run_checkpoint
@@ -141,8 +142,11 @@ def start(
     record: CommitRecord | None,
     resumed: Path | None,
     announce: Announce,
+    data: Mapping[str, Any] | None = None,
 ) -> StreamedTrainer:
     """Open a trainer, entered in ``stack``, that stands where the run goes on; its `position` says where.
+
+    ``data`` tells the sequences of the run from others, and goes to every commit.
 
     A home that is damaged is given up for the newest checkpoint, where there is one.
 
@@ -154,7 +158,7 @@ def start(
         with contextlib.ExitStack() as attempt:
             failed: StorageError | None = None
             try:
-                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record))
+                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record, data))
             except StorageError as error:
                 failed = error
             told = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
@@ -168,7 +172,9 @@ def start(
             announce(f"{told[0]}; this run goes back to {resumed.name}")
     if resumed is not None:
         run_checkpoint.check_files(resumed)
-    trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, config=config))
+    trainer = stack.enter_context(
+        StreamedTrainer(prepared, path.parent, home_file=path, config=config, data=data)
+    )
     trainer.fill()
     if resumed is not None:
         trainer.position = run_checkpoint.restore(trainer, resumed, announce)
@@ -208,11 +214,13 @@ def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) 
             files.system().rmdir(path.parent)
 
 
-def _from_home(config: Config, prepared: Job, run_dir: Path, record: CommitRecord) -> StreamedTrainer:
+def _from_home(
+    config: Config, prepared: Job, run_dir: Path, record: CommitRecord, data: Mapping[str, Any] | None
+) -> StreamedTrainer:
     """Return a trainer that stands where ``record`` says."""
     path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
     trainer = StreamedTrainer(
-        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None
+        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None, data=data
     )
     try:
         if same_kind:

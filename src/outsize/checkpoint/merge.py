@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from outsize.checkpoint.checkpoint_dir import STATE
 from outsize.checkpoint.checkpoint_state import read_state
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
@@ -36,8 +37,9 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
     """
     config = _config_of(checkpoint)
-    path, dtype = config.base_model_name_or_path, read_state(checkpoint)["dtype"]
+    path = config.base_model_name_or_path
     hf_config = unquantised(load_hf_config(path, trust_remote_code))
+    dtype = _dtype_of(checkpoint, hf_config)
     plain = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
     reader = CheckpointReader(locate_checkpoint(path), plain)
     reader.load_buffers(plain)
@@ -52,6 +54,14 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
         return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
 
     return write_checkpoint(out_dir, plain, hf_config, parts.spec.units, read, tokenizer_source=path)
+
+
+def _dtype_of(checkpoint: Path, hf_config: Any) -> str:
+    """Return in which dtype a run has computed; of adapters without the state of a run that of their model."""
+    if (checkpoint / STATE).is_file():
+        return str(read_state(checkpoint)["dtype"])
+    own = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
+    return next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == own), "fp32")
 
 
 class _Merged:

@@ -100,8 +100,8 @@ class Saver:
         self._started_s = clock()
         self._under_way: tuple[Saving, StoreHandle] | None = None
 
-    def between_steps(self, position: Position) -> None:
-        """Report a checkpoint that is complete, and start one that is due.
+    def between_steps(self, position: Position, wanted: bool = False) -> None:
+        """Report a checkpoint that is complete, and start one that is due, or ``wanted``.
 
         Raises:
             OutsizeError: an op failed.
@@ -109,7 +109,11 @@ class Saver:
         self._report_if_complete()
         every = self._config.save_every
         counted = bool(every) and position.step % every == 0
-        due = counted or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
+        due = (
+            wanted
+            or counted
+            or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
+        )
         if self._is_due(due):
             # One that is still under way has had the time of all the steps since: the disk is slower than they.
             self._report(self._collect())

@@ -12,7 +12,7 @@ from outsize.cli.all_reduce_command import all_reduce
 from outsize.cli.doctor_command import doctor
 from outsize.cli.export_command import export
 from outsize.cli.generate_command import generate
-from outsize.cli.inspect_command import inspect
+from outsize.cli.inspect_command import data, inspect
 from outsize.cli.plan_command import plan
 from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
@@ -49,7 +49,6 @@ def _speaker() -> str:
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train language models larger than the memory of the device that computes them.",
@@ -71,6 +70,6 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, doctor, plan, sweep, train, verify, generate, inspect, export, report, watch):
+for _command in (probe, doctor, plan, sweep, data, train, verify, generate, inspect, export, report, watch):
     app.command()(_command)
 app.command("all-reduce")(all_reduce)

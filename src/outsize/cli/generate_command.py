@@ -1,7 +1,10 @@
 """``outsize generate``: text from a model whose weights are streamed."""
 
+import contextlib
+import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +14,7 @@ import typer
 from outsize.choices import Dtype, Home
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.errors import ConfigError, DataError
+from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -22,13 +25,32 @@ if TYPE_CHECKING:
 class GenerateOptions:
     """What can be asked of the command, option by option."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model directory or hub id.")]
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to go on from; repeatable.")] = (
-        None
-    )
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="File with a prompt on each line.")
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, hub id, run directory, or adapters.")
+    ]
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to go on from; repeatable.")
     ] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help="File with a prompt on each line, or as .jsonl with prompt or messages; - is standard input.",
+        ),
+    ] = None
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Prompts are a user's messages; without one, a conversation line by line."
+        ),
+    ] = False
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message of --chat.")
+    ] = None
+    json_lines: Annotated[
+        bool, typer.Option("--json-lines", help="Print a JSON object for each prompt on stdout.")
+    ] = False
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write per prompt.")] = 64
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Prompts at once; weights come up once for all.")
@@ -37,6 +59,14 @@ class GenerateOptions:
         False
     )
     temperature: Annotated[float, typer.Option("--temperature", help="Of --sample.")] = 1.0
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Of --sample: the likeliest tokens.")] = None
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Of --sample: the likeliest tokens of that probability.")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", help="Of --sample: least share of the likeliest token's probability."),
+    ] = None
     seed: Annotated[int, typer.Option("--seed", help="Of --sample.")] = 0
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto"
     device_memory: Annotated[
@@ -52,79 +82,131 @@ class GenerateOptions:
     ] = False
 
 
+# Settings of how tokens are drawn, and what each may be.
+_DRAWING: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, math.inf),
+    "top_k": (0, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+}
+
+
 @with_options(GenerateOptions)
 def generate(options: GenerateOptions, output: Output) -> None:
     """Write text with a model that may be larger than the device, its weights streamed once per token batch."""
+    from outsize.cli.text.prompts import conversation, read_prompts
     from outsize.wrapped.text import check_question
 
-    texts = _prompts(options.prompt or [], options.prompts)
-    check_question(texts, options.max_new_tokens, options.batch_size)
-    if options.sample and options.temperature <= 0:
-        raise ConfigError(
-            f"--temperature is {options.temperature:g}; it has to be above zero; leave --sample out for the likeliest "
-            "token"
-        )
-    if not options.sample and options.temperature != 1.0:
-        output.say("note: --temperature has no effect without --sample")
-    written, figures = _written(options, texts, shows=not output.as_json)
-    if options.batch_size > 1:
-        for one in written:
+    _check_drawing(options, output)
+    prompts = read_prompts(options.prompt or [], options.prompts, chat=options.chat, system=options.system)
+    talks = options.chat and not prompts and not output.as_json and not options.json_lines
+    check_question(len(prompts) + talks, options.max_new_tokens, options.batch_size)
+    with _Writer(options) as writer:
+        if talks:
+            conversation(writer.reply, options.system, sys.stdin, output.say)
+            return
+        shows = not (output.as_json or options.json_lines)
+        texts = [writer.text_of(prompt) for prompt in prompts]
+        written, figures = writer.write(texts, on_text=_print if shows else (lambda _: None))
+    for one in written:
+        if options.json_lines:
+            print(json.dumps(asdict(one)), file=sys.stdout, flush=True)  # noqa: T201 - a line for each prompt
+        elif options.batch_size > 1:
             output.print_result(f"{one.prompt}{one.text}\n")
     output.say(_summary(figures))
     output.emit({"written": [asdict(one) for one in written], **asdict(figures)})
 
 
-def _written(
-    options: GenerateOptions, texts: Sequence[str], *, shows: bool
-) -> "tuple[list[Written], Figures]":
-    """Return what the model writes after ``texts``; ``shows`` prints a single text while it is written."""
-    import torch
+def _check_drawing(options: GenerateOptions, output: Output) -> None:
+    """Refuse what tokens cannot be drawn by, and say what has no effect."""
+    if options.json_lines and output.as_json:
+        raise ConfigError("--json-lines prints an object for each prompt, and --json one for all; choose one")
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system is the system message of --chat; add --chat, or leave it out")
+    for name, (least, most) in _DRAWING.items():
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is None or (name == "temperature" and value == 1.0):
+            continue
+        if not options.sample:
+            output.say(f"note: {flag} has no effect without --sample")
+        elif not least < value <= most:
+            bound = "above zero" if math.isinf(most) else f"above {least:g} and at most {most:g}"
+            raise ConfigError(
+                f"{flag} is {value:g}; it has to be {bound}; leave --sample out for the likeliest token"
+            )
 
-    import outsize
-    from outsize.wrapped.module import runner_of
-    from outsize.wrapped.text import check_model, write
 
-    streamed = outsize.load(
-        options.model,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        trainable=False,
-        device=options.device,
-        device_memory=options.device_memory,
-        home=options.home,
-        store_dir=options.store_dir,
-    )
-    try:
-        check_model(streamed)
-        tokenizer = _tokenizer(options.model, options.trust_remote_code)
-        torch.manual_seed(options.seed)
-        choice: dict[str, Any] = {"do_sample": options.sample}
+class _Writer:
+    """A model and its tokenizer, open for writing; a context manager."""
+
+    def __init__(self, options: GenerateOptions) -> None:
+        import torch
+
+        import outsize
+        from outsize.checkpoint.trained_model import servable
+        from outsize.wrapped.text import check_model
+
+        self._options = options
+        self._choice: dict[str, Any] = {"do_sample": options.sample}
         if options.sample:
-            choice["temperature"] = options.temperature
+            drawn = {name: getattr(options, name) for name in _DRAWING}
+            self._choice |= {name: value for name, value in drawn.items() if value is not None}
+        with contextlib.ExitStack() as stack:
+            place = stack.enter_context(servable(options.model, options.trust_remote_code))
+            self._model = outsize.load(
+                place,
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
+                trainable=False,
+                device=options.device,
+                device_memory=options.device_memory,
+                home=options.home,
+                store_dir=options.store_dir,
+            )
+            stack.callback(self._close)
+            check_model(self._model)
+            self._tokenizer = _tokenizer(place, options.trust_remote_code)
+            torch.manual_seed(options.seed)
+            self._stack = stack.pop_all()
+
+    def text_of(self, prompt: "str | list[dict[str, Any]]") -> str:
+        """Return a prompt as text; a conversation by the tokenizer's template, open for a reply."""
+        if isinstance(prompt, str):
+            return prompt
+        from outsize.training.run_data import chat_text
+
+        return chat_text(self._tokenizer, prompt)
+
+    def write(self, texts: Sequence[str], on_text: Callable[[str], None]) -> "tuple[list[Written], Figures]":
+        """Return what the model writes after ``texts``; ``on_text`` gets a single text while it is written."""
+        from outsize.wrapped.text import write
+
         return write(
-            streamed,
-            tokenizer,
+            self._model,
+            self._tokenizer,
             texts,
-            max_new_tokens=options.max_new_tokens,
-            batch_size=options.batch_size,
-            on_text=_print if shows else (lambda _: None),
-            **choice,
+            max_new_tokens=self._options.max_new_tokens,
+            batch_size=self._options.batch_size,
+            on_text=on_text,
+            add_special_tokens=not self._options.chat,
+            **self._choice,
         )
-    finally:
-        runner_of(streamed).close()
 
+    def reply(self, messages: list[dict[str, Any]]) -> str:
+        """Return the reply to a conversation, printed while it is written."""
+        written, _ = self.write([self.text_of(messages)], _print)
+        return written[0].text
 
-def _prompts(given: list[str], file: Path | None) -> list[str]:
-    from outsize.wrapped.text import lines_of
+    def _close(self) -> None:
+        from outsize.wrapped.module import runner_of
 
-    if file is None:
-        return given
-    try:
-        return [*given, *lines_of(file.read_text(encoding="utf-8"))]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"
-        ) from error
+        runner_of(self._model).close()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
 
 
 def _tokenizer(model: str, trust_remote_code: bool) -> Any:
@@ -163,6 +245,11 @@ def _summary(figures: "Figures") -> str:
             f"break-even batch {figures.break_even_batch:.0f}: with so many prompts at once computing takes as long as "
             f"moving weights at {format_rate(figures.link_bytes_per_s)}"
         )
-    else:
+    elif figures.num_kept:
         lines.append("all weights stayed on the device")
+    else:
+        lines.append(
+            "weights were used where they rest, in host memory, and nothing moved: --device-memory bounds what is held "
+            "beside them; --home disk streams them"
+        )
     return "\n".join(lines)

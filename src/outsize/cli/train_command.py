@@ -1,7 +1,10 @@
 """``outsize train``: train, with a live line; the last line on stdout is the result."""
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_run_options
@@ -12,8 +15,13 @@ if TYPE_CHECKING:
     from outsize.training.metrics.run_records import TrainResult
 
 
-@with_run_options
-def train(config: "Config", output: Output, dry_run: bool) -> None:
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Show learning rate, norm, rates and lanes of each step as well.")
+]
+
+
+@partial(with_run_options, more={"verbose": (VerboseOption, False)})
+def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> None:
     """Train a model larger than its memory.
 
     Ctrl-C ends after the step under way, saves, and exits with status 0; a second one stops at once, with 130. Started
@@ -22,7 +30,11 @@ def train(config: "Config", output: Output, dry_run: bool) -> None:
     from outsize.cli.text.plan_text import print_plan
     from outsize.cli.text.progress import Progress
     from outsize.group.launched import launched
-    from outsize.training import run
+    from outsize.training.interrupt import Interrupt
+
+    with Interrupt() as starting:
+        starting.doing = "torch and transformers were loaded"
+        from outsize.training import run
 
     if dry_run:
         print_plan(config, output)
@@ -31,11 +43,11 @@ def train(config: "Config", output: Output, dry_run: bool) -> None:
     if place is not None and place.rank > 0:  # rank 0 speaks for all
         run.train(config)
         return
-    with Progress(output.console, num_steps=config.train.steps) as progress:
+    with Progress(output.console, verbose=verbose) as progress:
         result = run.train(config, progress=progress.update, announce=progress.say)
     output.emit(result.to_dict())
     output.print_result(_summary(result))
-    if result.steps < config.train.steps:
+    if result.steps < result.num_steps and not result.stopped_early:
         output.say(f"interrupted and saved; --resume auto --run-dir {result.run_dir} goes on from here")
 
 
@@ -51,6 +63,10 @@ def _summary(result: "TrainResult") -> str:
     ]
     if result.skipped_steps:
         lines.insert(1, f"{result.skipped_steps} steps skipped: loss or gradient norm not finite")
+    if result.eval_loss is not None:
+        lines.insert(1, f"evaluation: loss {result.eval_loss:.4f}, perplexity {result.eval_perplexity:.4g}")
+    if result.best_dir and result.best_dir != result.export_dir:
+        lines.append(f"best model {result.best_dir}")
     if result.export_dir:
         lines.append(f"trained model {result.export_dir}")
     return "\n".join([*lines, *_verdict(Path(result.run_dir))])

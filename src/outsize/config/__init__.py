@@ -6,7 +6,8 @@ other, and
 `messages` turns a failed check into plain words.
 """
 
-from outsize.config.data_section import DataConfig
+from outsize.config.data_section import DataConfig, SourceConfig
+from outsize.config.eval_section import EvalConfig
 from outsize.config.load import dump_config, load_config, parse_config
 from outsize.config.lora_section import LoraConfig
 from outsize.config.memory_section import MemoryConfig
@@ -22,11 +23,13 @@ from outsize.config.without_effect import Surroundings
 __all__ = [
     "Config",
     "DataConfig",
+    "EvalConfig",
     "LoraConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "SourceConfig",
     "Surroundings",
     "TelemetryConfig",
     "TrainConfig",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters)
+    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters, _evaluation)
     return [line for rule in rules for line in rule(config)]
 
 
@@ -36,7 +36,9 @@ def _warmup(config: "Config") -> list[str]:
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.warmup_steps and optimizer.warmup_ratio:
         return ["optimizer.warmup_ratio: give optimizer.warmup_steps or optimizer.warmup_ratio, not both"]
-    if config.warmup_steps >= steps:
+    if optimizer.min_lr > optimizer.lr:
+        return [f"optimizer.min_lr: {optimizer.min_lr:g} is above optimizer.lr ({optimizer.lr:g}); lower it"]
+    if config.train.epochs is None and config.warmup_steps >= steps:
         return [
             f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of "
             f"train.steps ({steps}); lower it, for example to 0, or train for more steps"
@@ -83,6 +85,12 @@ def _clip(config: "Config") -> list[str]:
             "optimizer.clip: unit steps a unit before the gradients of all are known, and train.on_nonfinite=skip "
             "needs them; use optimizer.clip=global, or train.on_nonfinite=raise"
         ]
+    return []
+
+
+def _evaluation(config: "Config") -> list[str]:
+    if config.eval.data is not None and config.eval.split:
+        return ["eval.split: give eval.data or eval.split, not both"]
     return []
 
 

@@ -7,8 +7,8 @@ from pydantic import Field
 from outsize.config.section import PathText, Section
 
 
-class DataConfig(Section):
-    """What it is trained on, and how text becomes sequences."""
+class SourceConfig(Section):
+    """One source of the data, and how its records are read."""
 
     path: PathText = Field(description="A file, or a directory that is read recursively in sorted order.")
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"] = Field(
@@ -16,17 +16,59 @@ class DataConfig(Section):
         description="Layout of the records, whatever files they are in; auto looks at them and prints what it took "
         "them for.",
     )
-    seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
-    pack: bool = Field(
-        default=True,
-        description="Whether documents are laid end to end so that sequences hold no padding; "
-        "otherwise one document makes one sequence, padded.",
-    )
     text_field: str = Field(
-        default="text", min_length=1, description="Key of the text in JSONL and Parquet records."
+        default="text", min_length=1, description="Key of the text in records of JSONL, CSV and Parquet."
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="Fields of the records under other names: ours to theirs, e.g. `{prompt: question, completion: "
+        "answer}`.",
+    )
+    roles: dict[str, str] = Field(
+        default={},
+        description="Roles of speakers that have other names in the records: theirs to a role, e.g. `{agent: "
+        "assistant}`.",
+    )
+    train_on: Literal["replies", "last", "all"] = Field(
+        default="replies",
+        description="What of a conversation, or of a prompt and its completion, is trained: what the assistant says, "
+        "its last message alone, or every token.",
     )
     glob: str | None = Field(
         default=None,
         min_length=1,
         description='Which files of a directory are read, e.g. `"*.py"`; null takes every known kind.',
+    )
+    max_bad_records: int = Field(
+        default=0,
+        ge=0,
+        description="Malformed records that are left out and counted; one more ends the run with file and line.",
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="How often an epoch has each sequence of the source: 2 is twice, 0.5 half of them, and the next "
+        "epoch the other half.",
+    )
+
+
+class DataConfig(SourceConfig):
+    """What it is trained on, and how text becomes sequences."""
+
+    more: tuple[SourceConfig, ...] = Field(
+        default=(),
+        strict=False,
+        description="Further sources, each with the keys of this section from path to weight, and their defaults.",
+    )
+    seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
+    pack: bool = Field(
+        default=True,
+        description="Whether documents are laid end to end so that sequences hold no padding; "
+        "otherwise one document makes one sequence, padded, and what is longer is cut.",
+    )
+    template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Chat template: a Jinja file, the name of one of the tokenizer's, chatml or plain; null is the "
+        "tokenizer's own, or plain where that has none.",
     )

@@ -30,6 +30,14 @@ _OTHER_NAMES = {
     "precision": "model.dtype",
     "model_name_or_path": "model.path",
 }
+# What PEFT has and section lora has not; the nearest spelling would be something else altogether.
+_NOT_HERE = {
+    "use_dora": "DoRA is not supported",
+    "use_qalora": "QALoRA is not supported",
+    "megatron_config": "Megatron layers are not supported",
+    "loftq_config": "LoftQ is not supported; lora.base_codec quantises the frozen model",
+    "trainable_token_indices": "single tokens cannot be trained; lora.modules_to_save trains the whole embedding",
+}
 _HINTS = {
     "model.path": "pass --model DIR or write it in the config file",
     "data.path": "pass --data PATH or write it in the config file",
@@ -64,6 +72,9 @@ def suggest(path: str) -> str | None:
 
 def unknown_key(path: str) -> str:
     """Return what to say about a key that does not exist, without the key itself."""
+    absent = _NOT_HERE.get(path.rpartition(".")[2])
+    if absent is not None:
+        return f"no such key: {absent}"
     meant = suggest(path)
     return f"no such key; did you mean {meant}?" if meant else "no such key; see docs/configuration.md"
 

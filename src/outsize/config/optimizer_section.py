@@ -110,9 +110,18 @@ class OptimizerConfig(Section):
         "state is not fp32, and in a single process where C kernels step them; as it lies in a home that a run goes "
         "on from.",
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    schedule: Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"] = Field(
         default="cosine",
-        description="Learning rate after warm-up; linear and cosine reach zero at the last step.",
+        description="Learning rate after warm-up, as transformers has it. linear reaches zero at the last step, cosine "
+        "min_lr; cosine_restarts reaches zero restarts + 1 times; wsd stays, and falls to min_lr in the last "
+        "decay_ratio of the steps; inverse_sqrt falls with the root of the step.",
+    )
+    min_lr: float = Field(
+        default=0.0, ge=0, description="cosine, wsd: learning rate at the last step, at most lr."
+    )
+    decay_ratio: Fraction = Field(default=0.1, description="wsd: share of the steps in which it falls.")
+    restarts: int = Field(
+        default=1, ge=0, description="cosine_restarts: how often the rate begins again from lr."
     )
     warmup_steps: int = Field(
         default=0, ge=0, description="Steps over which the learning rate rises from zero."

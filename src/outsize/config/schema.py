@@ -1,16 +1,18 @@
-"""What can be configured: nine sections, every key with its default, its unit and its meaning.
+"""What can be configured: ten sections, every key with its default, its unit and its meaning.
 
 The descriptions in the sections are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that knows the
 machine.
 """
 
+import math
 from typing import Self
 
 from pydantic import model_validator
 
 from outsize.config.config_rules import contradictions
 from outsize.config.data_section import DataConfig
+from outsize.config.eval_section import EvalConfig
 from outsize.config.lora_section import LoraConfig
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.model_section import ModelConfig
@@ -21,6 +23,7 @@ from outsize.config.telemetry_section import TelemetryConfig
 from outsize.config.train_section import TrainConfig
 from outsize.config.transport_section import TransportConfig
 from outsize.config.without_effect import Surroundings, settings_without_effect
+from outsize.errors import ConfigError
 
 
 class Config(Section):
@@ -29,6 +32,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
@@ -57,6 +61,23 @@ class Config(Section):
         """Return the same run with steps cut into ``count`` microbatches, at most one for each sequence."""
         train = self.train.model_copy(update={"microbatches": count})
         return self.model_copy(update={"train": train})
+
+    def over(self, num_sequences: int) -> Self:
+        """Return the same run with the steps that ``train.epochs`` come to over so many sequences.
+
+        Raises:
+            ConfigError: the warm-up is longer than that.
+        """
+        if self.train.epochs is None:
+            return self
+        steps = max(1, math.ceil(self.train.epochs * num_sequences / self.sequences_per_step))
+        found = self.model_copy(update={"train": self.train.model_copy(update={"steps": steps})})
+        if found.warmup_steps >= steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps: {found.warmup_steps} steps of warm-up do not fit before the end of the "
+                f"{steps} steps that train.epochs={self.train.epochs:g} comes to; lower it, or train for more epochs"
+            )
+        return found
 
     @property
     def sequences_per_step(self) -> int:

@@ -19,6 +19,12 @@ class TrainConfig(Section):
     steps: int = Field(
         default=100, ge=1, description="Optimizer steps in all, those before a resume included."
     )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="How often the data are used, in place of train.steps: rounded up to whole steps once the data are "
+        "read.",
+    )
     tokens_per_step: int | None = Field(
         default=None,
         ge=2,

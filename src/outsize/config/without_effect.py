@@ -23,7 +23,7 @@ class Surroundings:
         home: that ``memory.home`` comes to.
         dtype: that ``model.dtype`` comes to.
         chunks_loss: whether head and loss are computed in chunks.
-        container: kind of the data's files: ``text``, ``json``, ``parquet`` or ``tokens``.
+        container: kind of the data's files: ``text``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``tokens``.
         one_file: whether the data is a file and not a directory.
     """
 
@@ -77,6 +77,13 @@ class _Case:
     def dtype(self) -> str:
         return self.around.dtype or self.config.model.dtype
 
+    @property
+    def schedule(self) -> str:
+        return self.config.optimizer.schedule
+
+    def has_no_min_lr(self) -> bool:
+        return self.schedule not in ("cosine", "wsd")
+
     def saves_once(self) -> bool:
         """Whether the checkpoint at the end is the only one; a run that goes on may find others."""
         train = self.config.train
@@ -99,12 +106,26 @@ _STAGES: Final[_Row] = (
     *_REPLICATED,
 )
 _HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
+_NO_EVALUATION: Final[_Row] = (
+    ("neither eval.data nor eval.split says what on", lambda case: not case.config.eval.on),
+)
+_NO_RECORDS: Final[_Row] = (
+    (
+        "files of this kind hold no records",
+        lambda case: case.around.container in ("text", "tokens") and not case.config.data.more,
+    ),
+)
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "beta2_decay"), _ALWAYS),
     **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "schedule"), _ALWAYS),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), _ALWAYS),
+    "min_lr": (("optimizer.schedule is neither cosine nor wsd", _Case.has_no_min_lr),),
+    "decay_ratio": (("optimizer.schedule is not wsd", lambda case: case.schedule != "wsd"),),
+    "restarts": (
+        ("optimizer.schedule is not cosine_restarts", lambda case: case.schedule != "cosine_restarts"),
+    ),
     "dampening": (("optimizer.momentum is 0", lambda case: not case.config.optimizer.momentum),),
     "max_grad_norm": (("optimizer.clip is none", lambda case: case.config.optimizer.clip == "none"),),
     "clip": (("optimizer.max_grad_norm is 0", lambda case: not case.config.optimizer.max_grad_norm),),
@@ -127,10 +148,14 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
             "records of data.format have no such field",
             lambda case: case.config.data.format not in ("auto", "text"),
         ),
-        ("files of this kind hold no records", lambda case: case.around.container in ("text", "tokens")),
+        *_NO_RECORDS,
     ),
+    **dict.fromkeys(("data.columns", "data.roles", "data.train_on", "data.template"), _NO_RECORDS),
+    "data.max_bad_records": _NO_RECORDS,
+    **dict.fromkeys(("data.more", "data.weight"), _ALWAYS),
     "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
-    **dict.fromkeys(("train.method", "train.steps", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
+    "train.steps": (("train.epochs says how long", lambda case: case.config.train.epochs is not None),),
+    **dict.fromkeys(("train.method", "train.epochs", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
     **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (
@@ -156,6 +181,8 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     ),
     "train.on_stall": _ALWAYS,
     **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), _NO_STALL),
+    **dict.fromkeys(("eval.data", "eval.split"), _ALWAYS),
+    **dict.fromkeys(("eval.every", "eval.sequences", "eval.keep_best", "eval.patience"), _NO_EVALUATION),
     **dict.fromkeys(("lora.r", "lora.lora_alpha", "lora.lora_dropout", "lora.target_modules"), _FULL),
     **dict.fromkeys(("lora.exclude_modules", "lora.bias", "lora.use_rslora", "lora.modules_to_save"), _FULL),
     **dict.fromkeys(("lora.init_lora_weights", "lora.rank_pattern", "lora.alpha_pattern"), _FULL),

@@ -2,16 +2,22 @@
 
 How a data set becomes batches, one file per step::
 
-    files       which files a path names, and their decompressed bytes
-    lines       lines and pieces of text       records     JSON lines, JSON arrays, Parquet
-    formats     what a record means            documents   the stream of documents
-    chat        conversations and their mask   encode      token ids and masks
-    writer, cache                              tokens on disk, written once
-    tokens, pretokenized                       reading them
-    permute, packed, batch                     the order, the sequences, the batch
-    prefetch                                   batches made ahead of the step
-    shared                                     one rank's part of each
-    opening                                    all of the above, in order
+    reading.corpus        what is read and how
+    reading.corpus_files  which files a path names, and their decompressed bytes
+    reading.lines         lines and pieces of text
+    reading.record_reader JSON lines, JSON arrays, CSV, TSV, Parquet
+    reading.formats       what a record means
+    reading.documents     the stream of documents
+    chat                  conversations and their mask
+    encode                token ids and masks
+    writer, token_cache   tokens on disk, written once
+    tokens, pretokenized  reading them
+    packed_dataset, batch the order, the sequences, the batch
+    permute, mixture      what an order is, and of several sources
+    survey                what of documents is trained
+    prefetch              batches made ahead of the step
+    shared                one rank's part of each
+    opening               all of the above, in order
 
 Nothing holds the corpus in memory: a chunk of a file, a batch of the tokenizer and the sequences of a step
 are what is live at any time.
@@ -19,17 +25,20 @@ are what is live at any time.
 
 from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
-from outsize.data.formats import FORMATS
-from outsize.data.opening import Progress, open_data
+from outsize.data.opening import ModelLimits, Progress, open_data
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher, PrefetchStatistics
+from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.formats import FORMATS
 from outsize.data.shared import SharedData
 
 __all__ = [
     "FORMATS",
     "IGNORED",
     "Batch",
+    "Corpus",
     "Detected",
+    "ModelLimits",
     "PackedDataset",
     "PrefetchStatistics",
     "Prefetcher",

@@ -26,6 +26,9 @@ class Detected:
         num_skipped_files: files of the directory left out.
         num_documents: documents; ``None`` where their bounds are not known.
         num_empty: records without text, left out.
+        num_bad: malformed records, left out.
+        bad: what was wrong with the first of them.
+        num_untrained: documents of which nothing is trained.
         num_tokens: tokens, special ones included.
         num_trained_tokens: tokens that are targets.
         max_token_id: the largest token id that occurs.
@@ -40,6 +43,9 @@ class Detected:
     num_skipped_files: int
     num_documents: int | None
     num_empty: int
+    num_bad: int = 0
+    bad: tuple[str, ...] = ()
+    num_untrained: int = 0
     num_tokens: int
     num_trained_tokens: int
     max_token_id: int
@@ -57,15 +63,25 @@ class Detected:
         documents = "" if self.num_documents is None else f"{_plural(self.num_documents, 'document')}, "
         left_out = ", ".join(
             _plural(count, noun)
-            for count, noun in ((self.num_skipped_files, "other file"), (self.num_empty, "empty record"))
+            for count, noun in (
+                (self.num_skipped_files, "other file"),
+                (self.num_empty, "empty record"),
+                (self.num_bad, "malformed record"),
+            )
             if count
         )
+        untrained = (
+            f"  {_plural(self.num_untrained, 'document')} with nothing to train\n"
+            if self.num_untrained
+            else ""
+        )
+        bad = "".join(f"  left out: {line}\n" for line in self.bad)
         example = "\n".join(f"  | {line}" for line in self.example.splitlines())
         return (
             f"data: format {self.format} ({how}{fields}), {_plural(self.num_files, 'file')}"
             f"{f' (left out: {left_out})' if left_out else ''}\n"
             f"  {documents}{format_count(self.num_tokens)} tokens, {self.trained_share:.1%} trained "
-            f"({self.mask_source})\n"
+            f"({self.mask_source})\n{untrained}{bad}"
             f"  first document:\n{example}"
         )
 
@@ -81,10 +97,11 @@ class Detected:
             ValueError: a value is not of its kind.
             TypeError, KeyError: there are others, or fewer.
         """
-        found = cls(**{**values, "fields": tuple(values["fields"])})
+        lists = {name: tuple(values[name]) for name in ("fields", "bad")}
+        found = cls(**{**values, **lists})
         for name, kind in get_type_hints(cls).items():
             value = getattr(found, name)
-            is_right = all(isinstance(v, str) for v in value) if name == "fields" else isinstance(value, kind)
+            is_right = all(isinstance(v, str) for v in value) if name in lists else isinstance(value, kind)
             if not is_right or (isinstance(value, int) and name != "max_token_id" and value < 0):
                 raise ValueError(f"{name} is {value!r}")
         return found

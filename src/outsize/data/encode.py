@@ -7,7 +7,7 @@ The tokenizers library works on a batch with threads of its own. ``TOKENIZERS_PA
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.data.chat import ChatTemplate, Span
-from outsize.data.formats import Document
-from outsize.data.lines import PIECE_CHARS
+from outsize.data.reading.formats import Document
+from outsize.data.reading.lines import PIECE_CHARS
 from outsize.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 BATCH_CHARS = PIECE_CHARS * min(max(os.cpu_count() or 1, 4), 32)
 BATCH_DOCUMENTS = 256
 _EOS_REACH = 4  # a chat template that closes a conversation does so this near its end
+
+
+def _refuse(error: DataError) -> None:
+    raise error
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,20 @@ class Encoder:
         tokenizer: a fast Hugging Face tokenizer.
         eos: end documents with the EOS token.
         masked: documents have a part that is not trained.
+        template: of conversations, see `ChatTemplate`.
+        forgive: called with the error of a conversation that the template refuses; the conversation is left out if
+            the call returns.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, eos: bool, masked: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        eos: bool,
+        masked: bool,
+        template: str | None = None,
+        forgive: Callable[[DataError], None] = _refuse,
+    ) -> None:
         if masked and not tokenizer.is_fast:
             raise DataError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer, so it cannot say which tokens belong "
@@ -102,7 +117,8 @@ class Encoder:
             )
         self._tokenizer = tokenizer
         self._masked = masked
-        self.chat = ChatTemplate(tokenizer)
+        self._forgive = forgive
+        self.chat = ChatTemplate(tokenizer, template)
         self._prefix, suffix = _added_tokens(tokenizer)
         self._eos_id: int | None = tokenizer.eos_token_id
         self._suffix = suffix if suffix or self._eos_id is None else [self._eos_id]
@@ -129,12 +145,22 @@ class Encoder:
 
     def tokenize(self, documents: Sequence[Document]) -> Tokenized:
         """Do the part of `encode` that the tokenizer's own threads do, while Python is free for others."""
-        marked = [
-            self._encode_marked(d) if d.messages is not None and self.chat.is_marked else None
-            for d in documents
-        ]
-        texts, spans = self._texts([d for d, m in zip(documents, marked, strict=True) if m is None])
-        return Tokenized(documents, marked, self._encodings(texts) if texts else [], spans)
+        taken: list[Document] = []
+        marked: list[Encoded | None] = []
+        texts, spans = [], []
+        for document in documents:
+            try:
+                if document.messages is not None and self.chat.is_marked:
+                    marked.append(self._encode_marked(document))
+                else:
+                    text, trained = self._rendered(document)
+                    texts.append(text)
+                    spans.append(trained)
+                    marked.append(None)
+                taken.append(document)
+            except DataError as error:
+                self._forgive(error)
+        return Tokenized(taken, marked, self._encodings(texts) if texts else [], spans)
 
     def finish(self, tokenized: Tokenized) -> list[Encoded]:
         """Do the rest of `encode`."""
@@ -164,20 +190,15 @@ class Encoder:
         offsets = encoded.get("offset_mapping") or [[] for _ in texts]
         return [_Lists(*each) for each in zip(encoded["input_ids"], offsets, strict=True)]
 
-    def _texts(self, documents: Sequence[Document]) -> tuple[list[str], list[list[Span]]]:
-        texts, spans = [], []
-        for document in documents:
-            if document.messages is None:
-                text, trained = document.text, [(document.trained_from, len(document.text))]
-            else:
-                text, trained = self.chat.render(document.messages, document.tools, document.where)
-            texts.append(text)
-            spans.append(trained)
-        return texts, spans
+    def _rendered(self, document: Document) -> tuple[str, list[Span]]:
+        """Return the text of a document and the characters of it that are trained."""
+        if document.messages is None:
+            return document.text, [(document.trained_from, len(document.text))]
+        return self.chat.render(document.messages, document.turns, document.tools, document.where)
 
     def _encode_marked(self, document: Document) -> Encoded:
         assert document.messages is not None
-        ids, trained = self.chat.encode(document.messages, document.tools, document.where)
+        ids, trained = self.chat.encode(document.messages, document.turns, document.tools, document.where)
         return self._close_chat(document, ids, np.array(trained, np.uint8))
 
     def _finish(self, document: Document, encoding: _Encoding, spans: list[Span]) -> Encoded:
@@ -197,13 +218,13 @@ class Encoder:
         return Encoded(array, trained, document.closes)
 
     def _close_chat(self, document: Document, ids: list[int], trained: NDArray[np.uint8]) -> Encoded:
-        """Add the EOS token unless the template did; it is a target if the assistant spoke last."""
+        """Add the EOS token unless the template did; it is a target if the last message is."""
         array = np.array(ids, np.int32)
         if self._suffix and self._eos_id is not None and self._eos_id not in ids[-_EOS_REACH:]:
             assert document.messages is not None
-            spoke_last = document.messages[-1]["role"] == "assistant"
+            closes_trained = document.turns is None or len(document.messages) - 1 in document.turns
             array = np.append(array, np.int32(self._eos_id))
-            trained = np.append(trained, np.uint8(spoke_last))
+            trained = np.append(trained, np.uint8(closes_trained))
         return Encoded(array, trained, closes=True)
 
 

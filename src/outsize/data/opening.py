@@ -1,19 +1,22 @@
 """Opening a data set: find, detect, tokenise or reuse, lay out."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from outsize.data.corpus_files import Sources, find_sources
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
-from outsize.data.documents import DocumentReader
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.formats import DEFAULT_TEXT_FIELD, FORMATS, FormatName
+from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
+from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.corpus_files import Sources, find_sources
+from outsize.data.reading.documents import DocumentReader
+from outsize.data.reading.formats import FORMATS, FormatName
 from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, write_index
 from outsize.data.tokens import TokenStore
 from outsize.data.writer import TokenWriter
@@ -29,39 +32,46 @@ logger = logging.getLogger(__name__)
 _EXAMPLE_IDS = 32
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelLimits:
+    """What a model takes.
+
+    Attributes:
+        max_positions: tokens of the longest sequence; None where nothing limits them.
+        vocab_size: rows of the embedding; None where that is not known.
+    """
+
+    max_positions: int | None = None
+    vocab_size: int | None = None
+
+
 def open_data(
-    path: str | Path,
+    source: str | Path | Corpus | Sequence[Corpus],
     tokenizer: "PreTrainedTokenizerBase | None",
     *,
     seq_len: int,
     cache_dir: str | Path,
     seed: int = 0,
-    format: str = "auto",
     pack: bool = True,
-    text_field: str = DEFAULT_TEXT_FIELD,
-    glob: str | None = None,
     eos: bool = True,
-    max_positions: int | None = None,
-    vocab_size: int | None = None,
+    template: str | None = None,
+    limits: ModelLimits = ModelLimits(),
     progress: Progress | None = None,
 ) -> PackedDataset:
     """Open a data set for causal language model training, tokenising it first unless that was done before.
 
     Args:
-        path: a file or a directory: text, JSON lines, a JSON array, Parquet, ``.npy`` or ``.bin`` tokens; all
-            but the last three plain, ``.gz`` or ``.zst``.
+        source: a file or a directory (text, JSON lines, a JSON array, CSV, TSV, Parquet, ``.npy`` or ``.bin`` tokens;
+            all but the last three plain, ``.gz`` or ``.zst``), or one or several of them and how they are read.
         tokenizer: the model's tokenizer; pre-tokenised data needs none.
         seq_len: tokens per sequence.
-        cache_dir: where tokenised data is kept, one directory per data set, tokenizer and options.
+        cache_dir: where tokenised data is kept, one directory per source, tokenizer and options.
         seed: of the order of sequences.
-        format: one of `FORMATS`; ``auto`` looks at the first record.
         pack: fill sequences with consecutive documents; else one document per sequence, cut or padded.
-        text_field: field of a record that holds its text.
-        glob: which files of a directory, e.g. ``"**/*.py"``.
         eos: end documents with the EOS token.
-        max_positions: longest sequence the model takes.
-        vocab_size: rows of the model's embedding.
-        progress: called with (bytes of the files read, bytes in all) while tokenising.
+        template: of conversations, see `ChatTemplate`.
+        limits: what the model takes.
+        progress: called with (bytes of a source's files read, bytes in all) while tokenising.
 
     Raises:
         ConfigError: a value that cannot be, e.g. ``seq_len`` above ``max_positions``.
@@ -69,51 +79,123 @@ def open_data(
             one.
         StorageError: the cache cannot be written.
     """
-    _check_limits(tokenizer, format, seq_len, max_positions, vocab_size)
-    sources = find_sources(Path(path), glob)
-    forced = None if format == "auto" else cast(FormatName, format)
-    store: TokenStore
-    if forced == "tokens" or (forced is None and sources.container == "tokens"):
-        tokens = PretokenizedTokens(sources, vocab_size or _size_of(tokenizer))
-        store, detected = tokens, _detect_tokens(tokens, sources, tokenizer, forced=forced is not None)
-    elif sources.container == "tokens":
-        raise ConfigError(f"{path}: {sources.files[0].path.name} holds tokens, not format {format!r}")
-    elif tokenizer is None:
-        raise ConfigError(f"{path} is not pre-tokenised, so it needs a tokenizer")
-    else:
-        reader = DocumentReader(sources, forced, text_field)
-        store = _open_cached(reader, tokenizer, Path(cache_dir), requested=format, eos=eos, progress=progress)
-        detected = store.detected
+    corpora = _as_corpora(source)
+    _check_limits(tokenizer, corpora, seq_len, limits)
+    making = _Making(tokenizer, Path(cache_dir), eos, template, limits.vocab_size, progress)
     with ExitStack() as unless_used:
-        unless_used.callback(store.close)
-        _check_ids(detected, vocab_size)
-        layout: PackedLayout = (
-            Packed(store, seq_len) if pack else OnePerDocument(store, seq_len, _pad_id(tokenizer))
-        )
+        layouts: list[PackedLayout] = []
+        found: list[Detected] = []
+        for corpus in corpora:
+            store, detected = making.open(corpus)
+            unless_used.callback(store.close)
+            _check_ids(detected, limits.vocab_size)
+            layout: PackedLayout = (
+                Packed(store, seq_len, detected.num_trained_tokens)
+                if pack
+                else OnePerDocument(store, seq_len, _pad_id(tokenizer))
+            )
+            layouts.append(_part_of(layout, corpus, seed))
+            found.append(detected)
+        is_plain = len(layouts) == 1 and corpora[0].weight == 1
+        whole = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
         unless_used.pop_all()
-        return PackedDataset(store, layout, detected, seq_len=seq_len, seed=seed)
+        return PackedDataset(whole, found, seq_len=seq_len, seed=seed)
+
+
+def _part_of(layout: PackedLayout, corpus: Corpus, seed: int) -> PackedLayout:
+    """Return what of a source's sequences is meant: all, those that are held out, or the rest."""
+    if not corpus.split:
+        return layout
+    count = max(1, round(corpus.split * layout.num_sequences))
+    if count >= layout.num_sequences:
+        raise DataError(
+            f"{corpus.path}: of {layout.num_sequences} sequences eval.split={corpus.split:g} would hold out all; use "
+            "more data, a smaller data.seq_len, or eval.data"
+        )
+    if corpus.held:
+        return HeldPart(layout, 0, count, seed)
+    return HeldPart(layout, count, layout.num_sequences - count, seed)
+
+
+def _as_corpora(source: str | Path | Corpus | Sequence[Corpus]) -> Sequence[Corpus]:
+    if isinstance(source, str | Path):
+        return [Corpus(path=source)]
+    return [source] if isinstance(source, Corpus) else source
+
+
+@dataclass(frozen=True)
+class _Making:
+    """Opens the stores of sources that are tokenised alike."""
+
+    tokenizer: "PreTrainedTokenizerBase | None"
+    cache_dir: Path
+    eos: bool
+    template: str | None
+    vocab_size: int | None
+    progress: Progress | None
+
+    def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
+        """Return the tokens of a source, and what was found in the source."""
+        sources = find_sources(Path(corpus.path), corpus.glob)
+        forced = None if corpus.format == "auto" else cast(FormatName, corpus.format)
+        if forced == "tokens" or (forced is None and sources.container == "tokens"):
+            tokens = PretokenizedTokens(sources, self.vocab_size or _size_of(self.tokenizer))
+            return tokens, _detect_tokens(tokens, sources, self.tokenizer, forced=forced is not None)
+        if sources.container == "tokens":
+            raise ConfigError(
+                f"{corpus.path}: {sources.files[0].path.name} holds tokens, not format {corpus.format!r}"
+            )
+        if self.tokenizer is None:
+            raise ConfigError(f"{corpus.path} is not pre-tokenised, so it needs a tokenizer")
+        store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
+        return store, store.detected
+
+    def _cached(self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase") -> CachedTokens:
+        masked = reader.detect() != "text"
+        encoder = Encoder(
+            tokenizer,
+            eos=self.eos,
+            masked=masked,
+            template=self.template,
+            forgive=reader.forgive,
+        )
+        if _mask_source(reader, encoder) == "fallback template":
+            logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
+        options = {**reader.corpus.options(), "eos": self.eos}
+        entry = self.cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
+        if (entry / "index.json").exists():
+            logger.info("reusing tokenised data in %s", entry)
+            return CachedTokens(entry)
+        with new_entry(entry) as directory, ExitStack() as files:
+            writer = TokenWriter(directory, masked=masked, files=files)
+            for encoded_batch in _encoded_ahead(encoder, reader):
+                for encoded in encoded_batch:
+                    writer.append(encoded)
+                if self.progress is not None:
+                    self.progress(reader.bytes_read, reader.sources.num_bytes)
+            writer.sync()
+            write_index(directory, _detect(reader, writer, encoder, tokenizer))
+        trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
+        return CachedTokens(entry)
 
 
 def _check_limits(
-    tokenizer: "PreTrainedTokenizerBase | None",
-    format: str,
-    seq_len: int,
-    max_positions: int | None,
-    vocab_size: int | None,
+    tokenizer: "PreTrainedTokenizerBase | None", corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits
 ) -> None:
-    if format not in FORMATS:
-        raise ConfigError(f"unknown data format {format!r}; known are {', '.join(FORMATS)}")
+    unknown = next((corpus.format for corpus in corpora if corpus.format not in FORMATS), None)
+    if unknown is not None:
+        raise ConfigError(f"unknown data format {unknown!r}; known are {', '.join(FORMATS)}")
     if seq_len < 2:
         raise ConfigError(
             f"seq_len must be at least 2 (the first token of a sequence is no target), got {seq_len}"
         )
-    if max_positions is not None and seq_len > max_positions:
+    if limits.max_positions is not None and seq_len > limits.max_positions:
         raise ConfigError(
-            f"seq_len {seq_len} is longer than the {max_positions} positions of the model; lower seq_len"
+            f"seq_len {seq_len} is longer than the {limits.max_positions} positions of the model; lower seq_len"
         )
-    if vocab_size is not None and tokenizer is not None and len(tokenizer) > vocab_size:
+    if limits.vocab_size is not None and tokenizer is not None and len(tokenizer) > limits.vocab_size:
         raise DataError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {vocab_size} rows; "
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {limits.vocab_size} rows; "
             "use the tokenizer of the model, or a model with a larger embedding"
         )
 
@@ -132,37 +214,6 @@ def _size_of(tokenizer: "PreTrainedTokenizerBase | None") -> int:
             "pre-tokenised data needs vocab_size or a tokenizer, to tell its type and check its ids"
         )
     return len(tokenizer)
-
-
-def _open_cached(
-    reader: DocumentReader,
-    tokenizer: "PreTrainedTokenizerBase",
-    cache_dir: Path,
-    *,
-    requested: str,
-    eos: bool,
-    progress: Progress | None,
-) -> CachedTokens:
-    masked = reader.detect() != "text"
-    encoder = Encoder(tokenizer, eos=eos, masked=masked)
-    if _mask_source(reader.detect(), encoder) == "fallback template":
-        logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
-    options: dict[str, object] = {"format": requested, "text_field": reader.text_field, "eos": eos}
-    entry = cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
-    if (entry / "index.json").exists():
-        logger.info("reusing tokenised data in %s", entry)
-        return CachedTokens(entry)
-    with new_entry(entry) as directory, ExitStack() as files:
-        writer = TokenWriter(directory, masked=masked, files=files)
-        for encoded_batch in _encoded_ahead(encoder, reader):
-            for encoded in encoded_batch:
-                writer.append(encoded)
-            if progress is not None:
-                progress(reader.bytes_read, reader.sources.num_bytes)
-        writer.sync()
-        write_index(directory, _detect(reader, writer, encoder, tokenizer, forced=requested != "auto"))
-    trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
-    return CachedTokens(entry)
 
 
 def _encoded_ahead(encoder: Encoder, reader: DocumentReader) -> Iterator[list[Encoded]]:
@@ -190,24 +241,29 @@ def _detect(
     writer: TokenWriter,
     encoder: Encoder,
     tokenizer: "PreTrainedTokenizerBase",
-    *,
-    forced: bool,
 ) -> Detected:
-    where = reader.sources.files[0].path
+    where, bad = reader.sources.files[0].path, reader.bad
     if not writer.num_tokens:
-        raise DataError(f"{where}: the data set is empty ({len(reader.sources.files)} files, no text)")
+        left_out = f", {bad.count} malformed records, such as {bad.messages[0]}" if bad.count else ""
+        raise DataError(
+            f"{where}: the data set is empty ({len(reader.sources.files)} files, no text{left_out}); name one with "
+            "text in it"
+        )
     if not writer.num_trained:
         raise DataError(f"{where}: no token is trained: no completion or assistant message holds text")
     ids, trained = writer.first_document()
     return Detected(
         format=reader.detect(),
-        forced=forced,
+        forced=reader.corpus.format != "auto",
         fields=reader.fields,
-        mask_source=_mask_source(reader.detect(), encoder),
+        mask_source=_mask_source(reader, encoder),
         num_files=reader.num_files,
         num_skipped_files=reader.num_skipped_files,
         num_documents=writer.num_documents,
         num_empty=reader.num_empty,
+        num_bad=bad.count,
+        bad=tuple(bad.messages),
+        num_untrained=writer.num_untrained,
         num_tokens=writer.num_tokens,
         num_trained_tokens=writer.num_trained,
         max_token_id=writer.max_token_id,
@@ -215,10 +271,13 @@ def _detect(
     )
 
 
-def _mask_source(format_name: FormatName, encoder: Encoder) -> str:
+def _mask_source(reader: DocumentReader, encoder: Encoder) -> str:
+    format_name = reader.detect()
+    if format_name == "text" or reader.corpus.train_on == "all":
+        return "all tokens"
     if format_name in ("messages", "sharegpt"):
         return encoder.chat.mask_source
-    return "all tokens" if format_name == "text" else "after the prompt"
+    return "after the prompt"
 
 
 def _detect_tokens(

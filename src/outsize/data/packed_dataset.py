@@ -6,6 +6,8 @@ div N``, where N is the number of sequences in the data. Step s takes sequences 
 every sequence is used once per epoch.
 """
 
+import hashlib
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -17,11 +19,14 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
 from outsize.data.permute import SeededPermutation
 from outsize.data.recycled import RecycledArrays
+from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError
 
 # Positions whose order is worked out at once: 32 KiB of numbers.
 _BLOCK = 4096
+# Sequences that are looked at to tell a data set from another.
+_NUM_COMPARED = 64
 
 
 class PackedLayout(Protocol):
@@ -31,19 +36,34 @@ class PackedLayout(Protocol):
     def num_sequences(self) -> int:
         """Sequences per epoch."""
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
-        """Return the sequences of these numbers."""
+    def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
+        """Return the sequences of these numbers, each as the epoch of the run has it, from 0."""
+
+    def kept(self) -> KeptTokens:
+        """Return what of the data is in sequences."""
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and the targets that they keep, see `kept_documents`; nothing without bounds."""
+
+    def close(self) -> None:
+        """Give the files back."""
 
 
 class Packed:
     """Documents one after the other, cut every ``seq_len`` tokens; the remainder at the end is dropped.
 
     Tokens attend across the documents of their sequence; the EOS token between them is what tells them apart.
+
+    Args:
+        store: the tokens.
+        seq_len: tokens of a sequence.
+        num_trained: tokens of the store that are targets; None for all.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, num_trained: int | None = None) -> None:
         self._store = store
         self._seq_len = seq_len
+        self._num_trained = store.num_tokens if num_trained is None else num_trained
         self._arrays = RecycledArrays()
         self.num_sequences = store.num_tokens // seq_len
         if not self.num_sequences:
@@ -52,8 +72,8 @@ class Packed:
                 "use more data, lower seq_len, or set pack to false"
             )
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
-        """Return the sequences of these numbers."""
+    def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
+        """Return the sequences of these numbers, the same in every epoch."""
         ids, labels = (self._arrays.take(len(indices), self._seq_len) for _ in range(2))
         starts = [index * self._seq_len for index in indices.tolist()]
         self._store.read_rows(starts, ids, labels)
@@ -63,6 +83,24 @@ class Packed:
                 break  # no mask for one, no mask for any
             labels[row, ~trained] = IGNORED
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
+
+    def kept(self) -> KeptTokens:
+        """Return what of the data is in sequences: all but the remainder."""
+        num_tokens = self.num_sequences * self._seq_len
+        rest = self._store.num_tokens - num_tokens
+        trained = self._store.read_trained(num_tokens, rest)
+        return KeptTokens(
+            num_tokens=num_tokens,
+            num_trained=self._num_trained - int(rest if trained is None else trained.sum()),
+        )
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and their targets: none is cut off, as a document goes on in the next sequence."""
+        return iter(()) if self._store.num_documents is None else kept_documents(self._store, None)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._store.close()
 
 
 class OnePerDocument:
@@ -76,8 +114,8 @@ class OnePerDocument:
         self._pad_id = pad_id
         self.num_sequences = store.num_documents
 
-    def batch(self, indices: NDArray[np.int64]) -> Batch:
-        """Return the sequences of these numbers."""
+    def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
+        """Return the sequences of these numbers, the same in every epoch."""
         shape = len(indices), self._seq_len
         ids, labels = np.full(shape, self._pad_id, np.int64), np.full(shape, IGNORED, np.int64)
         mask = np.zeros(shape, np.int64)
@@ -89,32 +127,70 @@ class OnePerDocument:
             mask[row, :count] = 1
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(mask))
 
+    def kept(self) -> KeptTokens:
+        """Return what of the data is in sequences: what is not cut off."""
+        return survey_cut(self._store, self._seq_len)
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and the targets that they keep."""
+        return kept_documents(self._store, self._seq_len)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._store.close()
+
 
 class PackedDataset:
     """A data set ready to train on: `batch` for the data, ``detected`` for people.
 
     Args:
-        store: the tokens; closed with the data set.
-        layout: how they become sequences.
-        detected: what was found.
+        layout: the sequences; closed with the data set.
+        detected: what was found, source by source.
+        seq_len: tokens per sequence.
         seed: of the order in which sequences are drawn.
 
     Attributes:
-        detected: what was found.
+        found: what was found, source by source.
+        detected: the first of that.
         seq_len: tokens per sequence.
         num_sequences: sequences per epoch.
     """
 
     def __init__(
-        self, store: TokenStore, layout: PackedLayout, detected: Detected, *, seq_len: int, seed: int
+        self, layout: PackedLayout, detected: Detected | Sequence[Detected], *, seq_len: int, seed: int
     ) -> None:
-        self._store = store
         self._layout = layout
         self._seed = seed
         self._block: tuple[int, int, NDArray[np.int64]] | None = None
-        self.detected = detected
+        self.found = [detected] if isinstance(detected, Detected) else list(detected)
+        self.detected = self.found[0]
         self.seq_len = seq_len
         self.num_sequences = layout.num_sequences
+
+    def describe(self, kept: KeptTokens | None = None) -> str:
+        """Return what a command prints of the data: what was found, and what is lost of it."""
+        kept = kept or self._layout.kept()
+        lines = [f"  {line}" for line in kept.lines(self.seq_len)]
+        return "\n".join([*(found.describe() for found in self.found), *lines])
+
+    def kept(self) -> KeptTokens:
+        """Return what of the data is in sequences."""
+        return self._layout.kept()
+
+    def lengths(self) -> list[Bucket]:
+        """Return how many documents there are of which length, the shortest first; empty where nobody knows."""
+        return histogram(self._layout.documents())
+
+    def identity(self) -> dict[str, object]:
+        """Return what tells these sequences from others, wherever their files lie: how many, and a hash of some."""
+        numbers = np.linspace(0, self.num_sequences - 1, min(self.num_sequences, _NUM_COMPARED)).astype(
+            np.int64
+        )
+        batch = self._layout.batch(numbers, np.zeros_like(numbers))
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (batch.input_ids, batch.labels):
+            digest.update(tensor.numpy().tobytes())
+        return {"sequences_per_epoch": self.num_sequences, "digest": digest.hexdigest()}
 
     def batch(self, step: int, num_sequences: int) -> Batch:
         """Return the batch of ``step`` (from 0); a pure function of its arguments, the data and the seed.
@@ -129,7 +205,12 @@ class PackedDataset:
                 f"step must be at least 0 and num_sequences at least 1, got {step} and {num_sequences}"
             )
         first = step * num_sequences
-        return self._layout.batch(self._indices(np.arange(first, first + num_sequences, dtype=np.int64)))
+        return self._layout.batch(*self._drawn(np.arange(first, first + num_sequences, dtype=np.int64)))
+
+    def sequences(self, first: int, count: int) -> Batch:
+        """Return ``count`` sequences from number ``first`` on, as they lie, for what is measured and not trained."""
+        numbers = np.arange(first, first + count, dtype=np.int64)
+        return self._layout.batch(numbers, np.zeros_like(numbers))
 
     def epoch(self, step: int, num_sequences: int) -> float:
         """Return how many times the data was used before ``step``, e.g. 1.5."""
@@ -137,7 +218,7 @@ class PackedDataset:
 
     def close(self) -> None:
         """Close the files. May be called twice; forgetting it leaks nothing, they close with the object."""
-        self._store.close()
+        self._layout.close()
 
     def __enter__(self) -> Self:
         return self
@@ -147,13 +228,14 @@ class PackedDataset:
     ) -> None:
         self.close()
 
-    def _indices(self, run_positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _drawn(self, run_positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the sequences that the run draws at these positions, and the epoch of each."""
         epochs, positions = np.divmod(run_positions, self.num_sequences)
         indices = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             indices[here] = self._permuted(epoch, positions[here])
-        return indices
+        return indices, epochs
 
     def _permuted(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where ``positions``, one after the other, go in an epoch; a block of them is worked out at once.

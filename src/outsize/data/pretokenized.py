@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.data.corpus_files import Sources
+from outsize.data.reading.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import ConfigError, DataError
 from outsize.files import open_binary
@@ -74,6 +74,10 @@ class PretokenizedTokens:
         return
 
     def document_range(self, index: int) -> tuple[int, int]:
+        """Raise: bounds are not known."""
+        raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
+
+    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
         """Raise: bounds are not known."""
         raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
 

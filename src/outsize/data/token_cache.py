@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize import files
-from outsize.data.corpus_files import Sources
 from outsize.data.detected import Detected
+from outsize.data.reading.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
 
-_LAYOUT = 1  # raised whenever the files or the way to tokenise change
+_LAYOUT = 2  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _REMEDY = "remove that directory, and the data is tokenised again"
 
@@ -87,11 +87,17 @@ class CachedTokens:
 
     def document_range(self, index: int) -> tuple[int, int]:
         """Return the first token of a document and the token after its last."""
-        bounds = self._ends.read(max(index - 1, 0), 2 if index else 1)
-        start, end = int(bounds[0]) if index else 0, int(bounds[-1])
-        if not 0 <= start <= end <= self.num_tokens:
-            raise DataError(f"document {index} of {self._directory} ends where it cannot; {_REMEDY}")
-        return start, end
+        bounds = self.document_ends(max(index - 1, 0), 2 if index else 1)
+        return int(bounds[0]) if index else 0, int(bounds[-1])
+
+    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the token after the last one of each of ``count`` documents from ``first`` on."""
+        ends = self._ends.read(first, count).astype(np.int64, copy=False)
+        if count and not (ends[0] >= 0 and (np.diff(ends) >= 0).all() and ends[-1] <= self.num_tokens):
+            raise DataError(
+                f"a document from {first} to {first + count} of {self._directory} ends where it cannot; {_REMEDY}"
+            )
+        return ends
 
     def close(self) -> None:
         """Close the files. May be called twice."""

@@ -46,6 +46,9 @@ class TokenStore(Protocol):
     def document_range(self, index: int) -> tuple[int, int]:
         """Return the first token of a document and the token after its last."""
 
+    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the token after the last one of each of ``count`` documents from ``first`` on."""
+
     def close(self) -> None:
         """Give the files back."""
 

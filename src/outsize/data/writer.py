@@ -18,6 +18,7 @@ class TokenWriter:
         num_tokens: tokens written.
         num_trained: of these, targets.
         num_documents: documents closed.
+        num_untrained: of these, documents without a target.
         max_token_id: the largest id written, -1 before the first.
     """
 
@@ -25,7 +26,8 @@ class TokenWriter:
         self._tokens = files.enter_context(open_binary(directory / "tokens.bin", "w"))
         self._ends = files.enter_context(open_binary(directory / "documents.bin", "w"))
         self._trained = files.enter_context(open_binary(directory / "trained.bin", "w")) if masked else None
-        self.num_tokens = self.num_trained = self.num_documents = 0
+        self.num_tokens = self.num_trained = self.num_documents = self.num_untrained = 0
+        self._trained_before = 0
         self.max_token_id = -1
         self._first: list[Encoded] = []
 
@@ -46,6 +48,8 @@ class TokenWriter:
         if encoded.closes:
             self._ends.write(np.array([self.num_tokens], "<i8").data)
             self.num_documents += 1
+            self.num_untrained += self.num_trained == self._trained_before
+            self._trained_before = self.num_trained
 
     def first_document(self) -> tuple[NDArray[np.int32], NDArray[np.uint8] | None]:
         """Return ids and mask of the first document, its beginning at least."""

@@ -95,7 +95,7 @@ def read_gpus(load_nvml: Callable[[], Any], root: Path = Path("/")) -> tuple[tup
     try:
         nvml = load_nvml()
     except ImportError:
-        return (), Fact.absent("nvidia-ml-py is not installed; pip install 'outsize[nvml]'")
+        return (), Fact.absent("nvidia-ml-py is not installed; pip install nvidia-ml-py")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

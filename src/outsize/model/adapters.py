@@ -70,7 +70,7 @@ def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            'train.method=lora makes its adapters with PEFT; install it with: pip install "outsize[peft]"'
+            "train.method=lora makes its adapters with PEFT; install it with: pip install peft"
         ) from error
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     task = "CAUSAL_LM" if causal else None
@@ -101,7 +101,7 @@ def put_in(model: nn.Module, config: Any, seed: int) -> Adapters:
         try:
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-            raise ConfigError(f"lora: {error}") from error
+            raise ConfigError(f"lora: {error}; {linear_layers(model)}") from error
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     initial = {name: p.detach() for name, p in trained.items() if _PREFIX in name}
     _check(trained)
@@ -116,6 +116,15 @@ def put_in(model: nn.Module, config: Any, seed: int) -> Adapters:
     if missing:
         raise ConfigError(f"lora: PEFT trains {sorted(missing)[0]} and does not save it; leave it out")
     return Adapters(config, {name: names[name] for name in trained}, initial)
+
+
+def linear_layers(model: nn.Module) -> str:
+    """Return a sentence with the last parts of the names of a model's linear layers, which adapters are put around."""
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (nn.Linear, Conv1D)
+    names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds) and n})
+    return f"the linear layers of this model are {', '.join(names) or 'none'}"
 
 
 class AdapterSource:

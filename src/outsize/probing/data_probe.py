@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outsize.data.opening import open_data
+from outsize.data.opening import ModelLimits, open_data
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_file import DataRates
 from outsize.hardware.readings import Fact, Measurement, explain
@@ -76,7 +76,7 @@ def _loader(effort: Effort, num_threads: int) -> Measurement:
             path = Path(directory) / "tokens.npy"
             np.save(path, np.arange(effort.loader_tokens, dtype=np.int32) % _VOCABULARY)
             with open_data(
-                path, None, seq_len=_SEQ_LEN, cache_dir=directory, vocab_size=_VOCABULARY
+                path, None, seq_len=_SEQ_LEN, cache_dir=directory, limits=ModelLimits(vocab_size=_VOCABULARY)
             ) as dataset:
                 num_batches = max(1, effort.loader_tokens // _SEQ_LEN // _NUM_SEQUENCES)
 

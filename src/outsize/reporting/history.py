@@ -18,6 +18,7 @@ HEARTBEAT = "heartbeat.jsonl"
 FIELDS = (
     "time",
     "loss",
+    "eval_loss",
     "lr",
     "grad_norm",
     "tokens_per_s",

@@ -10,6 +10,7 @@ from outsize.reporting.history import COMPUTE, History
 # Curves of a page: key, heading, unit, column, and whether the axis begins at zero.
 CURVES: Sequence[tuple[str, str, str, str, bool]] = (
     ("loss", "Loss", "nats", "loss", False),
+    ("eval_loss", "Evaluation loss", "nats", "eval_loss", False),
     ("tokens_per_s", "Throughput", "tokens/s", "tokens_per_s", True),
     ("seconds", "Step time", "s", "seconds", True),
     ("grad_norm", "Gradient norm", "", "grad_norm", True),

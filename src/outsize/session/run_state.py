@@ -31,7 +31,12 @@ class Position:
 
 
 def state_of(
-    position: Position, updates: Mapping[str, int], loss_scale: LossScale, config: Config, dtype: str
+    position: Position,
+    updates: Mapping[str, int],
+    loss_scale: LossScale,
+    config: Config,
+    dtype: str,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return all of a run's state that is not in its planes, JSON; the data order follows from seed and step.
 
@@ -41,6 +46,7 @@ def state_of(
         loss_scale: as it is for the next step.
         config: as the user gave it; a run that goes on from here must be the same one, see `check_same_run`.
         dtype: compute dtype.
+        data: what tells the sequences of the run from others; None where nobody goes on from the state.
     """
     return {
         "step": position.step,
@@ -59,7 +65,9 @@ def state_of(
             "pack": config.data.pack,
             "tokens_per_step": config.tokens_per_step,
             "next_sequence": position.step * config.sequences_per_step,
+            **(data or {}),
         },
+        "settings": _settings(config),
     }
 
 
@@ -113,6 +121,56 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
                 f"{where} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
                 "another train.run_dir to start a new run"
             )
+
+
+def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, Any]) -> None:
+    """Check that the sequences that a run goes on with are those of the run that wrote ``state``.
+
+    Args:
+        state: of the run before.
+        where: the state was found, for the message.
+        data: what tells sequences from others, see `PackedDataset.identity`.
+
+    Raises:
+        ConfigError: they are others; ``where`` is named.
+    """
+    former = state["data"]
+    if all(former.get(key, value) == value for key, value in data.items()):
+        return
+    raise ConfigError(
+        f"{where} belongs to a run over other data: {former.get('sequences_per_epoch')} sequences per epoch, and here "
+        f"{data.get('sequences_per_epoch')}, or others in them (data.*); resume with the former data, or start a run "
+        "from these weights: model.path with a checkpoint of the run, and another train.run_dir"
+    )
+
+
+def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
+    """Return a line for each setting that a run goes on with otherwise than the run that wrote ``state`` had it."""
+    former, given = state.get("settings"), _settings(config)
+    if not isinstance(former, Mapping):
+        return []
+    return [
+        f"note: the run goes on with {key}={given.get(key, _default(key))}, and had {former.get(key, _default(key))}"
+        for key in sorted(former.keys() | given.keys())
+        if former.get(key) != given.get(key)
+    ]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return what may change on a resume and then trains otherwise, by key, as far as it is not the default."""
+    sections = {"optimizer": config.optimizer, "model": config.model, "train": config.train}
+    return {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in section.model_dump(mode="json", exclude_defaults=name != "train").items()
+        if name == "optimizer" or key in ("freeze", "steps")
+    }
+
+
+def _default(key: str) -> Any:
+    name, _, entry = key.partition(".")
+    section: Any = Config.model_fields[name].annotation
+    return section.model_fields[entry].default if entry in section.model_fields else "nothing"
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
@@ -173,6 +231,7 @@ class Standing:
         updates: how often each parameter has been stepped; stands still while a step is committed.
         config: of the run.
         dtype: compute dtype.
+        data: what tells the sequences of the run from others.
     """
 
     def __init__(
@@ -182,8 +241,10 @@ class Standing:
         updates: Mapping[str, int],
         config: Config,
         dtype: str,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         self._position = position
+        self._data = data
         self._loss_scale = LossScale(loss_scale.enabled)
         self._loss_scale.restore(loss_scale.state())
         self._updates = updates
@@ -197,4 +258,6 @@ class Standing:
             former.step + 1, former.tokens + context.tokens, former.skipped + context.skipped, context.loss()
         )
         self._loss_scale.update(context.skipped)
-        return state_of(self._position, self._updates, self._loss_scale, self._config, self._dtype)
+        return state_of(
+            self._position, self._updates, self._loss_scale, self._config, self._dtype, self._data
+        )

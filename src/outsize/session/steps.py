@@ -1,5 +1,6 @@
 """What a step of a run is made of, and what it came to."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,36 @@ class StepOutcome:
         return Window(began_s=began_s, asked_s=asked_s, given_s=asked_s + self.data_s, ended_s=self.ended_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A mean over tokens of several batches.
+
+    Attributes:
+        total: sum of the losses of all tokens, in nats.
+        tokens: that were predicted.
+    """
+
+    total: float = 0.0
+    tokens: int = 0
+
+    def and_then(self, loss: float, tokens: int) -> "Measure":
+        """Return the measure of one batch more, whose mean over ``tokens`` is ``loss``."""
+        return Measure(self.total + loss * tokens, self.tokens + tokens)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens; NaN over none."""
+        return self.total / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """Of the loss; infinite where that is too large."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
 def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Microbatch, ...]:
     """Cut a batch, and give each part the divisors that make their losses add up to the mean over all targets.
 
@@ -74,4 +105,7 @@ def schedule_of(config: Config) -> LearningRateSchedule:
         lr=config.optimizer.lr,
         num_warmup_steps=config.warmup_steps,
         num_training_steps=config.train.steps,
+        min_lr=config.optimizer.min_lr,
+        num_decay_steps=round(config.optimizer.decay_ratio * config.train.steps),
+        num_cycles=config.optimizer.restarts + 1,
     )

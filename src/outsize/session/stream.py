@@ -32,7 +32,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, Standing, position_in
 from outsize.session.session import Session, Store
-from outsize.session.steps import StepOutcome, microbatches_of, schedule_of
+from outsize.session.steps import Measure, StepOutcome, microbatches_of, schedule_of
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
@@ -50,6 +50,7 @@ class StreamedTrainer:
         home_file: of a home that commits, which stays; without a name it is gone with the process.
         config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
+        data: what tells the sequences of the run from others, for commits.
 
     Attributes:
         errors: what codecs have done to frozen weights, by name, see `fill`.
@@ -64,8 +65,10 @@ class StreamedTrainer:
         home_file: Path | None = None,
         config: Config | None = None,
         record: CommitRecord | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         self.prepared = prepared
+        self._data = data
         config = self._run_config = config or prepared.config
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
@@ -119,15 +122,8 @@ class StreamedTrainer:
         schedule = schedule_of(config)
         shifted = self.prepared.measured.shifted
         self.position = replace(self.position, step=first)
-        self._standing[:] = [
-            Standing(
-                self.position,
-                self.loss_scale,
-                self.engine.optimizer.updates,
-                self._run_config,
-                self.prepared.dtype,
-            )
-        ]
+        going_on = self.engine.optimizer.updates, self._run_config, self.prepared.dtype, self._data
+        self._standing[:] = [Standing(self.position, self.loss_scale, *going_on)]
         began = asked = time.perf_counter()
         for number, batch in zip(itertools.count(first), batches):
             data_s = time.perf_counter() - asked
@@ -187,6 +183,40 @@ class StreamedTrainer:
             piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
             former.copy_to(self.home, piece)
         return self._stand(record)
+
+    def evaluate(self, sequences: Iterable[Batch]) -> Measure:
+        """Return the loss over ``sequences``, streamed forward without dropout; between steps, which it settles.
+
+        Args:
+            sequences: in batches of at most `num_measured` sequences.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        self.settle()
+        model, shifted = self.prepared.split.model.eval(), self.prepared.measured.shifted
+        measure = Measure()
+        try:
+            self.engine.follow()
+            for batch in sequences:
+                count = min(self._microbatches_measured, batch.num_sequences)
+                loss = self.engine.measure(microbatches_of(batch, count, shifted))
+                measure = measure.and_then(loss, num_targets(batch, shifted))
+        finally:
+            model.train()
+            self.engine.follow()
+        return measure
+
+    @property
+    def num_measured(self) -> int:
+        """Sequences that `evaluate` takes at a time: a step's, or a microbatch's where inputs leave the device."""
+        microbatches = self.prepared.config.microbatches // self._microbatches_measured
+        return max(1, self.prepared.config.sequences_per_step // microbatches)
+
+    @property
+    def _microbatches_measured(self) -> int:
+        """Microbatches of a forward by itself: what waits between two units has to stay on the device there."""
+        return 1 if self.prepared.plan.layout.offload else self.prepared.config.microbatches
 
     def settle(self) -> None:
         """Return when the optimizer of the last step is done, so that the home holds the weights after it."""

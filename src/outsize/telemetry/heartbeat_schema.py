@@ -153,6 +153,18 @@ class Line(Part):
         default=None,
         description="what other work and limits of the host took; null in steps that are too short to tell",
     )
+    num_steps: int = Field(
+        default=0, ge=0, description="that the run is to have in all; 0 where that is not known"
+    )
+    epoch: float | None = Field(
+        default=None, description="how often the data have been used, e.g. 1.5; null unknown"
+    )
+    eval_loss: float | None = Field(
+        default=None,
+        description="nats, mean over the tokens of an evaluation after the step; null without one",
+    )
+    eval_perplexity: float | None = Field(default=None, description="its exponential")
+    eval_tokens: int | None = Field(default=None, ge=0, description="tokens that it predicted")
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "
         "files instead of direct I/O, `recomputed` activations that found no room below the device, `failed_saves`, "

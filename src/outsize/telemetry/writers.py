@@ -176,7 +176,7 @@ def open_writers(
                 found[name] = OPENERS[name](run_dir, project, config)
             except ImportError as error:
                 raise ConfigError(
-                    f"telemetry.writers: {name} is not installed; pip install 'outsize[{name}]', or leave it out"
+                    f"telemetry.writers: {name} is not installed; pip install {name}, or leave it out"
                 ) from error
             except Exception as error:
                 raise ConfigError(f"telemetry.writers: {name} does not begin: {error}") from error

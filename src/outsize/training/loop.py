@@ -4,10 +4,11 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_dir import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
 from outsize.checkpoint.saver import Saver
 from outsize.config import Config
@@ -24,6 +25,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome
 from outsize.telemetry.writers import Writers
+from outsize.training.evaluation import Evaluations
 from outsize.training.forecast import Forecast
 from outsize.training.interrupt import Interrupt
 from outsize.training.metrics.heartbeat import Heartbeat, write_json
@@ -58,16 +60,20 @@ class Run:
     progress: Progress | None
     position: Position
     forecast: Forecast | None = None
+    evaluations: Evaluations | None = None
     tokens: int = 0
     seconds: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
+    stopped_early: bool = False
+    sequences_per_epoch: int = 0
     _known_s: float = field(default_factory=time.monotonic)
     _unwritten: tuple[StepRecord, StepOutcome] | None = None
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
+        self.sequences_per_epoch = dataset.num_sequences
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
             with _batches(dataset, self.config, self.ranks.group, self.position.step) as batches:
@@ -107,13 +113,49 @@ class Run:
             if self.ranks.any_wants(interrupt.requested):
                 self.ranks.announce(f"interrupted after step {self.position.step}; saving")
                 break
+            is_best = self._evaluate()
             with self.accounts.saving():
-                self.saver.between_steps(self.position)
+                self.saver.between_steps(self.position, is_best)
+            if self.evaluations is not None and self.evaluations.stops:
+                self._stop_early(self.evaluations)
+                break
         self.trainer.settle()
         self._write_line()
         with self.watchdog.during(f"the checkpoint after step {self.position.step}"):
             self.saver.finish(self.position)
         self.ranks.group.barrier()  # who holds a part of the state keeps it until the whole is saved
+
+    def _evaluate(self) -> bool:
+        """Measure the model where that is due; returns whether it is the best so far, and is to be kept."""
+        if self.evaluations is None or not self.evaluations.is_due(self.position.step):
+            return False
+        with self.watchdog.during(f"the evaluation after step {self.position.step}"):
+            record = self.evaluations.measure(self.position.step)
+        self.trainer.take_timeline()  # of the evaluation, which is no part of the next step
+        if self._unwritten is not None:
+            known, outcome = self._unwritten
+            known = replace(
+                known, eval_loss=record.loss, eval_perplexity=record.perplexity, eval_tokens=record.tokens
+            )
+            self._unwritten = known, outcome
+            self._write_line()
+        is_best = self.evaluations.best is record
+        loss = (
+            "not finite" if record.loss is None else f"{record.loss:.4f}, perplexity {record.perplexity:.4g}"
+        )
+        self.ranks.announce(
+            f"evaluation after step {record.step}: loss {loss}, {record.tokens:,} tokens in "
+            f"{format_seconds(record.seconds)}{', the best so far' if is_best else ''}"
+        )
+        return is_best and self.config.eval.keep_best
+
+    def _stop_early(self, evaluations: Evaluations) -> None:
+        best = evaluations.best
+        than = "none was finite" if best is None else f"none was better than that after step {best.step}"
+        self.stopped_early = True
+        self.ranks.announce(
+            f"stopped after step {self.position.step}: of the last {self.config.eval.patience} evaluations {than}"
+        )
 
     def _result(self, saved: Path | None) -> TrainResult:
         stalled_s = self.accounts.stalled_s
@@ -131,8 +173,19 @@ class Run:
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=None if saved is None else str(saved),
             failed_saves=self.saver.num_failed,
+            num_steps=self.config.train.steps,
+            stopped_early=self.stopped_early,
+            best_dir=None if (chosen := best(self.ranks.run_dir)) is None else str(chosen),
+            **self._measured(),
             **_told(self.forecast),
         )
+
+    def _measured(self) -> dict[str, Any]:
+        """What a result says of the last evaluation."""
+        if self.evaluations is None or not self.evaluations.records:
+            return {}
+        last = self.evaluations.records[-1]
+        return {"eval_loss": last.loss, "eval_perplexity": last.perplexity}
 
     def _write_line(self) -> None:
         """Tell the heartbeat of the step that was known last, now that all of its bytes have moved."""
@@ -157,7 +210,11 @@ class Run:
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()
         failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
-        record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
+        record = replace(
+            self.accounts.record(outcome, timeline, self.position.skipped, failed),
+            num_steps=self.config.train.steps,
+            epoch=self.position.step * self.config.sequences_per_step / self.sequences_per_epoch,
+        )
         self._unwritten = record, outcome
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))

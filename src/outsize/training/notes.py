@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 from outsize.config import Config, Surroundings
-from outsize.data.corpus_files import find_sources
+from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.hardware.cpu import read_cpu
 from outsize.session.job.prepare import Job

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint import run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
 from outsize.checkpoint.home_file import newest_home, start, tell_costs
 from outsize.checkpoint.saver import Saver
+from outsize.checkpoint.saving_room import check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
 from outsize.group.launched import launched
@@ -21,16 +22,18 @@ from outsize.runtime.device.allocator import begin_run, set_thresholds
 from outsize.session.decide.decide import decide
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
-from outsize.session.job.machine import choose_device
+from outsize.session.job.machine import choose_device, home_file
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.numa_binding import bound, placement_of
-from outsize.session.run_state import Position
+from outsize.session.run_state import Position, changed_settings, check_same_data
+from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.record import CommitRecord
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.aftermath import Aftermath
 from outsize.training.ddp import check_fits, one_share, start_replica
+from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress, Run
@@ -135,13 +138,17 @@ def _train(
     asked = asked.in_microbatches(prepared.config.microbatches)
     replicated = _is_replicated(config, ranks)
     record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
-    if resumed is not None:
-        done = run_checkpoint.position_of(resumed)
-        if done.step >= config.train.steps:
-            announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
-            return _nothing_done(prepared, run_dir, done)
+    if config.train.epochs is None and (done := _done(config, resumed, announce)) is not None:
+        return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
+    check_evaluates(config, prepared)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
+    config, prepared = _over_epochs(config, prepared, dataset, announce)
+    asked = asked.over(dataset.num_sequences)
+    if (done := _done(config, resumed, announce)) is not None:
+        return _nothing_done(prepared, run_dir, done)
+    _check_goes_on(config, dataset, resumed, record, ranks)
+    check_room(prepared, config.train, run_dir, announce)
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
@@ -214,7 +221,7 @@ def _open(
     if _is_replicated(config, ranks):
         trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
     else:
-        trainer = start(stack, config, prepared, own_dir, record, resumed, announce)
+        trainer = start(stack, config, prepared, own_dir, record, resumed, announce, dataset.identity())
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, asked, prepared, (flops, peak), placement)
@@ -244,11 +251,24 @@ def _open(
         progress if ranks.is_first else None,
         trainer.position,
         expected,
+        _evaluations(stack, config, trainer, ranks),
     )
     aftermath.begun = True
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run
+
+
+def _evaluations(
+    stack: contextlib.ExitStack, config: Config, trainer: Trainer, ranks: Ranks
+) -> Evaluations | None:
+    """Open what the model is measured on; None where it is not."""
+    if not config.eval.on or not isinstance(trainer, StreamedTrainer):
+        return None
+    dataset = stack.enter_context(
+        open_dataset(config, trainer.prepared, ranks.run_dir, ranks.announce, measured=True)
+    )
+    return Evaluations(config, trainer, dataset, ranks.run_dir, trainer.position.step)
 
 
 def _watchdog(prepared: Job, ranks: Ranks, expected: Forecast | None) -> Watchdog:
@@ -307,6 +327,45 @@ def _dataset(
     return dataset
 
 
+def _done(config: Config, resumed: Path | None, announce: Announce) -> Position | None:
+    """Return where the run stands that is ``resumed``, if that is its end; said."""
+    done = None if resumed is None else run_checkpoint.position_of(resumed)
+    if done is None or done.step < config.train.steps:
+        return None
+    announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+    return done
+
+
+def _over_epochs(
+    config: Config, prepared: Job, dataset: PackedDataset, announce: Announce
+) -> tuple[Config, Job]:
+    """Return the run with its steps, where their number follows from the data."""
+    if config.train.epochs is None:
+        return config, prepared
+    config = config.over(dataset.num_sequences)
+    announce(
+        f"{config.train.epochs:g} epochs of {dataset.num_sequences:,} sequences are {config.train.steps:,} steps of "
+        f"{config.sequences_per_step}"
+    )
+    return config, replace(prepared, config=prepared.config.over(dataset.num_sequences))
+
+
+def _check_goes_on(
+    config: Config, dataset: PackedDataset, resumed: Path | None, record: CommitRecord | None, ranks: Ranks
+) -> None:
+    """Check that a run goes on with the sequences that it had, and say which settings it goes on with otherwise."""
+    if record is not None:
+        state, where = record.state, home_file(config.memory, ranks.own_dir)
+    elif resumed is not None and not trainer_checkpoint.is_trainers(resumed):
+        state, where = read_state(resumed), resumed
+    else:
+        return
+    check_same_data(state, where, dataset.identity())
+    if ranks.is_first:
+        for line in changed_settings(state, config):
+            ranks.announce(line)
+
+
 def _nothing_done(prepared: Job, run_dir: Path, position: Position) -> TrainResult:
     """The result of a run that was at its end already."""
     return TrainResult(
@@ -329,13 +388,13 @@ def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDatase
     run_dir = ranks.run_dir
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype = trainer.loss_scale, trainer.prepared.dtype
+    scale, dtype, data = trainer.loss_scale, trainer.prepared.dtype, dataset.identity()
     return Saver(
         trainer,
         run_dir,
         config.train,
         commits=trainer.prepared.plan.layout.commits and not _is_replicated(config, ranks),
-        state_of=lambda position: describe(position, config, dtype, scale, dataset.num_sequences, run),
+        state_of=lambda position: describe(position, config, dtype, scale, data, run),
         announce=ranks.announce,
         decide=ranks.first_decides if ranks.group.size > 1 else None,
         writes=ranks.is_first,

@@ -1,51 +1,107 @@
 """The data set of a run: the model's tokenizer, and sequences made with it."""
 
+import contextlib
+import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from outsize.config import Config
-from outsize.data import open_data
-from outsize.data.corpus_files import find_sources
+from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.config import Config, SourceConfig
+from outsize.data import Corpus, ModelLimits, open_data
+from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
+from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
-from outsize.session.job.prepare import Job
+from outsize.model.build import load_hf_config
 from outsize.storage.directory import needed_directory
 
 
+class ModelFiles(Protocol):
+    """What tells how text becomes tokens of a model, and how many."""
+
+    @property
+    def directory(self) -> Path:
+        """Where its tokenizer lies."""
+
+    @property
+    def hf_config(self) -> Any:
+        """Its own configuration."""
+
+
 def open_dataset(
-    config: Config, prepared: Job, run_dir: Path, announce: Callable[[str], None]
+    config: Config,
+    model: ModelFiles,
+    run_dir: Path,
+    announce: Callable[[str], None],
+    *,
+    measured: bool = False,
 ) -> PackedDataset:
-    """Open the data set of ``config``, tokenised into ``run_dir`` unless it is there already.
+    """Open the data set of ``config``, tokenised into ``run_dir`` unless it is there already, and say what is in it.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        run_dir: its directory.
+        announce: told what the data were taken for.
+        measured: open what the model is measured on, and not what the model is trained on.
 
     Raises:
         DataError: there is no tokenizer, or the data cannot be used.
         ConfigError: sequences are longer than the model takes.
     """
-    sources = find_sources(Path(config.data.path), config.data.glob)
-    pretokenised = config.data.format == "tokens" or sources.container == "tokens"
-    tokenizer = None if pretokenised else load_tokenizer(prepared)
-    text_config = prepared.hf_config.get_text_config()
+    with contextlib.ExitStack() as unless_used:
+        dataset = unless_used.enter_context(_open(config, model, run_dir, measured))
+        kept = dataset.kept()
+        if measured and config.eval.split:
+            announce(f"held out for evaluation: {dataset.num_sequences:,} sequences")
+        else:
+            announce(dataset.describe(kept))
+        kept.check(config.data.seq_len)
+        unless_used.pop_all()
+    return dataset
+
+
+def _open(config: Config, model: ModelFiles, run_dir: Path, measured: bool) -> PackedDataset:
+    corpora = corpora_of(config, measured=measured)
+    is_tokens = [
+        corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob).container == "tokens"
+        for corpus in corpora
+    ]
+    tokenizer = None if all(is_tokens) else load_tokenizer(model, config.model.trust_remote_code)
+    text_config = model.hf_config.get_text_config()
     cache_dir = run_dir / "data"
     with needed_directory(cache_dir, "train.run_dir"):
-        dataset = open_data(
-            config.data.path,
+        return open_data(
+            corpora,
             tokenizer,
             seq_len=config.data.seq_len,
             cache_dir=cache_dir,
             seed=config.train.seed,
-            format=config.data.format,
             pack=config.data.pack,
-            text_field=config.data.text_field,
-            glob=config.data.glob,
-            max_positions=getattr(text_config, "max_position_embeddings", None),
-            vocab_size=getattr(text_config, "vocab_size", None),
+            template=config.data.template,
+            limits=ModelLimits(
+                max_positions=getattr(text_config, "max_position_embeddings", None),
+                vocab_size=getattr(text_config, "vocab_size", None),
+            ),
         )
-    announce(dataset.detected.describe())
-    return dataset
 
 
-def load_tokenizer(prepared: Job) -> Any:
+def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:
+    """Return the sources of a run's data, or of what the run is ``measured`` on."""
+    corpora = [
+        Corpus(**{name: getattr(source, name) for name in SourceConfig.model_fields}, split=config.eval.split)
+        for source in (config.data, *config.data.more)
+    ]
+    if not measured:
+        return corpora
+    if config.eval.data is not None:
+        return [replace(corpora[0], path=config.eval.data, weight=1.0)]
+    return [replace(corpus, weight=1.0, held=True) for corpus in corpora]
+
+
+def load_tokenizer(model: ModelFiles, trust_remote_code: bool) -> Any:
     """Load the tokenizer beside the model.
 
     Raises:
@@ -54,12 +110,57 @@ def load_tokenizer(prepared: Job) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(
-            prepared.directory, trust_remote_code=prepared.config.model.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(model.directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise DataError(
-            f"no tokenizer in {prepared.directory}: {first_line}; copy the tokenizer files of the model there, or use "
+            f"no tokenizer in {model.directory}: {first_line}; copy the tokenizer files of the model there, or use "
             "pre-tokenised data with data.format=tokens"
         ) from error
+
+
+def chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """Return a conversation as text, by the template of its tokenizer, up to where the reply begins.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    return ChatTemplate(tokenizer).open(messages)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """A model of which only tokenizer and configuration are read."""
+
+    directory: Path
+    hf_config: Any
+
+
+def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
+    """Return what a run would train on, tokenised into its run directory if it has one; reads no weights.
+
+    Args:
+        config: of the run.
+        announce: told what the data were taken for.
+
+    Raises:
+        OutsizeError: what would keep the data from being used.
+    """
+    files = _Files(
+        locate_checkpoint(config.model.path),
+        load_hf_config(config.model.path, config.model.trust_remote_code),
+    )
+    with contextlib.ExitStack() as stack:
+        run_dir = config.train.run_dir
+        directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
+        dataset = stack.enter_context(open_dataset(config, files, directory, announce))
+        kept, per_step = dataset.kept(), config.sequences_per_step
+        return {
+            "sources": [found.to_json() for found in dataset.found],
+            "seq_len": dataset.seq_len,
+            "num_sequences": dataset.num_sequences,
+            "steps_per_epoch": dataset.num_sequences / per_step,
+            "epochs": config.over(dataset.num_sequences).train.steps * per_step / dataset.num_sequences,
+            "kept": asdict(kept),
+            "lengths": [bucket._asdict() for bucket in dataset.lengths()],
+        }

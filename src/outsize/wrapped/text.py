@@ -1,7 +1,7 @@
 """Prompts in, text out, with what it took: the work of ``outsize generate``."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -66,6 +66,7 @@ def write(
     max_new_tokens: int,
     batch_size: int,
     on_text: Say,
+    add_special_tokens: bool = True,
     **choice: Any,
 ) -> tuple[list[Written], Figures]:
     """Write after each prompt.
@@ -77,12 +78,13 @@ def write(
         max_new_tokens: per prompt.
         batch_size: prompts at once; weights come up once for all of them.
         on_text: given pieces of text as they are written, where ``batch_size`` is 1.
+        add_special_tokens: whether the tokenizer adds its own, which a chat template has written already.
         choice: keyword arguments of transformers' `generate` on how tokens are chosen.
 
     Raises:
         DataError: no prompt, an empty one, or one that is too long for the model.
     """
-    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
+    encoded = [_encode(tokenizer, prompt, add_special_tokens) for prompt in prompts]
     _check_lengths(model, prompts, encoded, max_new_tokens)
     written: list[Written] = []
     ends = _ends(model, tokenizer)
@@ -108,7 +110,7 @@ def write(
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
 
 
-def check_question(prompts: Sequence[str], max_new_tokens: int, batch_size: int) -> None:
+def check_question(num_prompts: int, max_new_tokens: int, batch_size: int) -> None:
     """Refuse what cannot be written, whatever the model.
 
     Raises:
@@ -119,8 +121,8 @@ def check_question(prompts: Sequence[str], max_new_tokens: int, batch_size: int)
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens} and batch_size {batch_size}; both are at least 1"
         )
-    if not prompts:
-        raise DataError("there is no prompt; give --prompt, or a file with one per line as --prompts")
+    if not num_prompts:
+        raise DataError("there is no prompt; give --prompt, a file with one per line as --prompts, or --chat")
 
 
 def check_model(model: nn.Module) -> None:
@@ -164,8 +166,8 @@ class _Streamer:
             self._text.on_finalized_text("\n")
 
 
-def _encode(tokenizer: Any, prompt: str) -> list[int]:
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+def _encode(tokenizer: Any, prompt: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
     if not ids:
         raise DataError("an empty prompt has no token to begin with; write something")
     return ids
@@ -246,8 +248,3 @@ def _figures(
         num_streamed=after.num_streamed if after else 0,
         cache_bytes=after.cache_bytes if after else 0,
     )
-
-
-def lines_of(text: str) -> Iterator[str]:
-    """The prompts of a file: its lines, blank ones left out."""
-    yield from (line for line in text.splitlines() if line.strip())

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -15,7 +16,7 @@ import typer
 from outsize.cli.text.console import Output
 
 if TYPE_CHECKING:
-    from outsize.config import Config
+    pass
 
 # The help repeats the heart of each key's description: reading it from there would slow every `--help` down.
 FLAGS: Sequence[tuple[str, str, type, str]] = (
@@ -55,13 +56,13 @@ SetOption = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key of the configuration; repeatable."),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print plan and resolved config; train nothing.")
+    bool, typer.Option("--dry-run", help="Print the plan, then the resolved config; train nothing.")
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")
 ]
 
-RunCommand = Callable[["Config", Output, bool], None]
+RunCommand = Callable[..., None]
 Options = TypeVar("Options")
 
 
@@ -87,21 +88,32 @@ def with_options(
     return decorate
 
 
-def with_run_options(command: RunCommand) -> Callable[..., None]:
-    """Return ``command(config, output, dry_run)`` as a function with the options of a run."""
+def with_run_options(
+    command: RunCommand,
+    more: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
+    *,
+    has_dry_run: bool = True,
+) -> Callable[..., None]:
+    """Return ``command(config, output, dry_run, **more)`` as a function with the options of a run.
+
+    Args:
+        command: is called with a configuration.
+        more: annotation and default of each option that is the command's own, by name.
+        has_dry_run: whether there is something that can be left undone.
+    """
+    more = {**({"dry_run": (DryRunOption, False)} if has_dry_run else {}), **more}
     keys = {flag.removeprefix("--").replace("-", "_"): key for flag, key, _, _ in FLAGS}
 
-    def run(
-        *, config_path: Path | None, overrides: list[str] | None, dry_run: bool, as_json: bool, **flags: Any
-    ) -> None:
+    def run(*, config_path: Path | None, overrides: list[str] | None, as_json: bool, **flags: Any) -> None:
         from outsize.config import load_config
 
         output = Output(as_json=as_json)
         with output.guarded():
+            own = {name: flags.pop(name) for name in more}
             config = load_config(
                 config_path, overrides or (), {keys[name]: value for name, value in flags.items()}
             )
-            command(config, output, dry_run)
+            command(config, output, **own)
 
     offered = {
         "config_path": (ConfigArgument, None),
@@ -110,7 +122,7 @@ def with_run_options(command: RunCommand) -> Callable[..., None]:
             for name, (flag, _, kind, text) in zip(keys, FLAGS, strict=True)
         },
         "overrides": (SetOption, None),
-        "dry_run": (DryRunOption, False),
+        **more,
         "as_json": (JsonOption, False),
     }
     return _offer(run, command, offered)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(config: "Config", output: Output) -> None:
-    """Print the resolved configuration and the plan of a run; fails as the run would if nothing fits."""
+    """Print the plan of a run, then the configuration it is of; fails as the run would if nothing fits."""
     from outsize.config import dump_config
     from outsize.training import run
 
@@ -25,4 +25,4 @@ def print_plan(config: "Config", output: Output) -> None:
         }
     )
     told = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
-    output.print_result(f"{dump_config(config)}\n{plan.table}{told}")
+    output.print_result(f"{plan.table}{told}\n\n{dump_config(config)}")

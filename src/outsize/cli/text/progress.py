@@ -1,9 +1,10 @@
-"""The live line of a run: loss, learning rate, gradient norm, tokens/s, GB/s each way, stall.
+"""The live line of a run: step, epoch, loss, tokens/s, the time that is left, and what was waited for.
 
 On a terminal one line is rewritten with every step; anywhere else each step is a line of its own, so that a
 log file reads like a table. Nothing runs in the background: the line changes when a step reports.
 """
 
+from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -17,20 +18,38 @@ if TYPE_CHECKING:
     from outsize.training.metrics.run_records import StepRecord
 
 
+# What a step waited for, by the cause in its record, in words.
+WAITS = {
+    "weights": "weights to arrive",
+    "gradients": "gradients to move",
+    "activations": "activations to move",
+    "optimizer": "the optimizer",
+    "disk": "the disk",
+    "commit": "a step to be safe on the disk",
+    "checkpoint": "a checkpoint",
+    "workers": "other workers",
+    "ranks": "other ranks",
+    "loader": "the next batch",
+    "between steps": "the run between two steps",
+    "python": "Python to hand out work",
+}
+# Steps whose mean says how long the rest will take.
+_RECENT = 20
+
+
 class Progress:
     """Shows step records as they come.
 
     Args:
         console: where to.
-        num_steps: steps of the whole run.
+        verbose: whether learning rate, gradient norm, rates and lanes are shown as well.
     """
 
-    def __init__(self, console: Console, *, num_steps: int) -> None:
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
         self._console = console
-        self._num_steps = num_steps
+        self._verbose = verbose
         self._live: Live | None = None
-        self._seconds = 0.0
-        self._num_seen = 0
+        self._recent_s: deque[float] = deque(maxlen=_RECENT)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -52,32 +71,51 @@ class Progress:
 
     def update(self, record: "StepRecord") -> None:
         """Show ``record``."""
-        self._seconds += record.seconds
-        self._num_seen += 1
-        line = describe(record, self._num_steps)
+        self._recent_s.append(record.seconds)
+        left_s = (record.num_steps - record.step) * sum(self._recent_s) / len(self._recent_s)
+        line = describe(record, left_s, verbose=self._verbose)
         if self._live is None:
             self.say(line)
-            return
-        left = (self._num_steps - record.step) * self._seconds / self._num_seen
-        self._live.update(
-            Text(f"{line}  {format_seconds(left)} left", no_wrap=True, overflow="ellipsis"), refresh=True
-        )
+        else:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def describe(record: "StepRecord", num_steps: int) -> str:
-    """Return a step as one line, its columns aligned from step to step."""
-    width = len(str(num_steps))
-    stall = f"stall {record.stall_share:6.1%}"
+def describe(record: "StepRecord", left_s: float, *, verbose: bool = False) -> str:
+    """Return a step as one line, its columns aligned from step to step.
+
+    Args:
+        record: of the step.
+        left_s: seconds that the run is expected to take from here on.
+        verbose: whether learning rate, gradient norm, rates and lanes are told as well.
+    """
     parts = [
-        f"step {record.step:>{width}}/{num_steps}",
+        f"step {record.step:>{len(str(record.num_steps))}}/{record.num_steps}",
+        *([] if record.epoch is None else [f"epoch {record.epoch:.2f}"]),
         f"loss {record.loss:.4f}",
-        f"lr {record.lr:.2e}",
-        f"norm {record.grad_norm:.3f}",
         f"{record.tokens_per_s:.0f} tokens/s",
-        f"in {format_rate(record.up_bytes_per_s)}",
-        f"out {format_rate(record.down_bytes_per_s)}",
-        f"{stall} {record.stall_owner}" if record.stall_owner else stall,
+        f"{format_seconds(left_s)} left",
+        waited(record),
     ]
+    if verbose:
+        stall = f"stall {record.stall_share:6.1%}"
+        parts += [
+            f"lr {record.lr:.2e}",
+            f"norm {record.grad_norm:.3f}",
+            f"in {format_rate(record.up_bytes_per_s)}",
+            f"out {format_rate(record.down_bytes_per_s)}",
+            f"{stall} {record.stall_owner}" if record.stall_owner else stall,
+        ]
     if record.skipped:
         parts.append("skipped: not finite")
     return "  ".join(parts)
+
+
+def waited(record: "StepRecord") -> str:
+    """Return which share of a step the compute lane that stood still longest waited, and mostly for what."""
+    lane = max(record.idle_s, key=lambda name: record.idle_s[name], default=None)
+    if lane is None or record.seconds <= 0:
+        return "waits   0%"
+    causes = {cause: sum(owners.values()) for cause, owners in record.waits_s.get(lane, {}).items() if owners}
+    most = max(causes, key=lambda cause: causes[cause], default=None)
+    share = f"waits {min(1.0, record.idle_s[lane] / record.seconds):4.0%}"
+    return share if most is None else f"{share}, mostly for {WAITS.get(most, most)}"

@@ -66,6 +66,18 @@ def cut_step(layout: StepLayout) -> Passes:
     )
 
 
+def forward_alone(layout: StepLayout) -> Program:
+    """Return all units forward and the loss behind the last one, of a step of one worker; nothing is kept.
+
+    Raises:
+        ValueError: several workers take turns.
+    """
+    if layout.stages is not None or layout.cut:
+        raise ValueError("a forward by itself is one of a whole step on one worker")
+    forwards = (op for op in _lean(v_cycle(layout).ops) if op.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD))
+    return insert_disk(insert_loads(Program(tuple(forwards)), layout), replace(layout, commits=False))
+
+
 def _cut_stages(layout: StepLayout) -> Passes:
     """Return the passes of several workers, on which nothing waits in slots for a backward."""
     forward, backward = (insert_disk(program, layout) for program in staged_passes(layout))

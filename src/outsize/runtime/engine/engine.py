@@ -8,7 +8,7 @@ program keep every weight exact.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
+from outsize.planner.passes.step_parts import forward_alone
 from outsize.planner.passes.step_schedule import build_store
 from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.hazards import Hazards
@@ -35,11 +36,11 @@ from outsize.runtime.engine.workers import Crew, Worker, make_crew, make_single
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
-from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of
 from outsize.runtime.ops.gradient_ops import GradientOps
-from outsize.runtime.ops.handover_ops import HandoverOps
+from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
@@ -198,6 +199,31 @@ class Engine:
         tasks = self._executor.submit(program.ops, context)
         self._last = StepHandle(context, tasks, tasks)
         return self._last
+
+    def measure(self, microbatches: tuple[Microbatch, ...]) -> float:
+        """Return the loss of ``microbatches``, at most as many as a step has; between steps, of one worker.
+
+        Nothing is kept, and nothing that the steps go by is changed.
+
+        Raises:
+            OutsizeError: an op failed.
+        """
+        count, layout = len(microbatches), self.plan.layout
+        kept = tuple(choices[:count] for choices in layout.kept)
+        program = forward_alone(replace(layout, num_microbatches=count, kept=kept))
+        context = StepContext(
+            number=0,
+            learning_rate=0.0,
+            microbatches=microbatches,
+            keeps=False,
+            slots=slots_used(program),
+            fetches=count_fetches(program),
+        )
+        former = self._last
+        self.submit(program, context)
+        self.settle()
+        self._last = former
+        return context.loss()
 
     def settle(self) -> None:
         """Return when the program submitted last is done.

@@ -18,9 +18,9 @@ from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
-from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
 from outsize.runtime.forward.selective_recompute import Selected
 from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
@@ -125,10 +125,15 @@ class ComputeOps:
             self._runs.discard(run)  # from here on it is the context's
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
-        """FB: the last unit, the loss, and the backward of both."""
+        """FB: the last unit, the loss, and the backward of both; where nothing is kept, the loss alone."""
         unit, run = self._find(op, context)
         assert op.microbatch is not None
         microbatch = context.microbatches[op.microbatch]
+        if not context.keeps:
+            with self._naming(op), self._device.computing():
+                context.losses[op.microbatch] = self._loss_alone(run, unit, microbatch)
+            self._end(op.microbatch, context)
+            return
         with self._naming(op), self._device.computing():
             if self._settings.chunk_tokens is None:
                 divisor = microbatch.divisor / context.loss_scale
@@ -268,6 +273,19 @@ class ComputeOps:
         )
         run.backward_from_head_input(unit, gradient)
         return loss
+
+    def _loss_alone(self, run: MicrobatchRun, unit: int, microbatch: Microbatch) -> Tensor:
+        """Return the loss of a microbatch that no backward follows."""
+        if self._loss.chunk_tokens is None:
+            run.forward(unit, self._forwards[unit])
+            loss = loss_of(run.finish(unit)).detach() / microbatch.divisor
+        else:
+            hidden = run.head_input(unit)
+            targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
+            loss = chunked_loss_alone(
+                self._forwards[unit], hidden, targets, microbatch.targets, self._loss.chunk_tokens
+            )
+        return torch.zeros_like(loss) if math.isinf(microbatch.divisor) else loss
 
     def _naming(self, op: Op) -> "_Naming":
         assert op.unit is not None

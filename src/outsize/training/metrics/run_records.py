@@ -50,6 +50,11 @@ class StepRecord:
     device_bytes: dict[str, int] = field(default_factory=dict)
     gpus: tuple[dict[str, Any], ...] = ()
     host: dict[str, Any] | None = None
+    num_steps: int = 0
+    epoch: float | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+    eval_tokens: int | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
     time: float = field(default_factory=time.time)
 
@@ -96,6 +101,11 @@ class TrainResult:
         predicted_step_s: seconds of a step as predicted before the run; None where there was no prediction.
         measured_step_s: seconds of the first steps but one, which the prediction was compared with; None for fewer.
         expected_step_s: seconds of a step from the trace of those, or as predicted where there is no trace.
+        eval_loss: loss of the last evaluation, in nats per predicted token; None where there was none.
+        eval_perplexity: of that.
+        best_dir: directory of the checkpoint with the least loss of those that were evaluated and kept.
+        num_steps: optimizer steps that the run was to have.
+        stopped_early: whether the run ended since evaluations did not get better.
     """
 
     steps: int
@@ -114,6 +124,11 @@ class TrainResult:
     predicted_step_s: float | None = None
     measured_step_s: float | None = None
     expected_step_s: float | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+    best_dir: str | None = None
+    num_steps: int = 0
+    stopped_early: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""

@@ -2,7 +2,7 @@
 
 A directory is read recursively, in sorted order, without hidden files. Its kind is that of the suffixes that
 say one thing only (``.jsonl``, ``.parquet``, ``.txt``, ``.py``, ...); files whose suffix says little
-(``.json``, ``.bin``, ``.npy``) count only where there is nothing else. Anything else in a directory is left
+(``.json``, ``.csv``, ``.bin``, ...) count only where there is nothing else. Anything else in a directory is left
 out and counted.
 """
 
@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 from outsize.errors import DataError
 from outsize.files import open_binary
 
-Container = Literal["text", "json", "parquet", "tokens"]
+Container = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
 CHUNK_BYTES = 1 << 18
 
 # fmt: off
@@ -32,12 +32,14 @@ _CONTAINERS: dict[str, Container] = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".npy": "tokens",
     ".bin": "tokens",
     **dict.fromkeys(_TEXT_SUFFIXES, "text"),
 }
-_VAGUE_SUFFIXES = {".json", ".npy", ".bin"}
+_VAGUE_SUFFIXES = {".json", ".csv", ".tsv", ".npy", ".bin"}
 _COMPRESSIONS = {".gz", ".zst"}
 
 

@@ -1,15 +1,15 @@
 """What a record means: the table of formats, how one is recognised, and the document each record becomes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from outsize.data.record_reader import Record
+from outsize.data.reading.corpus import DEFAULT_TEXT_FIELD, Corpus, TrainOn
+from outsize.data.reading.record_reader import Record
 from outsize.errors import DataError
 
 FormatName = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]
 FORMATS: tuple[str, ...] = ("auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens")
-DEFAULT_TEXT_FIELD = "text"
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Document:
         text: the text, or a prompt and its completion in one.
         trained_from: character of ``text`` where training begins; 0 trains all of it.
         messages: a conversation, instead of ``text``: dicts with ``role`` and ``content``.
+        turns: numbers of the messages that are trained; None trains every token.
         tools: JSON schemas offered to the conversation's template.
         opens: the document begins here (a long text comes in pieces).
         closes: the document ends here.
@@ -30,6 +31,7 @@ class Document:
     text: str = ""
     trained_from: int = 0
     messages: list[dict[str, Any]] | None = None
+    turns: tuple[int, ...] | None = None
     tools: list[Any] | None = None
     opens: bool = True
     closes: bool = True
@@ -52,16 +54,37 @@ def detect_format(record: Record, text_field: str, where: str) -> FormatName:
         return "text"
     raise DataError(
         f"{where}: no known format has the fields {_listed(record)}; expected {text_field!r} (text_field), "
-        "'messages', 'conversations', 'prompt' and 'completion', or 'instruction' and 'output'"
+        "'messages', 'conversations', 'prompt' and 'completion', or 'instruction' and 'output'; "
+        "data.columns maps these to other names, e.g. {prompt: question, completion: answer}"
     )
 
 
-def to_document(record: Record, format_name: FormatName, text_field: str, where: str) -> Document:
+def renamed(record: Record, columns: Mapping[str, str], where: str) -> Record:
+    """Return a record with its fields under our names.
+
+    Raises:
+        DataError: the record lacks a field that ``columns`` names.
+    """
+    missing = [theirs for theirs in columns.values() if theirs not in record]
+    if missing:
+        raise DataError(f"{where}: data.columns names {_listed(missing)}, found {_listed(record)}")
+    rest = {name: value for name, value in record.items() if name not in columns.values()}
+    return {**rest, **{ours: record[theirs] for ours, theirs in columns.items()}}
+
+
+def to_document(record: Record, format_name: FormatName, corpus: Corpus, where: str) -> Document:
     """Return the document of a record.
+
+    Args:
+        record: its fields under our names.
+        format_name: of the data set.
+        corpus: names of the text field and of roles, and what is trained.
+        where: ``file:line``, for errors.
 
     Raises:
         DataError: the record is of another format, or a field is of the wrong type.
     """
+    text_field = corpus.text_field
     fields = _REQUIRED_FIELDS.get(format_name, (text_field,))
     missing = [field for field in fields if field not in record]
     if missing:
@@ -71,15 +94,29 @@ def to_document(record: Record, format_name: FormatName, text_field: str, where:
         )
     if format_name == "text":
         return Document(where, _string(record, text_field, where))
-    return _BUILDERS[format_name](record, where)
+    return _restricted(_BUILDERS[format_name](record, where, corpus.roles), corpus.train_on)
 
 
-def _prompt_completion(record: Record, where: str) -> Document:
+def _restricted(document: Document, train_on: TrainOn) -> Document:
+    """Return a document of which as much is trained as is asked for, where a builder has marked all replies."""
+    if train_on == "all":
+        return replace(document, trained_from=0, turns=None)
+    if train_on == "last" and document.turns:
+        return replace(document, turns=document.turns[-1:])
+    return document
+
+
+def _prompt_completion(record: Record, where: str, roles: Mapping[str, str]) -> Document:
+    """Return a prompt and its completion: two texts, or the two parts of a conversation."""
+    parts = [record["prompt"], record["completion"]]
+    if any(isinstance(part, list) for part in parts):
+        asked, given = (_read_messages(record, name, where, roles) for name in ("prompt", "completion"))
+        return _conversation([*asked, *given], record, where, first=len(asked))
     prompt = _string(record, "prompt", where)
     return Document(where, prompt + _string(record, "completion", where), trained_from=len(prompt))
 
 
-def _alpaca(record: Record, where: str) -> Document:
+def _alpaca(record: Record, where: str, _: Mapping[str, str]) -> Document:
     # The prompt of Stanford Alpaca, word for word: what such data was written for.
     instruction, context = _string(record, "instruction", where), record.get("input") or ""
     if not isinstance(context, str):
@@ -99,28 +136,48 @@ def _alpaca(record: Record, where: str) -> Document:
     return Document(where, prompt + _string(record, "output", where), trained_from=len(prompt))
 
 
-def _messages(record: Record, where: str) -> Document:
-    messages = []
-    for message in _turns(record, "messages", where):
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str):
-            raise DataError(f"{where}: a message needs a 'role', found the fields {_listed(message)}")
-        messages.append({**message, "content": _flat_content(content, where)})
-    return Document(where, messages=messages, tools=record.get("tools") or None)
+def _messages(record: Record, where: str, roles: Mapping[str, str]) -> Document:
+    return _conversation(_read_messages(record, "messages", where, roles), record, where)
 
 
-def _sharegpt(record: Record, where: str) -> Document:
+def _sharegpt(record: Record, where: str, roles: Mapping[str, str]) -> Document:
     messages = []
     for turn in _turns(record, "conversations", where):
-        speaker, value = turn.get("from"), turn.get("value")
-        role = _SHAREGPT_ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-        if role is None or not isinstance(value, str):
-            raise DataError(
-                f"{where}: a turn needs a string 'value' and 'from' out of {_listed(_SHAREGPT_ROLES)}, "
-                f"found from={speaker!r} and a value of type {type(value).__name__}"
-            )
-        messages.append({"role": role, "content": value})
-    return Document(where, messages=messages)
+        value = turn.get("value")
+        if not isinstance(value, str):
+            raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
+        messages.append({"role": _role(turn.get("from"), "from", where, roles), "content": value})
+    return _conversation(messages, record, where)
+
+
+def _conversation(messages: list[dict[str, Any]], record: Record, where: str, first: int = 0) -> Document:
+    """Return a conversation of which the assistant's messages from number ``first`` on are trained."""
+    turns = tuple(i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first)
+    return Document(where, messages=messages, turns=turns, tools=record.get("tools") or None)
+
+
+def _read_messages(record: Record, field: str, where: str, roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            **message,
+            "role": _role(message.get("role"), "role", where, roles),
+            "content": _flat_content(message.get("content"), where),
+        }
+        for message in _turns(record, field, where)
+    ]
+
+
+def _role(speaker: object, field: str, where: str, roles: Mapping[str, str]) -> str:
+    """Return the role of a speaker; one that nobody knows is not left untrained in silence."""
+    if not isinstance(speaker, str):
+        raise DataError(f"{where}: a message needs a string {field!r}, found {type(speaker).__name__}")
+    role = roles.get(speaker) or _ROLES.get(speaker.lower())
+    if role is None:
+        raise DataError(
+            f"{where}: unknown role {speaker!r}; known are {_listed(_ROLES)}; data.roles says which role a speaker "
+            f"has, e.g. {{{speaker}: assistant}}"
+        )
+    return role
 
 
 def _flat_content(content: object, where: str) -> str:
@@ -146,7 +203,7 @@ def _turns(record: Record, field: str, where: str) -> list[dict[str, Any]]:
 def _string(record: Record, field: str, where: str) -> str:
     value = record[field]
     if not isinstance(value, str):
-        hint = "; use the format 'messages' for conversations" if isinstance(value, list) else ""
+        hint = "; name the field 'messages' in data.columns" if isinstance(value, list) else ""
         raise DataError(f"{where}: field {field!r} must be a string, found {type(value).__name__}{hint}")
     return value
 
@@ -161,22 +218,16 @@ _REQUIRED_FIELDS: dict[FormatName, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-_BUILDERS: dict[FormatName, Callable[[Record, str], Document]] = {
+_BUILDERS: dict[FormatName, Callable[[Record, str, Mapping[str, str]], Document]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,
 }
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+# What data sets call those who speak, and the role that a chat template knows.
+_ROLES = {
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    **{role: role for role in ("system", "developer", "ipython")},
 }

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from outsize.data.corpus_files import SourceFile, Sources, read_chunks
-from outsize.data.formats import Document, FormatName, detect_format, to_document
-from outsize.data.lines import TextPiece, cut_pieces, decode_chunks
-from outsize.data.record_reader import Record, read_records
+from outsize.data.reading.corpus import Corpus, Tolerance
+from outsize.data.reading.corpus_files import SourceFile, Sources, read_chunks
+from outsize.data.reading.formats import Document, FormatName, detect_format, renamed, to_document
+from outsize.data.reading.lines import TextPiece, cut_pieces, decode_chunks
+from outsize.data.reading.record_reader import Record, read_records
 from outsize.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ class DocumentReader:
     Attributes:
         sources: the files.
         format: as given, or as detected once a record was seen.
-        text_field: field that holds the text of a ``text`` record.
+        corpus: how records are read.
+        bad: counts the malformed records.
         fields: fields of the first record.
         num_files: files read so far.
         num_skipped_files: files of a directory left out so far.
@@ -31,7 +33,8 @@ class DocumentReader:
 
     sources: Sources
     format: FormatName | None
-    text_field: str
+    corpus: Corpus
+    bad: Tolerance = field(init=False)
     fields: tuple[str, ...] = ()
     num_files: int = 0
     num_skipped_files: int = field(init=False)
@@ -40,6 +43,7 @@ class DocumentReader:
 
     def __post_init__(self) -> None:
         self.num_skipped_files = self.sources.num_skipped
+        self.bad = Tolerance(self.corpus.max_bad_records)
         if self._is_plain_text():
             self.format = "text"
 
@@ -64,7 +68,12 @@ class DocumentReader:
             DataError: a file or record that cannot be read, or is of another format, with file and line.
         """
         self.num_files = self.num_empty = self.bytes_read = 0
+        self.bad = Tolerance(self.corpus.max_bad_records)
         return self._texts() if self._is_plain_text() else self._structured()
+
+    def forgive(self, error: DataError) -> None:
+        """Count a malformed record, see `Tolerance`."""
+        self.bad.forgive(error)
 
     def _is_plain_text(self) -> bool:
         return self.sources.container in ("text", None) and self.format in ("text", None)
@@ -82,7 +91,11 @@ class DocumentReader:
     def _structured(self) -> Iterator[Document]:
         for where, record in self._records():
             assert self.format is not None
-            document = to_document(record, self.format, self.text_field, where)
+            try:
+                document = to_document(record, self.format, self.corpus, where)
+            except DataError as error:
+                self.forgive(error)
+                continue
             if not document.text and document.messages is None:
                 self.num_empty += 1
             elif self.format == "text":  # a record may hold a book
@@ -94,12 +107,18 @@ class DocumentReader:
     def _records(self) -> Iterator[tuple[str, Record]]:
         for file in self.sources.files:
             self.num_files += 1
-            for number, record in read_records(file.path, self.sources.container or "json", self._count):
+            container = self.sources.container or "json"
+            for number, found in read_records(file.path, container, self._count, self.forgive):
                 where = f"{file.path}:{number}"
                 if not self.fields:
-                    self.fields = tuple(record)
-                if self.format is None:
-                    self.format = detect_format(record, self.text_field, where)
+                    self.fields = tuple(found)
+                try:
+                    record = renamed(found, self.corpus.columns, where)
+                    if self.format is None:
+                        self.format = detect_format(record, self.corpus.text_field, where)
+                except DataError as error:
+                    self.forgive(error)
+                    continue
                 yield where, record
 
     def _count(self, num_bytes: int) -> None:

@@ -1,0 +1,1 @@
+"""From files to documents: which files, their records, and what a record means."""

@@ -1,0 +1,174 @@
+"""Records out of structured files: JSON lines, a JSON array, CSV, TSV, Parquet. Each comes with where it stands."""
+
+import csv
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from outsize.data.reading.corpus_files import Container, read_chunks
+from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks, read_lines
+from outsize.errors import DataError
+
+Record = dict[str, Any]
+Forgive = Callable[[DataError], None]
+
+
+def _refuse(error: DataError) -> None:
+    raise error
+
+
+def read_records(
+    path: Path, container: Container, on_read: Callable[[int], None], forgive: Forgive = _refuse
+) -> Iterator[tuple[int, Record]]:
+    """Yield (line or row number from 1, record) of a JSON lines, JSON array, CSV, TSV or Parquet file.
+
+    Args:
+        path: the file.
+        container: what kind of file it is.
+        on_read: called with the number of bytes as they are read from disk.
+        forgive: called with the error of a line that is no record; the line is left out if the call returns.
+
+    Raises:
+        DataError: with file and line of what is not a record.
+    """
+    if container == "parquet":
+        return _read_parquet(path, on_read)
+    if container in ("csv", "tsv"):
+        return _read_table(path, "," if container == "csv" else "\t", on_read, forgive)
+    if _first_byte(path) == b"[":
+        return _read_array(decode_chunks(read_chunks(path, on_read), path), path)
+    return _read_json_lines(path, on_read, forgive)
+
+
+def _read_json_lines(
+    path: Path, on_read: Callable[[int], None], forgive: Forgive
+) -> Iterator[tuple[int, Record]]:
+    for number, line in read_lines(read_chunks(path, on_read), path):
+        if not line.strip():
+            continue
+        try:
+            yield number, _as_record(json.loads(line), path, number)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            forgive(DataError(f"{path}:{number}: not valid JSON: {error}"))
+        except DataError as error:
+            forgive(error)
+
+
+def _read_table(
+    path: Path, delimiter: str, on_read: Callable[[int], None], forgive: Forgive
+) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a table whose first row names the columns; cells are text, and may hold lines when quoted."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    rows = csv.reader(
+        _text_lines(decode_chunks(read_chunks(path, on_read), path)), delimiter=delimiter, strict=True
+    )
+    names: list[str] = []
+    while True:
+        number = rows.line_num + 1
+        try:
+            row = next(rows, None)
+            if row is None:
+                return
+            if not row:
+                continue
+            if not names:
+                names = _column_names(row, path)
+            elif len(row) != len(names):
+                raise DataError(
+                    f"{path}:{number}: {len(row)} cells, but the first row names {len(names)} columns"
+                )
+            else:
+                yield number, dict(zip(names, row, strict=True))
+        except csv.Error as error:  # where the next row begins is not known
+            raise DataError(
+                f"{path}:{number}: not valid {'CSV' if delimiter == ',' else 'TSV'}: {error}"
+            ) from error
+        except DataError as error:
+            if not names:
+                raise
+            forgive(error)
+
+
+def _column_names(row: list[str], path: Path) -> list[str]:
+    names = [name.strip() for name in row]
+    if len(set(names)) < len(names) or not all(names):
+        raise DataError(
+            f"{path}:1: the first row of a table names its columns, each once, but it is {', '.join(map(repr, row))}"
+        )
+    return names
+
+
+def _text_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield lines with their newlines; a table may hold other separators of lines within a cell."""
+    rest = ""
+    for text in texts:
+        *lines, rest = (rest + text).split("\n")
+        yield from (line + "\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def _read_array(texts: Iterable[str], path: Path) -> Iterator[tuple[int, Record]]:
+    """Parse ``[{...}, {...}]`` object by object; the text in hand is one chunk plus one object."""
+    source = iter(texts)
+    decoder = json.JSONDecoder()
+    text, number, separators = "", 1, "[ \t\r\n"
+    while True:
+        body = text.lstrip(separators)
+        number += text.count("\n", 0, len(text) - len(body))
+        text = body
+        if text.startswith("]"):
+            return
+        value = None
+        if text:
+            separators = ", \t\r\n"
+            try:
+                value, end = decoder.raw_decode(text)
+            except json.JSONDecodeError as error:
+                if len(text) > MAX_LINE_BYTES or (more := next(source, None)) is None:
+                    raise DataError(
+                        f"{path}:{number + error.lineno - 1}: not valid JSON: {error.msg}"
+                    ) from error
+                text += more
+                continue
+            yield number, _as_record(value, path, number)
+            number += text.count("\n", 0, end)
+            text = text[end:]
+        elif (more := next(source, None)) is None:
+            raise DataError(f"{path}:{number}: the JSON array is cut short")
+        else:
+            text = more
+
+
+def _read_parquet(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[int, Record]]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            num_rows = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=256):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+                on_read(path.stat().st_size * batch.num_rows // num_rows)
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these two
+        raise DataError(f"{path}: cannot read as Parquet: {error}") from error
+
+
+def _as_record(value: object, path: Path, number: int) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{number}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _first_byte(path: Path) -> bytes:
+    """Return the first byte that is neither white space nor a byte order mark, or nothing."""
+    for chunk in read_chunks(path):
+        if body := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
+            return body[:1]
+    return b""

@@ -1,0 +1,66 @@
+"""Whether a checkpoint fits its disk is known before the run begins."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outsize.checkpoint import saving_room
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.saving_room import checkpoint_bytes
+from outsize.errors import StorageError
+from outsize.session.job.prepare import prepare
+from outsize.training.run import train
+from support import make_run
+
+HEADERS = 2**16
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=num_bytes))
+    monkeypatch.setattr(saving_room, "shutil", disk)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"model": {"dtype": "bf16"}},
+        {"optimizer": {"state": "int8"}},
+        {"train": {"method": "lora"}},
+        {"model": {"freeze": ("*embed_tokens*",)}},
+    ],
+    ids=["fp32", "bf16", "int8 moments", "adapters", "frozen"],
+)
+def test_the_size_of_a_checkpoint_is_that_of_the_one_written(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    config = make_run(tmp_path, **sections)
+    planned = checkpoint_bytes(prepare(config, tmp_path / "run", lambda _: None))
+    train(config)
+    directory = latest(tmp_path / "run")
+    assert directory is not None
+    written = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
+    assert planned <= written <= planned + HEADERS
+
+
+def test_a_checkpoint_that_cannot_fit_ends_the_run_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(tmp_path)
+    with_free(monkeypatch, 1000)
+    with pytest.raises(StorageError, match=r"a checkpoint of this run takes .*, and .* has 1000 B free"):
+        train(config)
+    assert not (tmp_path / "run" / "heartbeat.jsonl").exists()
+
+
+def test_a_second_checkpoint_that_does_not_fit_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_run(tmp_path, train={"save_every": 2})
+    needed = checkpoint_bytes(prepare(config, tmp_path / "run", lambda _: None))
+    said: list[str] = []
+    with_free(monkeypatch, needed + 1)
+    train(config, announce=said.append)
+    assert len([line for line in said if "a second one does not fit beside the first" in line]) == 1
