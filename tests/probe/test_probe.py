@@ -38,7 +38,7 @@ def test_a_whole_probe_and_what_it_leaves_behind(tmp_path):
     assert found.host.pinning[0].way == "mlock"
     assert found.data.loader_tokens_per_s["1"].median > 0
     assert found.data.tokenizer.status == "assumed"
-    assert "--full" in found.all_reduce.note
+    assert "outsize all-reduce" in found.all_reduce.note
     assert found.left_out.value == ""
     assert parse(found.to_json()) == found
     for name, reading in readings(found):
