@@ -71,9 +71,9 @@ def test_text_that_cannot_be_trained_on_is_refused(
 
 @pytest.mark.parametrize("loss", ["model", "chunked"])
 def test_a_step_without_a_single_target_changes_nothing(world: World, reading_model: Path, loss: str) -> None:
-    """Its mean over nothing would be NaN, and make every weight NaN."""
+    """Its mean over nothing would be NaN, and make every weight NaN; the one record with a target comes later."""
     masked = {"prompt": "a" * 40, "completion": "b"}
-    data = jsonl(world.root / "masked.jsonl", [masked] * 8)
+    data = jsonl(world.root / "masked.jsonl", [masked] * 200 + [{"prompt": "a", "completion": "b"}])
     result = run_well(
         world,
         "masked",
