@@ -133,7 +133,10 @@ def test_fp32_is_measured_beside_another_dtype_of_a_cpu():
 def test_peaks_are_those_of_data_sheets():
     assert flops.promised(["NVIDIA H100 80GB HBM3"], "bf16").flops_per_s == 989e12
     assert flops.promised(["NVIDIA GeForce RTX 4090"] * 2, "fp32").flops_per_s == pytest.approx(2 * 82.6e12)
-    for other in ("NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"):
+    # Cards that share a name have sheets of their own.
+    assert flops.promised(["NVIDIA H100 PCIe"], "bf16").flops_per_s == 756e12
+    assert flops.promised(["NVIDIA GeForce RTX 4090 Laptop GPU"], "bf16").flops_per_s == 79.4e12
+    for other in ("Tesla T4", "Example 9000"):  # one without products in bf16, and one that nobody knows
         peak = flops.promised([other], "bf16")
         assert peak.flops_per_s is None
         assert other in peak.source
