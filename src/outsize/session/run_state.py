@@ -157,13 +157,16 @@ def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return what may change on a resume and then trains otherwise, by key, as far as it is not the default."""
+    """Return what may change on a resume and then trains otherwise, by key, as far as it is not the default.
+
+    How masters lie at home changes no bit.
+    """
     sections = {"optimizer": config.optimizer, "model": config.model, "train": config.train}
     return {
         f"{name}.{key}": value
         for name, section in sections.items()
         for key, value in section.model_dump(mode="json", exclude_defaults=name != "train").items()
-        if name == "optimizer" or key in ("freeze", "steps")
+        if key in ("freeze", "steps") or (name == "optimizer" and key != "masters")
     }
 
 
