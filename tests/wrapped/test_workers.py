@@ -8,6 +8,7 @@ import torch
 import outsize
 import zoo
 from outsize.errors import ConfigError, ModelError
+from outsize.runtime.forward.staged_run import StagedRun
 from outsize.wrapped.module import runner_of
 from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, train, wrapped
 
@@ -57,6 +58,20 @@ def test_gradients_are_those_of_the_plain_model(name: str, device: str):
             want = resident_backward(plain, batch, 2, causal=not zoo.is_masked(name))
             assert torch.equal(streamed_backward(model, batch), want)
         assert_equal(gradients(model), gradients(plain), 1e-6 if tied else 0.0)
+
+
+def test_the_rest_may_be_loaded_again_before_a_backward_on_another_worker(monkeypatch: pytest.MonkeyPatch):
+    """BERT's head lies behind a norm of the rest, which the worker of its forward loads again for units of its own."""
+    pull = StagedRun._pull
+
+    def loaded_again(run: StagedRun, *arguments: Any) -> None:
+        for worker in range(3):
+            for plane in run._glue._rest_planes(worker):
+                plane.copy_(plane.clone())
+        pull(run, *arguments)
+
+    monkeypatch.setattr(StagedRun, "_pull", loaded_again)
+    test_gradients_are_those_of_the_plain_model("bert", "emulated:3")
 
 
 def test_between_passes_the_model_shows_its_own_parameters():

@@ -130,7 +130,9 @@ class OuterForward:
     def _parameters(self, run: "StagedRun", worker: int) -> dict[int, nn.Parameter]:
         """The rest's parameters for one run: its own, since gradients of several arrive at a time."""
         if self._places and worker not in run.parameters:
-            views = weight_views(self._rest, self._rest_planes(worker))
+            # With a count of changes of their own: the rest may be loaded again, the same bits onto themselves, before
+            # the backward of a passage that another worker goes on with.
+            views = weight_views(self._rest, tuple(plane.data for plane in self._rest_planes(worker)))
             run.parameters[worker] = {i: self._parameter(run, i, views[i]) for i in self._places}
         return run.parameters.get(worker, {})
 
