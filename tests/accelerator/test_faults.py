@@ -1,7 +1,6 @@
 """A device that fails ends a run in one clear error: nothing hangs, what was committed stays, and the run goes on."""
 
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from accelerator import late
 from devices import IS_MADE_UP
 from outsize.config import Config
 from outsize.errors import ExecutionError
+from outsize.training.metrics.run_records import StepRecord
 from outsize.training.run import train
 from support import assert_same_end, in_dir, make_run
 
@@ -23,7 +23,8 @@ TOLD = {
     "loss": "the device is lost",
     "allocation": "late out of memory",
 }
-# A step of these runs has hundreds of kernels and allocations, so each of these falls into the second one.
+# A step of these runs has hundreds of kernels and allocations, so each of these falls into the last one, or into the
+# end of the second.
 FEW = [(what, 7) for what in TOLD]
 MANY = list(itertools.product(TOLD, range(0, 68, 4), ("host", "disk")))
 
@@ -33,12 +34,15 @@ def run_of(directory: Path, home: str) -> Config:
     return make_run(directory, memory=memory, train={"steps": 3, "save_every": 1})
 
 
-def striking(what: str, after: int) -> Callable[[object], None]:
-    """Return what has something go wrong once the first step is known."""
-    strike = threading.Lock()  # once
+def striking(what: str, after: int) -> Callable[[StepRecord], None]:
+    """Return what has something go wrong once the loss of the second step is known.
 
-    def progress(record: object) -> None:
-        if strike.acquire(blocking=False):
+    The weights of the second step are computed from those after the first, so all of the first one is done by then. The
+    end of the second one, its last gradients and weights, may still be under way.
+    """
+
+    def progress(record: StepRecord) -> None:
+        if record.step == 2:
             late.strike(0, what, after)
 
     return progress
