@@ -111,6 +111,13 @@ inline void resize_to(const Tensor& tensor, at::IntArrayRef sizes, at::IntArrayR
 
 // --- any operator -----------------------------------------------------------------------------------------------------
 
+// What torch's Meta kernel answers: the results as tensors without memory, and those that are written into, by argument.
+struct Shapes {
+  bool asked = false, known = false;
+  torch::jit::Stack results;
+  std::vector<std::pair<size_t, Tensor>> outs;
+};
+
 // One call of an operator, from the stack of its arguments to that of its results.
 class Call {
  public:
@@ -185,31 +192,82 @@ class Call {
     }
   }
 
-  // Ask torch's Meta kernel what the results look like, and give tensors to write into the room they need.
+  // Find out what the results look like, and give tensors to write into the room they need; false where that takes values.
   bool infer_shapes() {
     if (returns_values_) return false;
     if (!makes_new_ && !has_out_) return true;
+    auto key = key_of_call();
+    static std::mutex lock;
+    static auto* known = new std::unordered_map<std::string, Shapes>;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      auto found = key.empty() ? known->end() : known->find(key);
+      if (found != known->end()) shapes_ = found->second;
+    }
+    if (!shapes_.asked) {
+      ask_meta_kernel();
+      std::lock_guard<std::mutex> guard(lock);
+      if (!key.empty()) known->emplace(key, shapes_);
+    }
+    if (!shapes_.known) return false;
+    for (auto& [i, meta] : shapes_.outs) {
+      auto tensor = args_[i].toTensor();
+      if (meta.sizes() != tensor.sizes()) resize_to(tensor, meta.sizes(), meta.strides());
+    }
+    return true;
+  }
+
+  // All that a shape may depend on, as bytes; empty where an argument is of a kind that is not written here.
+  // Most Meta kernels are Python's, and take ten times as long as the kernel: each call is asked once.
+  std::string key_of_call() const {
+    std::string key = name_;
+    auto put = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
+    bool readable = true;
+    auto look = [&](const Tensor& tensor, bool) {
+      put('t'), put(tensor.scalar_type()), put(tensor.device().type()), put(tensor.dim());
+      put(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      for (auto each : tensor.sizes()) put(each);
+      for (auto each : tensor.strides()) put(each);
+      return tensor;
+    };
+    auto read = [&](auto self, const IValue& value) -> void {
+      put(value.isNone() ? 'n' : 'v');
+      if (value.isTensor()) mapped(value, look);
+      else if (value.isInt()) put('i'), put(value.toInt());
+      else if (value.isDouble()) put('d'), put(value.toDouble());
+      else if (value.isBool()) put('b'), put(value.toBool());
+      else if (value.isDevice()) put('D');
+      else if (value.isString()) key += value.toStringRef() + '\0';
+      else if (value.isList()) {
+        put('l'), put(value.toListRef().size());
+        for (const IValue& each : value.toListRef()) self(self, each);
+      } else readable &= value.isNone();
+    };
+    for (size_t i = 0; i < num_args_; i++)
+      if (argument(i).name() != "generator") read(read, args_[i]);
+    return readable ? key : "";
+  }
+
+  void ask_meta_kernel() {
+    shapes_.asked = true;
     try {
       at::AutoDispatchBelowADInplaceOrView below;
       c10::impl::ExcludeDispatchKeyGuard no_python(
           c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+      auto& metas = shapes_.results;
       for (size_t i = 0; i < num_args_; i++) {
-        if (argument(i).name() == "generator") metas_.push_back(IValue());
-        else if (args_[i].isDevice()) metas_.push_back(Device(c10::DeviceType::Meta));
-        else metas_.push_back(mapped(args_[i], [](const Tensor& t, bool) { return is_here(t) ? meta_of(t) : t; }));
+        if (argument(i).name() == "generator") metas.push_back(IValue());
+        else if (args_[i].isDevice()) metas.push_back(Device(c10::DeviceType::Meta));
+        else metas.push_back(mapped(args_[i], [](const Tensor& t, bool) { return is_here(t) ? meta_of(t) : t; }));
       }
-      std::vector<IValue> given = metas_;
-      op_.callBoxed(&metas_);
-      for (size_t i = 0; i < num_args_; i++) {
-        if (!is_out(i) || !given[i].isTensor()) continue;
-        auto meta = given[i].toTensor(), tensor = args_[i].toTensor();
-        if (meta.sizes() != tensor.sizes()) resize_to(tensor, meta.sizes(), meta.strides());
-      }
-      return true;
+      std::vector<IValue> given = metas;
+      op_.callBoxed(&metas);
+      for (size_t i = 0; i < num_args_; i++)
+        if (is_out(i) && given[i].isTensor()) shapes_.outs.emplace_back(i, given[i].toTensor());
+      shapes_.known = true;
     } catch (const c10::OutOfMemoryError&) {
       throw;
     } catch (const std::exception&) {  // no such kernel, or the shape depends on values
-      return false;
     }
   }
 
@@ -235,7 +293,7 @@ class Call {
         results[r] = args_[from_[r]];
         continue;
       }
-      results[r] = mapped(metas_[r], [&](const Tensor& meta, bool) {
+      results[r] = mapped(shapes_.results[r], [&](const Tensor& meta, bool) {
         return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device_));
       });
       places[r] = mapped(results[r], [](const Tensor& tensor, bool) { return shadow_of(tensor); });
@@ -315,7 +373,7 @@ class Call {
   Device device_;
   std::vector<int> from_;  // by result: the argument that it is; -1 of a new one
   bool has_out_ = false, makes_new_ = false, returns_values_ = false;
-  torch::jit::Stack metas_;
+  Shapes shapes_;
 };
 
 inline void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
