@@ -29,6 +29,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
@@ -181,7 +182,7 @@ def failure(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int) 
     if code == 0:
         return None
     failed = [line.split(" - ")[0] for line in told if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].partition(" ")[2] if failed else f"exit {code}: {told[-1:]}"
+    return failed[0].partition(" ")[2] if failed else f"exit {code}: {told[-3:]}"
 
 
 def _try(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int, output: int) -> None:
@@ -194,10 +195,13 @@ def _try(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int, out
         import pytest
 
         options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "--accelerator=late", "-m", "not slow"]
-        options += ["--tb=line", f"--lateness={profile}", f"--late-seed={seed}"]
+        options += ["--assert=plain", "--tb=line", f"--lateness={profile}", f"--late-seed={seed}"]
         code = int(pytest.main([*options, *tests]))
-        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -90,6 +90,18 @@ IValue mapped(const IValue& value, Change change) {
   return value;
 }
 
+// Note that a stream reads or writes a tensor on the device.
+inline void touch(Queue& queue, const Tensor& tensor, bool writes, const std::string& by) {
+  if (!tensor.defined() || !is_here(tensor) || !tensor.numel()) return;
+  const auto& memory = tensor.storage().data_ptr();
+  if (!memory.get() || memory.get_deleter() != &free_block || health(tensor.device().index()).broken) return;
+  int64_t first = tensor.storage_offset(), last = first;
+  for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const char* start = static_cast<const char*>(memory.get());
+  auto size = int64_t(tensor.itemsize());
+  static_cast<Block*>(memory.get_context())->accesses.note(queue.order, start + first * size, start + (last + 1) * size, writes, by);
+}
+
 inline void resize_storage(const c10::Storage& storage, size_t num_bytes) {
   auto* impl = storage.unsafeGetStorageImpl();
   size_t kept = std::min(size_t(impl->nbytes()), num_bytes);
@@ -132,11 +144,18 @@ class Call {
     check_arguments();
     read_schema();
     bool shaped = infer_shapes();
+    for (size_t i = 0; i < num_args_; i++) touch_all(args_[i], argument(i).alias_info() && argument(i).alias_info()->isWrite());
     torch::jit::drop(*stack_, num_args_);
     shaped ? run_later() : run_now();
   }
 
  private:
+  void touch_all(const IValue& value, bool writes) const {
+    mapped(value, [&](const Tensor& tensor, bool) {
+      touch(current(device_.index()), tensor, writes, name_);
+      return tensor;
+    });
+  }
   const c10::Argument& argument(size_t i) const { return schema_.arguments()[i]; }
   bool is_out(size_t i) const {
     return argument(i).kwarg_only() && argument(i).alias_info() && argument(i).alias_info()->isWrite();
@@ -296,6 +315,7 @@ class Call {
       results[r] = mapped(shapes_.results[r], [&](const Tensor& meta, bool) {
         return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device_));
       });
+      touch_all(results[r], true);
       places[r] = mapped(results[r], [](const Tensor& tensor, bool) { return shadow_of(tensor); });
     }
     auto work = [op = op_, args = for_cpu(false), places, name = name_]() mutable { compute(op, args, places, name); };
@@ -347,6 +367,7 @@ class Call {
     };
     auto up = [&](const Tensor& value, bool) {
       auto tensor = at::empty_strided(value.sizes(), value.strides(), value.options().device(device_));
+      touch(queue, tensor, true, name_);
       put(tensor, value);
       return tensor;
     };
@@ -401,12 +422,16 @@ inline Tensor copy_between(const Tensor& source, const Tensor& target) {
   auto& here = current(source.device().index());
   auto work = [to = shadow_of(target), from = shadow_of(source)]() mutable { to.copy_(from); };
   if (source.device() == target.device()) {
+    touch(here, source, false, "a copy on the device");
+    touch(here, target, true, "a copy on the device");
     here.push(Kind::kernel, work);
     return target;
   }
   auto& there = current(target.device().index());
   num_copies++;
   wait_for(here, mark(there));
+  touch(here, source, false, "a copy to another device");
+  touch(here, target, true, "a copy from another device");
   here.push(Kind::copy, work);
   wait_for(there, mark(here));
   return target;
@@ -430,6 +455,8 @@ inline Tensor copy_from(const Tensor& asked, const Tensor& target, bool non_bloc
   bool direct = source.scalar_type() == target.scalar_type() && source.is_non_overlapping_and_dense() &&
                 target.strides() == source.strides() && pinned_memory.holds(host.const_data_ptr());
   bool waits = !non_blocking;
+  touch(queue, there, up, up ? "a copy up" : "a copy down");
+  if (direct) pinned_memory.note_access(queue.order, static_cast<const char*>(host.const_data_ptr()), host.nbytes(), !up);
   if (up) {  // memory that is not pinned is staged before the call returns
     auto from = direct ? of_host(const_cast<void*>(source.const_data_ptr()), source) : source.detach().clone();
     queue.push(Kind::copy, [to = shadow_of(target), from]() mutable { to.copy_(from); });
@@ -451,6 +478,7 @@ inline Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 }
 inline at::Scalar local_scalar(const Tensor& tensor) {
   auto device = tensor.device().index();
+  touch(current(device), tensor, false, "a number for the host");
   current(device).synchronize();
   health(device).check();
   return shadow_of(tensor).item();
