@@ -48,7 +48,19 @@ VALUES = {
     "behind": "__import__('contextlib').nullcontext()",
 }
 # Who is asked: a `record` of an account is no mark, a `wait` of a clock waits for no work.
-ASKED = ("device", "devices[", ".of(", "stream", "mark", "event", "caller", "engine", "executor", "task", "saver")
+ASKED = (
+    "device",
+    "devices[",
+    ".of(",
+    "stream",
+    "mark",
+    "event",
+    "caller",
+    "engine",
+    "executor",
+    "task",
+    "saver",
+)
 ASKED += ("dependency", "tensor", "value", "other", "accelerator", "origin", "_waits", "ended", "_torch")
 PROFILES = ("late-copies", "late-kernels")
 # A mutant that hangs is noticed, too.
@@ -57,7 +69,10 @@ EQUAL = "tests/accelerator/test_equal_to_resident.py"
 # By the beginning of a file's path: the tests to try before all others.
 NEAR = {
     "inference": ("tests/gpu/test_generate.py",),
-    "wrapped": (f"{EQUAL}::test_a_wrapped_model_waits_for_inputs_that_are_on_their_way", "tests/gpu/test_wrap.py"),
+    "wrapped": (
+        f"{EQUAL}::test_a_wrapped_model_waits_for_inputs_that_are_on_their_way",
+        "tests/gpu/test_wrap.py",
+    ),
     "runtime/ops/handover": (f"{EQUAL}::test_a_few_of_each_kind[two workers]",),
     "runtime/ops": ("tests/gpu/test_cuda.py::test_whatever_becomes_of_activations",),
     "runtime": (f"{EQUAL}::test_a_few_of_each_kind",),
@@ -65,8 +80,16 @@ NEAR = {
     "training": (f"{EQUAL}::test_a_run_goes_on_to_the_same_bits",),
     "checkpoint": (f"{EQUAL}::test_a_run_goes_on_to_the_same_bits",),
 }
-MADE_FOR_IT = tuple(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/accelerator/test_waits*.py")))
-ALL = (*MADE_FOR_IT, EQUAL, "tests/accelerator/test_faults.py", "tests/gpu/test_generate.py", "tests/gpu/test_wrap.py")
+MADE_FOR_IT = tuple(
+    str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/accelerator/test_waits*.py"))
+)
+ALL = (
+    *MADE_FOR_IT,
+    EQUAL,
+    "tests/accelerator/test_faults.py",
+    "tests/gpu/test_generate.py",
+    "tests/gpu/test_wrap.py",
+)
 # Why the source keeps what no test misses, by file and text.
 EXPLAINED: dict[tuple[str, str], str] = {}
 
@@ -157,7 +180,15 @@ def warm_up() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
-    names = ("torch", "torch._meta_registrations", "transformers", "pytest", "numpy", "safetensors.torch", "peft")
+    names = (
+        "torch",
+        "torch._meta_registrations",
+        "transformers",
+        "pytest",
+        "numpy",
+        "safetensors.torch",
+        "peft",
+    )
     for name in (*names, "transformers.modeling_utils", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
     assert "outsize" not in sys.modules
@@ -194,7 +225,17 @@ def _try(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int, out
             take_out(wait)
         import pytest
 
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "--accelerator=late", "-m", "not slow"]
+        options = [
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            "--accelerator=late",
+            "-m",
+            "not slow",
+        ]
         options += ["--assert=plain", "--tb=line", f"--lateness={profile}", f"--late-seed={seed}"]
         code = int(pytest.main([*options, *tests]))
     except BaseException:
@@ -239,7 +280,10 @@ def main() -> None:
         rows.append(
             {**asdict(wait), "noticed_by": by, "why": why, "seconds": round(time.perf_counter() - began, 1)}
         )
-        print(f"{wait.file}:{wait.line}: {wait.text}: {by or why or 'SURVIVES'} ({rows[-1]['seconds']} s)", flush=True)
+        print(
+            f"{wait.file}:{wait.line}: {wait.text}: {by or why or 'SURVIVES'} ({rows[-1]['seconds']} s)",
+            flush=True,
+        )
         if args.output:
             args.output.write_text(json.dumps(rows, indent=1) + "\n")
     survive = [row for row in rows if row["noticed_by"] is None]
