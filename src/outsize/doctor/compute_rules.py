@@ -48,7 +48,7 @@ def slow_dtype(facts: Facts) -> Seen | None:
     about, dtype = facts.run.about, facts.run.about.get("dtype")
     if "fp32_flops_per_s" not in about:
         raise LackingError("fp32_flops_per_s in run.json: it is of an older version")
-    rate, fp32_rate = about.get("peak_flops_per_s"), about["fp32_flops_per_s"]
+    rate, fp32_rate = about.get("peak_flops_per_s") or 0.0, about["fp32_flops_per_s"] or 0.0
     slower = slower_than_fp32(rate, fp32_rate)
     if slower is None:
         return None
