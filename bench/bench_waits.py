@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -265,14 +265,14 @@ def _try(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int, out
         os._exit(code)
 
 
-def noticed_by(wait: Wait, seed: int, *, only_near: bool) -> str | None:
+def noticed_by(wait: Wait, seed: int, profiles: Sequence[str], *, only_near: bool) -> str | None:
     """Return the profile and the first test that fails without ``wait``; None where none does."""
     near = next(tests for prefix, tests in NEAR.items() if wait.file.startswith(prefix))
     rest = tuple(each for each in ALL if each not in MADE_FOR_IT)
     for tests in ((*MADE_FOR_IT, *near), () if only_near else rest):
         if not tests:
             break
-        for profile in PROFILES:
+        for profile in profiles:
             found = failure(wait, tests, profile, seed)
             if found is not None:
                 return f"{profile}: {found}"
@@ -286,6 +286,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say what would be taken out")
     parser.add_argument("--only", nargs="+", default=[""], help="of places that begin so: file, or file:line")
     parser.add_argument("--near", action="store_true", help="try the nearest tests alone")
+    parser.add_argument("--profiles", nargs="+", default=PROFILES, choices=PROFILES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -298,7 +299,7 @@ def main() -> None:
     rows = []
     for wait in found:
         began = time.perf_counter()
-        by = noticed_by(wait, args.seed, only_near=args.near)
+        by = noticed_by(wait, args.seed, args.profiles, only_near=args.near)
         why = None if by else EXPLAINED.get((wait.file, wait.text))
         rows.append(
             {**asdict(wait), "noticed_by": by, "why": why, "seconds": round(time.perf_counter() - began, 1)}
