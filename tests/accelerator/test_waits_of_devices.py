@@ -1,5 +1,6 @@
 """What `Device` promises of order, on a device that tells what is out of order: see `native/order.h`."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -77,6 +78,16 @@ def test_what_a_lane_still_reads_is_held_for_it(held: bool, device: Device):
     del made
     torch.late.synchronize()
     assert len(late.offences()) == (not held)
+
+
+def test_a_mark_has_a_time_on_the_host_s_clock(device: Device):
+    """No earlier than the work that the mark stands behind: the clock begins with a mark that had passed."""
+    began = time.perf_counter()
+    with device.lane("compute"):
+        torch.ones(SIZE, device="late:0")
+        mark = device.record("compute")
+    torch.late.synchronize()
+    assert device.seconds(mark) >= began
 
 
 def test_lanes_of_workers_enter_streams_of_all_devices_they_touch(workers: Workers):
