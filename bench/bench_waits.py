@@ -82,6 +82,11 @@ NEAR = {
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
         f"{CUDA}::test_streamed_is_resident_bit_for_bit[fp32-host-offloaded]",
     ),
+    "runtime/engine": (
+        f"{EQUAL}::test_a_few_of_each_kind[on disk, few slots]",
+        "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
+        "tests/accelerator/test_faults.py",
+    ),
     "runtime/forward": (f"{EQUAL}::test_a_few_of_each_kind[two workers]",),
     "runtime": (
         f"{EQUAL}::test_a_few_of_each_kind[on disk, few slots]",
@@ -103,6 +108,10 @@ ALL = (
 CLOCK = "what a clock measures ends there: without it a figure is wrong, and no bit"
 EXPLAINED: dict[tuple[str, str], str] = {
     ("runtime/device/device.py", "self._origin.synchronize()"): CLOCK,
+    (
+        "runtime/device/device_group.py",
+        "self.devices[target].behind(name)",
+    ): "a stream of its own, so that what comes from two workers does not wait for each other: speed, and no bit",
     ("runtime/engine/executor.py", "dependency.mark.query()"): "which op a timeline says was waited for",
     ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
     ("session/decide/codec_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,

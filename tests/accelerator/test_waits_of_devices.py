@@ -44,9 +44,10 @@ def test_a_lane_may_use_what_was_allocated_at_once(device: Device):
 
 
 def test_memory_is_given_back_when_lanes_are_done_with_it(device: Device):
-    source = host()
+    room, source = device.allocate(SIZE, "slot"), host()
     with device.lane("up"):
-        device.copy(device.allocate(SIZE, "slot"), source)
+        device.copy(room, source)
+    del room
     device.close()
     assert late.offences() == []
 
