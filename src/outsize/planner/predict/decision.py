@@ -25,6 +25,7 @@ from outsize.planner.predict.expectation import PlannedStep, Simulated
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_pipeline import clock_of
@@ -64,7 +65,9 @@ class Decision:
     @property
     def options(self) -> PlanOptions:
         """What the plan was made with."""
-        return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times)
+        layout = self.plan.layout
+        in_a_round = layout.round_size if layout.stages is None else None
+        return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times, in_a_round)
 
     @cached_property
     def simulated(self) -> Simulated:
@@ -197,16 +200,46 @@ def planned(question: Question, microbatches: int) -> Decision:
 
 
 def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
-    """Return the decision with so many microbatches, and the home there.
+    """Return the decision with so many microbatches, and the home there: in rounds as large as fit, or faster ones.
 
     Raises:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits.
     """
-    microbatch = question.microbatch(microbatches)
-    options = question.options_for(microbatches, home, microbatch.times)
-    plan = plan_within(question.model, microbatch.demand, question.budgets, options)
-    return Decision(question=question, plan=plan, microbatch=microbatch)
+    microbatch, found = question.microbatch(microbatches), list[Decision]()
+    for size in _sizes_to_plan(question, microbatches, home, microbatch):
+        options = question.options_for(microbatches, home, microbatch.times, size)
+        try:
+            plan = plan_within(question.model, microbatch.demand, question.budgets, options)
+        except InfeasiblePlanError as error:
+            failure = error
+            continue
+        found.append(Decision(question=question, plan=plan, microbatch=microbatch))
+        if not question.timed or found[-1].recomputed <= 1 - 1 / NEAR:
+            break
+    if not found:
+        raise failure
+    largest, shortest = found[0], min(found, key=_phases_s) if found[1:] else found[0]
+    return shortest if shortest is not largest and shortest.step_s * NEAR < largest.step_s else largest
+
+
+def _sizes_to_plan(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
+    """Return how many of so many microbatches a round may take; where not even the fewest fit, the fewest."""
+    sizes = list(question.round_sizes(microbatches))
+    if len(sizes) == 1:
+        return sizes
+    most, least = (
+        question.options_for(microbatches, home, one.times, size) for size in (sizes[0], sizes[-1])
+    )
+    fits = most.ring or not shortage_of(question.model, one.demand, question.budgets, least)
+    return sizes if fits else sizes[-1:]
+
+
+def _phases_s(decision: Decision) -> float:
+    """Return the seconds of a step of one worker whose lanes never wait for each other within a pass."""
+    rates = decision.options.rates
+    assert rates is not None
+    return phases(decision.plan.layout, decision.microbatch.demand, rates).step_s
 
 
 def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
@@ -237,7 +270,8 @@ def _offloading(decision: Decision) -> Decision:
     question, plan = decision.question, decision.plan
     if question.options.activations != "auto" or question.num_workers > 1 or not plan.layout.any_leaves:
         return decision
-    staying = planned(replace(question, linked=False), decision.microbatches)
+    named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
+    staying = planned(replace(named, linked=False), decision.microbatches)
     if not worth_it(staying.step_s, decision.step_s):
         return replace(staying, question=question)
     return replace(decision, former_s={**decision.former_s, "memory.activations": staying.step_s})
@@ -296,11 +330,15 @@ def fits_at_all(question: Question) -> bool:
     one = question.microbatch(count)
 
     def fits(tier: Tier) -> bool:
-        options = question.options_for(count, tier, one.times)
-        if options.num_workers > 1:
-            return fits_stages(question.model, one.demand, question.budgets, options)
-        return not shortage_of(question.model, one.demand, question.budgets, options)
+        for size in (sizes[-1], sizes[0]):  # the one asks for the least, the other for the least at home
+            options = question.options_for(count, tier, one.times, size)
+            if options.num_workers > 1:
+                return fits_stages(question.model, one.demand, question.budgets, options)
+            if not shortage_of(question.model, one.demand, question.budgets, options):
+                return True
+        return False
 
+    sizes = list(question.round_sizes(count))
     return any(fits(tier) for tier in _tiers(question))
 
 

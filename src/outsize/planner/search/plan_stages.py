@@ -1,7 +1,7 @@
 """The plan of a step on several workers: stages cut for their memory (`stage_memory`), dealt out in turn.
 
-Where several units add to the gradient of a rest that trains, each is in a stage of its own, and a round takes all
-microbatches unless somebody says how many: sums are taken use by use, round by round, as everywhere.
+Where several units add to the gradient of a rest that trains, each is in a stage of its own, and a round takes as many
+microbatches as have room: sums are taken use by use, round by round, as everywhere.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from outsize.planner.search.smaller import smaller_microbatches
 from outsize.planner.search.stage_layout import single_units, staged_layout
 from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, ways_of
-from outsize.planner.search.stage_pipeline import bottom_of, pipeline_of, round_sizes_of
+from outsize.planner.search.stage_pipeline import bottom_of, is_large, pipeline_of, round_sizes_of
 from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of
 from outsize.planner.search.step_plan import Budgets, Plan
 from outsize.planner.search.upgrades import ENOUGH
@@ -174,7 +174,9 @@ class _Planner:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
 
     def _single_units(self, halves: tuple[int, int]) -> Stages:
-        least = min(round_sizes_of(self._options, self._demand), default=1)
+        options = self._options
+        named = options.round_microbatches is not None or options.cut
+        least = round_sizes_of(options, self._demand)[0] if named else 1
         return single_units(self._model.num_streamed, self._bottom, least, halves)
 
     def _cut(self, way: Way, halves: tuple[int, int], max_visits: int) -> tuple[float, Stages] | None:
@@ -183,13 +185,27 @@ class _Planner:
         if options.stages is not None:
             return self._pipeline(way, options.stages).step_s(options.stages), options.stages
         pipeline = pipeline_of(self._memory, budget, halves, way)
-        pipeline = replace(pipeline, holds=lambda stages: self._memory.device_bytes(stages, way) <= budget)
+        sizes = self._round_sizes(way, halves)
+        most = max(sizes)
+
+        def holds(stages: Stages) -> bool:
+            return self._memory.device_bytes(replace(stages, round_size=most), way) <= budget
+
+        pipeline = replace(pipeline, holds=holds)
         try:
-            sizes = round_sizes_of(options, self._demand)
             stages = partition(pipeline, sizes, max_visits=max_visits)
         except ValueError:
             return None
         return pipeline.step_s(stages), stages
+
+    def _round_sizes(self, way: Way, halves: tuple[int, int]) -> list[int]:
+        """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
+
+        No others hand over more.
+        """
+        single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
+        fitting = [size for size in found if self._holds(self._layout(way, replace(single, round_size=size)))]
+        return fitting[-1:] if is_large(self._options, self._demand) else fitting or [single.round_size]
 
     def _pipeline(self, way: Way, stages: Stages) -> Pipeline:
         halves = (stages.slot_halves, stages.accumulator_halves)
@@ -250,7 +266,7 @@ def _what_to_try(
         "offloaded activations": "memory.activations=auto, which keeps what has room",
         "weight slots": f"devices with {needed}",
         "gradient accumulators": f"devices with {needed}",
-        "saved activations": "fewer tokens per step",
+        "saved activations": smaller_microbatches(options, None),
     }.get(largest)
     if advice is None and tier == "device":
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)

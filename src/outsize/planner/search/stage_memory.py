@@ -64,7 +64,6 @@ class StageMemory:
         resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
         return {
             "resident": sum(resident),
-            "shared": demand.shared_bytes * self.options.microbatches,
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),
         }
@@ -103,6 +102,7 @@ class StageMemory:
             "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
             "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
             "workspace": max(self.workspace_bytes(*span, keeps) for span in spans),
+            "shared": self.demand.shared_bytes * min(2 * stages.round_size, self.options.microbatches),
             **self.constant,
         }
 
