@@ -11,6 +11,7 @@ draining of stages leaves a percent to gain, and taken only where the partitione
 one.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.round_search import rounds_to_try
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
@@ -88,6 +90,13 @@ class Decision:
     def step_s(self) -> float:
         """Seconds of a step, as simulated."""
         return self.simulated.step_s
+
+    @property
+    def lanes_s(self) -> float:
+        """Seconds of a step of one worker whose lanes never wait for each other within a pass."""
+        rates = self.options.rates
+        assert rates is not None
+        return phases(self.plan.layout, self.microbatch.demand, rates).step_s
 
     @property
     def recomputed(self) -> float:
@@ -165,6 +174,18 @@ def _fastest(question: Question) -> Decision:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits; of the plan that is short by the least.
     """
+    tiers = _tiers(question)
+    for tier in tiers[:-1]:
+        try:
+            return _fastest_at(question, tier)
+        except InfeasiblePlanError as error:
+            if "host" not in error.short_by:
+                raise
+    return _fastest_at(question, tiers[-1])
+
+
+def _fastest_at(question: Question, home: Tier) -> Decision:
+    """Return the same with the home there, and raise the same."""
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
 
@@ -174,29 +195,12 @@ def _fastest(question: Question) -> Decision:
 
     return search_cuts(
         cuts if named is None else (named,),
-        lambda microbatches: _handed_over(_offloading(planned(question, microbatches))),
+        lambda microbatches: _handed_over(_offloading(planned_at(question, microbatches, home))),
         lambda decision: decision.step_s,
         may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
         is_enough=is_enough if named is None else lambda _: True,
-        may_fit=lambda error: "device" in error.short_by,
+        may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
     )
-
-
-def planned(question: Question, microbatches: int) -> Decision:
-    """Return the decision with so many microbatches, and the first home that was asked for and fits.
-
-    Raises:
-        ConfigError: what is asked for cannot be.
-        InfeasiblePlanError: nothing fits.
-    """
-    tiers = _tiers(question)
-    for tier in tiers[:-1]:
-        try:
-            return planned_at(question, microbatches, tier)
-        except InfeasiblePlanError as error:
-            if "host" not in error.short_by:
-                raise
-    return planned_at(question, microbatches, tiers[-1])
 
 
 def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
@@ -206,40 +210,45 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits.
     """
-    microbatch, found = question.microbatch(microbatches), list[Decision]()
-    for size in _sizes_to_plan(question, microbatches, home, microbatch):
-        options = question.options_for(microbatches, home, microbatch.times, size)
+    one = question.microbatch(microbatches)
+
+    def planned_in(size: int) -> Decision:
+        options = question.options_for(microbatches, home, one.times, size)
+        plan = plan_within(question.model, one.demand, question.budgets, options)
+        return Decision(question=question, plan=plan, microbatch=one)
+
+    most, *smaller = _rounds_that_fit(question, microbatches, home, one)
+    largest = best = planned_in(most)
+    rates = largest.options.rates
+    if not question.timed or rates is None or not smaller:
+        return largest
+    for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller):
         try:
-            plan = plan_within(question.model, microbatch.demand, question.budgets, options)
-        except InfeasiblePlanError as error:
-            failure = error
-            continue
-        found.append(Decision(question=question, plan=plan, microbatch=microbatch))
-        if not question.timed or found[-1].recomputed <= 1 - 1 / NEAR:
+            found = planned_in(size)
+        except InfeasiblePlanError:
             break
-    if not found:
-        raise failure
-    largest, shortest = found[0], min(found, key=_phases_s) if found[1:] else found[0]
-    return shortest if shortest is not largest and shortest.step_s * NEAR < largest.step_s else largest
+        if found.lanes_s >= best.lanes_s:
+            break
+        best = found
+    return best if best is largest or best.step_s * NEAR < largest.step_s else largest
 
 
-def _sizes_to_plan(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
-    """Return how many of so many microbatches a round may take; where not even the fewest fit, the fewest."""
+def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
+    """Return how many of so many microbatches a round may take, the most first; of none that fits, the smallest.
+
+    A round of all asks for the most while a step runs and, where gradients pass through a ring, for the least at home.
+    """
     sizes = list(question.round_sizes(microbatches))
-    if len(sizes) == 1:
+
+    def fits(size: int) -> bool:
+        options = question.options_for(microbatches, home, one.times, size)
+        return not shortage_of(question.model, one.demand, question.budgets, options)
+
+    if not sizes[1:] or fits(sizes[0]):
         return sizes
-    most, least = (
-        question.options_for(microbatches, home, one.times, size) for size in (sizes[0], sizes[-1])
-    )
-    fits = most.ring or not shortage_of(question.model, one.demand, question.budgets, least)
-    return sizes if fits else sizes[-1:]
-
-
-def _phases_s(decision: Decision) -> float:
-    """Return the seconds of a step of one worker whose lanes never wait for each other within a pass."""
-    rates = decision.options.rates
-    assert rates is not None
-    return phases(decision.plan.layout, decision.microbatch.demand, rates).step_s
+    fitting = sizes[bisect_left(sizes, True, lo=1, key=fits) :]
+    ring = question.options_for(microbatches, home, one.times, sizes[0]).ring
+    return fitting or (sizes[:1] if ring else sizes[-1:])
 
 
 def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
@@ -271,7 +280,7 @@ def _offloading(decision: Decision) -> Decision:
     if question.options.activations != "auto" or question.num_workers > 1 or not plan.layout.any_leaves:
         return decision
     named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
-    staying = planned(replace(named, linked=False), decision.microbatches)
+    staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)
     if not worth_it(staying.step_s, decision.step_s):
         return replace(staying, question=question)
     return replace(decision, former_s={**decision.former_s, "memory.activations": staying.step_s})

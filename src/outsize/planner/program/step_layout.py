@@ -205,8 +205,7 @@ class StepLayout:
     def microbatches_at_once(self) -> int:
         """Microbatches under way at once, at most: those of a round, or of two where one begins while one still ends.
 
-        No visit begins before the one that is as many visits before it as there are workers has ended, and a round has
-        at least as many stages; so the last visit of a round has ended before the next but one begins.
+        The rules of data hold later ones back, see `program.hazards`.
         """
         return min(self.round_size * (1 if self.stages is None else 2), self.num_microbatches)
 

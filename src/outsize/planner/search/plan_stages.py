@@ -28,7 +28,7 @@ from outsize.planner.search.upgrades import ENOUGH
 from outsize.units import format_bytes
 
 # Visits that the search times: enough for an answer in a second or two. A visit of many units takes longer, and gains
-# less. `BRIEF_VISITS` are for a look at whether other microbatches gain.
+# less. `BRIEF_VISITS` are for a look at whether other microbatches gain, and which of several ways is the fastest.
 MAX_VISITS, MANY_UNITS, BRIEF_VISITS = 200_000, 48, 50_000
 
 
@@ -93,19 +93,22 @@ class _Planner:
     def fit(self, max_visits: int) -> tuple[float, StepLayout]:
         """Return the time of the fastest stages found, and the step that they make."""
         halves, single, ways = self.least()
-        found: list[tuple[float, StepLayout]] = []
-        for way in ways:
-            if not self._holds(self._layout(way, single)):
-                continue
-            cut = self._cut(way, halves, max_visits)
-            if cut is not None:
-                # What moves unasked has to gain what lanes lose that fill and drain.
-                unasked = bool(way.away) and not ways[-1].away
-                found.append((cut[0] / (ENOUGH if unasked else 1.0), self._layout(way, cut[1])))
+        holding = [way for way in ways if self._holds(self._layout(way, single))]
+        # What moves unasked has to gain what lanes lose that fill and drain.
+        enough = {id(way): ENOUGH if way.away and not ways[-1].away else 1.0 for way in holding}
+
+        def cut(way: Way, visits: int) -> list[tuple[float, Way, Stages]]:
+            found = self._cut(way, halves, visits)
+            return [] if found is None else [(found[0] / enough[id(way)], way, found[1])]
+
+        first = max_visits if len(holding) == 1 else BRIEF_VISITS
+        found = [each for way in holding for each in cut(way, first)]
+        if found and max_visits > first:
+            found += cut(min(found, key=lambda each: each[0])[1], max_visits)
         if not found:
-            found.append((self._pipeline(ways[-1], single).step_s(single), self._layout(ways[-1], single)))
-        step_s, layout = min(found, key=lambda pair: pair[0])
-        return step_s, self._with_peers(layout)
+            found = [(self._pipeline(ways[-1], single).step_s(single), ways[-1], single)]
+        step_s, way, stages = min(found, key=lambda each: each[0])
+        return step_s, self._with_peers(self._layout(way, stages))
 
     def make(self, layout: StepLayout) -> Plan:
         """Return the plan of ``layout``, with as much of host memory for a home on disk as it has room for."""

@@ -69,6 +69,10 @@ class StageMemory:
         }
 
     @cached_property
+    def _top(self) -> int:
+        return self.model.num_streamed
+
+    @cached_property
     def _workspaces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         kinds = [unit.kind for unit in self.model.units[: self.model.num_streamed]]
         by_kind = self.demand.forward_workspace_bytes, self.demand.backward_workspace_bytes
@@ -84,7 +88,7 @@ class StageMemory:
         forward, both = (sizes[slice(*span)] for sizes in self._workspaces)
         if not backward:
             return max(forward)
-        return max(*forward, *both) if span[1] == self.model.num_streamed and not keeps else sum(both)
+        return max(*forward, *both) if span[1] == self._top and not keeps else sum(both)
 
     def on_device(self, stages: Stages, keeps: bool, away: Away) -> dict[str, int]:
         """Return the bytes on each worker by class, arrivals from other workers apart.

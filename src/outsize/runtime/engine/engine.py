@@ -161,7 +161,8 @@ class Engine:
         self._last: StepHandle | None = None
         self._num_begun = 0
         self._skipped: set[int] = set()
-        hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
+        at_once, feedback = layout.microbatches_at_once, plan.wire.feedback
+        hazards = Hazards(layout.num_streamed, layout.rest, feedback=feedback, at_once=at_once)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         # Weakly: a lane that waits must not keep the model.
         computes = [weakref.ref(worker.compute) for worker in self._crew.workers]
