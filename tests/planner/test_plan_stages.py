@@ -116,6 +116,10 @@ def test_plans_fit_obey_the_rules_and_set_aside_what_is_used(
     if tied:
         assert layout.num_rounds == 1 or budget < most
         assert all(len(set(users) & set(range(*span))) <= 1 for span in layout.stages.backward)
+        later = [span for span in layout.stages.backward[1:] if set(users) & set(range(*span))]
+        assert all(
+            end - first == 1 for first, end in later
+        )  # nothing else waits for the sum of the one before
 
 
 def _below_the_turn(layout, sizes):

@@ -25,7 +25,7 @@ from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.predict.expectation import PlannedStep, Simulated
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
 from outsize.planner.program.activation_policy import Choice
-from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
 from outsize.planner.search.round_search import rounds_to_try
@@ -303,7 +303,9 @@ def _may_gain(best: Decision, microbatches: int) -> bool:
     assert stages is not None
     clock = clock_of(model, best.microbatch.demand, best.options, best.plan)
     filling_s = clock.filling_and_draining_s(stages)
-    if not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
+    # Of short rounds, as memory may want them, stages wait for each other throughout.
+    short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
+    if not short and not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
         return False
     try:
         gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)

@@ -60,7 +60,10 @@ def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int],
     )
 
     def fits(span: Span, backward: bool) -> bool:
-        several = backward and len(demand.rest_users.intersection(range(*span))) > 1
+        users = demand.rest_users.intersection(range(*span)) if backward else ()
+        # A later user of a rest waits until all microbatches have passed the one before: nothing else is to wait so.
+        waits = len(demand.rest_users) > 1 and span[1] < model.num_streamed
+        several = span[1] - span[0] > 1 and len(users) > (not waits)
         return not several and has_room(span, backward)
 
     streamed = model.units[: model.num_streamed]
