@@ -226,7 +226,7 @@ class _Planner:
             return candidate
         if self._options.handover == "peer":
             raise InfeasiblePlanError(
-                f"parallel.handover=peer needs room for {candidate.num_places} microbatches that arrive on each "
+                f"parallel.handover=peer needs room for what arrives of a round of {candidate.num_places} on each "
                 "device; first try parallel.handover=auto, which goes by way of host memory where there is none",
                 missing,
             )
