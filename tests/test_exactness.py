@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import reference
 import zoo
+from devices import DEVICE, TORCH_DEVICE, needs_accelerator
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ModelError
 from reference import Trace
 from support import (
+    DTYPES,
     Streamed,
     make_batches,
     make_config,
@@ -30,6 +32,7 @@ from support import (
     reseed_of,
     run_streamed,
     save_model,
+    train_resident,
     unit_names,
 )
 
@@ -46,7 +49,6 @@ OTHERS = tuple(name for name in zoo.ARCHITECTURES if name not in (*FAMILIES, SHA
 # What backwards need takes turns as well.
 KEPT = ("recompute", "keep")
 COMBINATIONS = tuple(itertools.product((1, 2, 3), (2, 4), ("host", "disk")))
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_tied(model: nn.Module) -> bool:
@@ -103,9 +105,9 @@ def compare_model(
     got, prepared = run_streamed(config, batches, directory / "run")
     dtype = config.model.dtype
     masters = None
-    if dtype in LOW:
+    if dtype != "fp32":
         masters = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-        network = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=LOW[dtype]).train()
+        network = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=DTYPES[dtype]).train()
     recipe = recipe_of(
         config,
         causal=causal,
@@ -441,7 +443,7 @@ def test_padding_is_exact(name: str, side: str, tmp_path: Path):
     compare(name, tmp_path, batches=batches, train={"microbatches": 2}, data={"pack": False})
 
 
-# --- CUDA ---------------------------------------------------------------------------------------------------
+# --- accelerators -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -453,13 +455,15 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_accelerator
 @pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "phi3", "gpt_neox", "olmo2"])
-def test_cuda_is_exact(name: str, count: int, dtype: str, home: str, deterministic: None, tmp_path: Path):
-    """The model computes on the GPU and AdamW steps in host memory, here and in the reference."""
+def test_an_accelerator_is_exact(
+    name: str, count: int, dtype: str, home: str, deterministic: None, tmp_path: Path
+):
+    """The model computes on the device and AdamW steps in host memory, here and in the reference."""
     model, batches = zoo.build(name), make_batches(name)
     save_model(model, tmp_path / "model")
     config = make_config(
@@ -467,20 +471,11 @@ def test_cuda_is_exact(name: str, count: int, dtype: str, home: str, determinist
         batches,
         model={"dtype": dtype},
         train={"microbatches": count},
-        memory={"device": "cuda:0", "home": home, "slots": 2, "offload": True},
+        memory={"device": DEVICE, "home": home, "slots": 2, "offload": True},
     )
     got, prepared = run_streamed(config, batches, tmp_path / "run")
-    got.gradients = [{n: gradient.cpu() for n, gradient in step.items()} for step in got.gradients]
-    masters = {n: parameter.detach().clone() for n, parameter in model.named_parameters()}
-    resident = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=LOW.get(dtype, torch.float32))
-    parts = [
-        [{k: v.cuda() for k, v in part.items()} for part in step] for step in microbatches(batches, count)
-    ]
-    recipe = recipe_of(config, units=unit_names(prepared.split), reseed=reseed_of(config.train.seed))
-    want = reference.train(resident.cuda().train(), parts, recipe, masters)
-    want.gradients = [{n: gradient.cpu() for n, gradient in step.items()} for step in want.gradients]
-    want.weights = {n: weight.cpu() for n, weight in want.weights.items()}
-    assert differences(got, want) == []
+    told = {"units": unit_names(prepared.split), "reseed": reseed_of(config.train.seed)}
+    assert differences(got, train_resident(model, batches, config, TORCH_DEVICE, **told)) == []
 
 
 # --- threads ------------------------------------------------------------------------------------------------
