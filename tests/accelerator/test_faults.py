@@ -29,6 +29,12 @@ FEW = [(what, 7) for what in TOLD]
 MANY = list(itertools.product(TOLD, range(0, 68, 4)))  # of each home: 102
 
 
+@pytest.fixture(autouse=True)
+def no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what such a small run takes is to measure how long it will take."""
+    monkeypatch.setattr("outsize.training.run.forecast", lambda *asked: None)
+
+
 @pytest.fixture(scope="module", params=["host", "disk"])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run that nothing befell: what all others have to come to."""
