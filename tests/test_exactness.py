@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import reference
 import zoo
-from devices import DEVICE, TORCH_DEVICE, needs_accelerator
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ModelError
 from reference import Trace
@@ -32,7 +31,6 @@ from support import (
     reseed_of,
     run_streamed,
     save_model,
-    train_resident,
     unit_names,
 )
 
@@ -441,41 +439,6 @@ def test_padding_is_exact(name: str, side: str, tmp_path: Path):
             Batch(batch.input_ids * mask, batch.labels.masked_fill(mask == 0, IGNORED), attention_mask=mask)
         )
     compare(name, tmp_path, batches=batches, train={"microbatches": 2}, data={"pack": False})
-
-
-# --- accelerators -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.cuda
-@needs_accelerator
-@pytest.mark.parametrize("home", ["host", "disk"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "phi3", "gpt_neox", "olmo2"])
-def test_an_accelerator_is_exact(
-    name: str, count: int, dtype: str, home: str, deterministic: None, tmp_path: Path
-):
-    """The model computes on the device and AdamW steps in host memory, here and in the reference."""
-    model, batches = zoo.build(name), make_batches(name)
-    save_model(model, tmp_path / "model")
-    config = make_config(
-        tmp_path / "model",
-        batches,
-        model={"dtype": dtype},
-        train={"microbatches": count},
-        memory={"device": DEVICE, "home": home, "slots": 2, "offload": True},
-    )
-    got, prepared = run_streamed(config, batches, tmp_path / "run")
-    told = {"units": unit_names(prepared.split), "reseed": reseed_of(config.train.seed)}
-    assert differences(got, train_resident(model, batches, config, TORCH_DEVICE, **told)) == []
 
 
 # --- threads ------------------------------------------------------------------------------------------------

@@ -85,24 +85,29 @@ def loop_streamed(_: Path) -> Trace:
         return trace
 
 
-def loop_resident(_: Path) -> Trace:
-    model = two_layers().to(DEVICE)
-    on_host = {name: nn.Parameter(value.detach().cpu()) for name, value in model.named_parameters()}
-    optimizer = torch.optim.AdamW(on_host.values(), lr=1e-3, fused=True)
+def host_adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer that steps fp32 masters in host memory, as a streamed one does, of a model that lies on a device."""
+    masters = {name: nn.Parameter(value.detach().cpu()) for name, value in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), fused=True, **settings)
 
-    def step(*_: Any) -> None:
+    def fetch_gradients(*_: Any) -> None:
         for name, value in model.named_parameters():
-            on_host[name].grad = value.grad.cpu()
+            masters[name].grad = None if value.grad is None else value.grad.cpu()
             value.grad = None
 
     def put_back(*_: Any) -> None:
         with torch.no_grad():
             for name, value in model.named_parameters():
-                value.copy_(on_host[name])
+                value.copy_(masters[name])
 
-    optimizer.register_step_pre_hook(step)
+    optimizer.register_step_pre_hook(fetch_gradients)
     optimizer.register_step_post_hook(put_back)
-    trace = loop(model, optimizer)
+    return optimizer
+
+
+def loop_resident(_: Path) -> Trace:
+    model = two_layers().to(DEVICE)
+    trace = loop(model, host_adamw(model, lr=1e-3))
     trace.weights = weights_of(model)
     return trace
 
