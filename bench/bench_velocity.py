@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from outsize.config import DataConfig
 from outsize.data import ModelLimits, PackedDataset, Prefetcher, open_data
 from outsize.model.sizes.model_spec import pack_unit
 from outsize.optim.adamw import PlaneAdamW
@@ -45,11 +46,14 @@ CLAIM_B = (
     "9.3 TFLOP/s at 6 x 218M operations per token: 23 % of the 40.1 TFLOP/s (fp32) of that card",
 )
 
+# What `outsize train` holds ready.
+DEPTH = DataConfig.model_fields["prefetch"].default
+
 
 def saturated(dataset: PackedDataset, num_sequences: int, seconds: float) -> float:
     """Return tokens per second to a consumer that asks as fast as it can."""
-    with Prefetcher(dataset, num_sequences, depth=4) as ring:
-        for _ in range(4):
+    with Prefetcher(dataset, num_sequences, depth=DEPTH) as ring:
+        for _ in range(DEPTH):
             ring.next()
         num_batches, started = 0, time.perf_counter()
         while time.perf_counter() - started < seconds:
@@ -64,8 +68,8 @@ def paced(dataset: PackedDataset, num_sequences: int, rate: float, seconds: floa
     Time that it is late is made up for, as a device with a queue would; it waits asleep for its next turn.
     """
     period_s, never = num_sequences * dataset.seq_len / rate, threading.Event()
-    with Prefetcher(dataset, num_sequences, depth=4) as ring:
-        for _ in range(4):
+    with Prefetcher(dataset, num_sequences, depth=DEPTH) as ring:
+        for _ in range(DEPTH):
             ring.next()
         num_batches, idle_s, started = 0, 0.0, time.perf_counter()
         while (now := time.perf_counter()) - started < seconds:

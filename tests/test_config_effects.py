@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "optimizer.min_lr": ("1e-6", [(["optimizer.schedule=linear"], ONE)]),
     "optimizer.decay_ratio": ("0.2", [([], ONE)]),
     "optimizer.restarts": ("3", [([], ONE)]),
+    "data.workers": ("2", [(["data.prefetch=1"], ONE)]),
     "data.glob": ("a*", [([], Surroundings(one_file=True))]),
     "train.head_chunk_tokens": (
         "64",

@@ -14,6 +14,7 @@ import outsize
 import zoo
 from accelerator import exactness_set, late
 from devices import DEVICE, DEVICES, IS_MADE_UP, needs_accelerator
+from outsize.data import Batch
 from outsize.training.run import train
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_model_dir, make_run
@@ -128,3 +129,18 @@ def test_a_wrapped_model_waits_for_inputs_that_are_on_their_way(count: int):
                 optimizer.zero_grad()
         found.append(seen)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_run_copies_its_batches_from_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pinned, pin = [], Batch.pinned
+
+    def watched(batch: Batch) -> Batch:
+        pinned.append(pin(batch))
+        return pinned[-1]
+
+    monkeypatch.setattr(Batch, "pinned", watched)
+    train(make_run(tmp_path, memory={"device": DEVICE, "home": "host"}, train={"steps": 2}))
+    assert len(pinned) >= 2
+    for batch in pinned:
+        assert batch.input_ids.is_pinned()
+        assert batch.labels.is_pinned()

@@ -78,7 +78,7 @@ def test_rates_take_their_place_in_the_file_of_a_probe(asked, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--backend", "nccl", "--ranks", 64), "as many GPUs"),
+        (("--backend", "nccl", "--ranks", 64), "64 ranks of a machine with"),
         (("--output", "nowhere/sums.json"), "no such directory"),
         (("--bytes-max", "many"), "many"),
     ],
@@ -96,3 +96,12 @@ def test_nothing_measured_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(module, "measure_all_reduce", lambda *_, **__: nothing)
     assert run() == 2
     assert "no sum over ranks was measured: torchrun: no such backend" in capsys.readouterr().err
+
+
+def test_ranks_sum_through_their_devices_where_each_has_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "device_backend", lambda: "xccl")
+    assert module.ranks_and_backend(None, num_devices=4, num_cpus=16) == (4, "xccl")
+    assert module.ranks_and_backend(8, num_devices=4, num_cpus=16) == (8, "gloo")
+    assert module.ranks_and_backend(None, num_devices=1, num_cpus=2) == (2, "gloo")
+    monkeypatch.setattr(module, "device_backend", lambda: "")
+    assert module.ranks_and_backend(2, num_devices=2, num_cpus=2) == (2, "gloo")

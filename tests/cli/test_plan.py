@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 
 from cli.command_line import LLAMA, status_of
+from doctor.records import cpu_machine
+from hardware.fake_machine import measured
 from outsize.cli import main
 from outsize.hardware.cards.presets import parse_gpus
 
@@ -80,6 +82,23 @@ def test_a_machine_of_one_s_own(model_dir, tmp_path, capsys):
     assert "not the description of a machine" in capsys.readouterr().err
     assert run(*options, "--machine", tmp_path / "none.json") == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bf16", "is_told"), [(0.5, True), (1.0, False), (2.0, False)])
+def test_a_processor_that_multiplies_faster_in_fp32_is_told(model_dir, tmp_path, capsys, bf16, is_told):
+    found = cpu_machine(tmp_path / "root")
+    rates = {"fp32": measured(1e11), "bf16": measured(bf16 * 1e11)}
+    device = found.devices[0].model_copy(update={"matmul_flops_per_s": rates})
+    (tmp_path / "machine.json").write_text(found.model_copy(update={"devices": (device,)}).to_json())
+    options = (model_dir, "--seq-len", 128, "--no-advice", "--machine", tmp_path / "machine.json")
+    text = "products in bf16 take 2.0 times as long as in fp32"
+    assert run(*options, "--dtype", "bf16") == 0
+    assert (text in " ".join(capsys.readouterr().out.split())) == is_told
+    told = answer(capsys, *options, "--dtype", "bf16")["assumptions"]
+    assert any(line.startswith(text) and "--dtype fp32" in line for line in told) == is_told
+    assert not any(
+        "as long as in fp32" in line for line in answer(capsys, *options, "--dtype", "fp32")["assumptions"]
+    )
 
 
 def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_path, capsys):

@@ -25,6 +25,7 @@ from outsize.runtime.device.device import Device, EmulatedDevice
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.workers import Resources
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
 from outsize.storage.scratch import HostScratch
@@ -121,14 +122,10 @@ def crew_over(
             parts,
             boundaries,
             plan,
-            workers,
-            home,
-            arena,
-            scratch,
+            Resources(device=workers, home=home, host=arena, scratch=scratch, rooms=rooms),
             EngineSettings(
                 optimizer=PlaneAdamW(weight_decay=0.1), max_grad_norm=max_grad_norm or float("inf"), **chosen
             ),
-            rooms,
         )
         stack.callback(engine.close)
         yield Rig(engine, parts, home, arena)

@@ -26,6 +26,7 @@ from outsize.runtime.device.device import open_device
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.plan_scratch import open_rooms
+from outsize.runtime.engine.workers import Resources
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.runtime.ops.exchange_ops import Shared
@@ -148,16 +149,12 @@ def engine_over(
             parts,
             boundaries,
             plan,
-            opened,
-            where,
-            arena,
-            scratch,
+            Resources(device=opened, home=where, host=arena, scratch=scratch, rooms=rooms),
             EngineSettings(
                 optimizer=PlaneAdamW(weight_decay=0.1),
                 max_grad_norm=max_grad_norm or float("inf"),
                 **(settings or {}),
             ),
-            rooms,
             shared,
         )
         stack.callback(engine.close)

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ def all_reduce(
         ),
     ] = None,
     backend: Annotated[
-        Literal["auto", "gloo", "nccl"], typer.Option(help="nccl needs a GPU for each process.")
+        str, typer.Option(help="auto, gloo, or that of the devices, one for each process: nccl, xccl, hccl.")
     ] = "auto",
     bytes_max: Annotated[str, typer.Option(help="The largest sum, on each rank.")] = "64MiB",
     output_file: Annotated[
@@ -67,26 +67,31 @@ def _bytes(text: str) -> int:
 
 def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduceRates":
     """Return the rates of ranks that torchrun has started, of which this is one, or of ranks started here."""
-    import torch
+    from outsize.accelerators import count_of, kind_here
+    from outsize.probing.all_reduce import measure_all_reduce, ranks_and_backend, time_as_rank
 
-    from outsize.probing.all_reduce import measure_all_reduce, time_as_rank
-
-    gpus = torch.accelerator.device_count()
+    kind = kind_here()
+    num_devices = 0 if kind is None else count_of(kind)
     if "WORLD_SIZE" in os.environ:
         if num_ranks is not None:
             raise ConfigError("--ranks: torchrun has started the ranks; leave --ranks away")
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return time_as_rank(_backend(backend, local_ranks, gpus), bytes_max)
-    ranks = num_ranks or (gpus if gpus > 1 else min(4, len(os.sched_getaffinity(0))))
-    return measure_all_reduce(ranks, bytes_max, backend=_backend(backend, ranks, gpus))
+        ranks, best = ranks_and_backend(local_ranks, num_devices, local_ranks)
+        return time_as_rank(_checked(backend, best, ranks, num_devices), bytes_max)
+    ranks, best = ranks_and_backend(num_ranks, num_devices, len(os.sched_getaffinity(0)))
+    return measure_all_reduce(ranks, bytes_max, backend=_checked(backend, best, ranks, num_devices))
 
 
-def _backend(asked: str, ranks: int, gpus: int) -> str:
-    if asked == "nccl" and ranks > gpus:
+def _checked(asked: str, best: str, ranks: int, num_devices: int) -> str:
+    """Return the backend: ``best`` unless another is ``asked`` for, which these ranks must be able to use."""
+    if asked == "auto":
+        return best
+    if asked not in ("gloo", best):
         raise ConfigError(
-            f"--backend nccl: {ranks} ranks of a machine need as many GPUs, and torch sees {gpus}; use gloo"
+            f"--backend {asked}: {ranks} ranks of a machine with {num_devices} devices that torch sees sum by "
+            f"{' or '.join(sorted({'gloo', best}))}"
         )
-    return asked if asked != "auto" else "nccl" if ranks <= gpus else "gloo"
+    return asked
 
 
 def _write(path: Path, rates: "AllReduceRates") -> None:

@@ -66,6 +66,17 @@ class DataConfig(SourceConfig):
         description="Whether documents are laid end to end so that sequences hold no padding; "
         "otherwise one document makes one sequence, padded, and what is longer is cut.",
     )
+    prefetch: int = Field(
+        default=2,
+        ge=1,
+        description="Batches that are ready, or in the making, ahead of the step that needs them.",
+    )
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="Threads that make batches. One is enough for tokens on a local disk; more hide the latency of "
+        "files on a network.",
+    )
     template: str | None = Field(
         default=None,
         min_length=1,

@@ -27,7 +27,7 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
 from outsize.data.opening import ModelLimits, Progress, open_data
 from outsize.data.packed_dataset import PackedDataset
-from outsize.data.prefetch import Prefetcher, PrefetchStatistics
+from outsize.data.prefetch import Prefetcher
 from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.formats import FORMATS
 from outsize.data.shared import SharedData
@@ -40,7 +40,6 @@ __all__ = [
     "Detected",
     "ModelLimits",
     "PackedDataset",
-    "PrefetchStatistics",
     "Prefetcher",
     "Progress",
     "SharedData",

@@ -64,6 +64,19 @@ class Batch:
         labels = self.labels.tensor_split(num_microbatches)
         return [Batch(*parts) for parts in zip(ids, labels, masks, strict=True)]
 
+    def pinned(self) -> "Batch":
+        """Return the same batch in pinned memory, from where a copy to the accelerator goes on by itself.
+
+        torch keeps pinned memory for the next batch, and waits with that for copies that are under way.
+        """
+        mask = self.attention_mask
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
+            attention_mask=None if mask is None else mask.pin_memory(),
+        )
+
     def share(self, rank: int, size: int) -> "Batch":
         """Return the sequences of one of ``size`` ranks: in order, as even as possible, the larger shares first.
 

@@ -2,14 +2,13 @@
 
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import Seen
+from outsize.hardware.streaming import slower_than_fp32
 
 # Below this many tokens per visit of a weight, reading it takes longer than multiplying by it: FLOP/s over bytes/s,
 # times bytes per weight, over the 2 FLOPs per token. 10 to 20 on a CPU, 100 to 300 on GPUs of today in bf16.
 _ENOUGH_TOKENS = 128
 # Share of the peak that blocks of a model reach where they are large enough; data sheets' peaks are hard to come by.
 _EFFICIENT = 0.3
-# fp32 products that are so many times as fast outweigh twice the bytes of weights (`training.metrics.flops`).
-_SLOWER = 1.25
 
 
 def tiny_microbatch(facts: Facts) -> Seen | None:
@@ -49,13 +48,14 @@ def slow_dtype(facts: Facts) -> Seen | None:
     about, dtype = facts.run.about, facts.run.about.get("dtype")
     if "fp32_flops_per_s" not in about:
         raise LackingError("fp32_flops_per_s in run.json: it is of an older version")
-    rate, fp32_rate = about.get("peak_flops_per_s"), about["fp32_flops_per_s"]
-    if not rate or not fp32_rate or fp32_rate < _SLOWER * rate:
+    rate, fp32_rate = about.get("peak_flops_per_s") or 0.0, about["fp32_flops_per_s"] or 0.0
+    slower = slower_than_fp32(rate, fp32_rate)
+    if slower is None:
         return None
     return Seen(
         evidence=f"products in {dtype} reach {rate / 1e9:.3g} GFLOP/s on this processor, in fp32 {fp32_rate / 1e9:.3g}",
         expected=f"a processor that multiplies {dtype} (AMX, AVX-512 BF16, or a GPU), or fp32",
-        gain_share=1 - rate / fp32_rate,
+        gain_share=1 - 1 / slower,
     )
 
 

@@ -30,7 +30,7 @@ class AllReduceRates(Record):
     """Sums over the ranks of one machine.
 
     Attributes:
-        backend: ``gloo`` or ``nccl``.
+        backend: ``gloo``, or that of the devices: ``nccl``, ``xccl``, ``hccl``.
         num_ranks: processes.
         points: from the smallest size to the largest; none where it could not be measured.
         fit: seconds by the bytes that cross each link, `crossing_bytes`; None where there are no points.

@@ -170,3 +170,13 @@ def starved_share(num_tokens: float, flops_per_s: float, link_bytes_per_s: float
 def break_even_tokens(flops_per_s: float, link_bytes_per_s: float, weight_bytes: int) -> float:
     """Return the tokens per visit from which on compute waits for no weight; arguments as of `starved_share`."""
     return weight_bytes * flops_per_s / (2 * link_bytes_per_s)
+
+
+def slower_than_fp32(flops_per_s: float | None, fp32_flops_per_s: float | None) -> float | None:
+    """Return how often as long as in fp32 products of 16 bits take; None where they gain, or where it is not known.
+
+    Weights of two bytes halve what is moved, so fp32 has to be a quarter faster before it is said to be.
+    """
+    if not flops_per_s or not fp32_flops_per_s or fp32_flops_per_s < 1.25 * flops_per_s:
+        return None
+    return fp32_flops_per_s / flops_per_s

@@ -1,4 +1,4 @@
-"""Sums over several processes, started by torchrun: gloo anywhere, NCCL where there are GPUs.
+"""Sums over several processes, started by torchrun: gloo anywhere, that of the devices where each rank has one.
 
 `measure_all_reduce` starts the ranks on this machine, each of them ``outsize all-reduce``, which over several machines
 torchrun starts on each.
@@ -12,16 +12,35 @@ import tempfile
 import time
 from pathlib import Path
 
-from outsize.accelerators import is_accelerator, kind_here
+from outsize.accelerators import VENDORS, is_accelerator, kind_here
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
 from outsize.units import format_bytes
 
 _SMALLEST_BYTES = 2**10
 _NUM_SAMPLES = 7
-_START_S = 120.0
+# Ranks that hang are ended after this; on a machine that is busy with other things, starting them alone took 2 minutes.
+_START_S = 600.0
 _END_S = 45.0
 # An interpreter that has imported torch, with room for other builds of it: 240 MiB were seen.
 _PROCESS_BYTES = 400 * 2**20
+
+
+def ranks_and_backend(num_ranks: int | None, num_devices: int, num_cpus: int) -> tuple[int, str]:
+    """Return how many processes of this machine sum, and through what: that of the devices where each can have one.
+
+    Args:
+        num_ranks: as asked for; None for one on each device, or on each of up to four processors.
+        num_devices: accelerators that may be used.
+        num_cpus: processors that may be used.
+    """
+    ranks = num_ranks or (num_devices if num_devices > 1 else min(4, num_cpus))
+    return ranks, (device_backend() if ranks <= num_devices else "") or "gloo"
+
+
+def device_backend() -> str:
+    """Return what sums over the accelerators of this machine; empty where there is none that torch names."""
+    kind = kind_here()
+    return "" if kind is None else VENDORS[kind].backend
 
 
 def measure_all_reduce(
@@ -30,9 +49,9 @@ def measure_all_reduce(
     """Return the times of sums over ``num_ranks`` processes of this machine.
 
     Args:
-        num_ranks: processes; NCCL needs a GPU for each.
+        num_ranks: processes; any backend but gloo needs a device for each.
         bytes_max: the largest sum, on each rank; 0 measures nothing.
-        backend: ``gloo`` or ``nccl``.
+        backend: ``gloo``, or that of the devices: ``nccl``, ``xccl``, ``hccl``.
         free_bytes: memory that the processes may take together; None where it is not known.
     """
     if bytes_max < _SMALLEST_BYTES:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from outsize.accelerators import count_of, is_accelerator, kind_here, kind_of, module_of, vendor_of
+from outsize.accelerators import count_of, is_accelerator, kind_here, kind_of, module_of
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates
 from outsize.hardware.inventory import Inventory, take_inventory
 from outsize.hardware.machine_file import (
@@ -28,7 +28,7 @@ from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.probing.all_reduce import measure_all_reduce
+from outsize.probing.all_reduce import measure_all_reduce, ranks_and_backend
 from outsize.probing.codec_probe import measure_codecs
 from outsize.probing.compute import dtypes_of, measure_attention, measure_device_memory, measure_matmul
 from outsize.probing.data_probe import measure_data
@@ -284,10 +284,9 @@ class _Probe:
         self.peers = measure_peers(list(self.devices.values()), self.inventory.gpus, self.effort)
 
     def _all_reduce(self) -> None:
-        gpus = sum(is_accelerator(name) for name in self.devices)
-        usable = int(self.inventory.cpu.num_usable_cpus.number() or 1)
-        ranks = self.wishes.num_ranks or (gpus if gpus > 1 else min(4, usable))
-        backend = (vendor_of(next(iter(self.devices))).backend if 1 < ranks <= gpus else "") or "gloo"
+        num_devices = sum(is_accelerator(name) for name in self.devices)
+        num_cpus = int(self.inventory.cpu.num_usable_cpus.number() or 1)
+        ranks, backend = ranks_and_backend(self.wishes.num_ranks, num_devices, num_cpus)
         self.all_reduce = measure_all_reduce(
             ranks,
             self.effort.all_reduce_bytes_max,

@@ -34,6 +34,7 @@ from outsize.runtime.device.device_group import device_names, open_workers, tier
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.plan_scratch import open_rooms, open_scratch
+from outsize.runtime.engine.workers import Resources
 from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.link_codecs import packed_codec
@@ -196,9 +197,8 @@ class Session:
             # What torch's own allocator will take: it is reserved like everything else, so the budget is the sum.
             for tier, kind in itertools.product(self._device_tiers, ("activations", "workspace", "shared")):
                 stack.enter_context(self.ledger.reserve(tier, kind, plan.memory["device"].get(kind, 0)))
-            engine = Engine(
-                split, self.boundaries, plan, device, self.home, buffers, scratch, settings, rooms, shared
-            )
+            resources = Resources(device=device, home=self.home, host=buffers, scratch=scratch, rooms=rooms)
+            engine = Engine(split, self.boundaries, plan, resources, settings, shared)
             stack.callback(engine.close)
             self._engine, self._buffers = engine, buffers
             self._engine_stack = stack.pop_all()

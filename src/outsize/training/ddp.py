@@ -351,7 +351,9 @@ class DataParallelTrainer:
     def _loss(self, part: Batch, total: int) -> Tensor:
         """Return the sum of the losses of a microbatch over ``total`` targets."""
         targets = num_targets(part, self.prepared.measured.shifted)
-        given = {name: value.to(self._device) for name, value in model_inputs(part).items()}
+        given = {
+            name: value.to(self._device, non_blocking=True) for name, value in model_inputs(part).items()
+        }
         if not targets:  # a mean over nothing is NaN; all ranks have to send what is zero here
             given["labels"] = given["input_ids"]
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.prepared.dtype == "bf16"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from outsize.accelerators import is_accelerator
 from outsize.checkpoint.checkpoint_dir import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
 from outsize.checkpoint.saver import Saver
@@ -76,7 +77,7 @@ class Run:
         self.sequences_per_epoch = dataset.num_sequences
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
-            with _batches(dataset, self.config, self.ranks.group, self.position.step) as batches:
+            with _batches(dataset, self.prepared, self.ranks.group, self.position.step) as batches:
                 self._train(batches, interrupt)
         except BaseException:
             with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
@@ -241,9 +242,17 @@ class Run:
 
 
 @contextlib.contextmanager
-def _batches(dataset: PackedDataset, config: Config, group: Group, first: int) -> Iterator[Iterator[Batch]]:
+def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) -> Iterator[Iterator[Batch]]:
+    config = prepared.config
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
-    with Prefetcher(source, config.sequences_per_step, first) as prefetcher:
+    with Prefetcher(
+        source,
+        config.sequences_per_step,
+        first,
+        depth=config.data.prefetch,
+        num_workers=config.data.workers,
+        finish=Batch.pinned if is_accelerator(prepared.machine.device) else lambda batch: batch,
+    ) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
 
 

@@ -207,11 +207,8 @@ def _open(
     progress: Progress | None,
 ) -> Run:
     """Open the trainer and all that watches it, and go on from the checkpoint and home that are ``saved``."""
-    run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
-    resumed, record = saved
-    peak, flops = peak_of(prepared.machine.device, prepared.dtype), step_flops(prepared)
-    if slow := slow_products(peak, prepared.dtype):
-        announce(slow)
+    own_dir, announce, (resumed, record) = ranks.own_dir, ranks.announce, saved
+    peak, flops = _computing(prepared, announce)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
     begin_run(heap=prepared.heap)
     place = launched()
@@ -233,13 +230,7 @@ def _open(
         _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, asked, prepared, (flops, peak), placement)
     heartbeat = stack.enter_context(Heartbeat(own_dir))
-    named = open_writers(
-        config.telemetry.writers if ranks.is_first else (),
-        run_dir,
-        config.telemetry.project,
-        config.model_dump(mode="json"),
-    )
-    writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+    writers = stack.enter_context(_writers(config, ranks))
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
     sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
     saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
@@ -264,6 +255,25 @@ def _open(
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run
+
+
+def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:
+    """Return what the device computes at most, and what a step computes; says so where another dtype is faster."""
+    peak = peak_of(prepared.machine.device, prepared.dtype)
+    if slow := slow_products(peak, prepared.dtype):
+        announce(slow)
+    return peak, step_flops(prepared)
+
+
+def _writers(config: Config, ranks: Ranks) -> Writers:
+    """Open the trackers of a run; of several ranks the first one has them."""
+    named = open_writers(
+        config.telemetry.writers if ranks.is_first else (),
+        ranks.run_dir,
+        config.telemetry.project,
+        config.model_dump(mode="json"),
+    )
+    return Writers(named, config.telemetry.every, ranks.announce)
 
 
 def _evaluations(

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from outsize.cli.plan.plan_largest import Scaled
 from outsize.cli.plan.plan_question import Asked
+from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.decision import host_refusal
 from outsize.planner.predict.prediction import Prediction
@@ -51,7 +52,7 @@ def to_dict(
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
-        "assumptions": [*ALWAYS, *asked.figures.notes, *prediction.assumptions],
+        "assumptions": [*ALWAYS, *_notes(asked), *prediction.assumptions],
         "figures": [asdict(figure) for figure in figures_used(question, prediction)],
     }
 
@@ -86,7 +87,7 @@ def render_short(
     if why is not None:
         lines.append(f"home on disk, for want of host memory: there {why}")
     lines += _change_first(helps)
-    lines += [f"note: {note}" for note in asked.figures.notes]
+    lines += [f"note: {note}" for note in _notes(asked)]
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
     for line in lines:
@@ -158,9 +159,21 @@ def render(
         console.print(_largest_table(scaled))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
-    for assumption in (*ALWAYS, *asked.figures.notes, *prediction.assumptions):
+    for assumption in (*ALWAYS, *_notes(asked), *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _notes(asked: Asked) -> tuple[str, ...]:
+    """Return what the figures say besides rates, and whether a device multiplies faster in fp32, as measured."""
+    dtype, slow = asked.question.model.compute_dtype, []
+    for gpu in asked.question.machine.gpus:
+        rates = {name: rate.value for name, rate in gpu.peak_flops_per_s.items() if rate.measured}
+        slower = slower_than_fp32(rates.get(dtype), rates.get("fp32"))
+        note = f"products in {dtype} take {slower or 1:.1f} times as long as in fp32 on {gpu.name}: try --dtype fp32"
+        if slower is not None and note not in slow:
+            slow.append(note)
+    return (*asked.figures.notes, *slow)
 
 
 def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:

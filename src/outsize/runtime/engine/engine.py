@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,20 +18,18 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.passes.step_parts import forward_alone
 from outsize.planner.passes.step_schedule import build_store
-from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Timeline
-from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.device.profiler_ranges import OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import HandlerTable, handlers_of, lane_thread
-from outsize.runtime.engine.workers import Crew, Worker, make_crew, make_single
+from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew, make_single
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
@@ -45,10 +42,9 @@ from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.runtime.ops.save_ops import ActivationOps
-from outsize.storage.arena import Arena
 from outsize.storage.disk_file import Tally
-from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.scratch import DiskScratch, Scratch
+from outsize.storage.home import DiskHome
+from outsize.storage.scratch import DiskScratch
 
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
@@ -80,12 +76,8 @@ class Engine:
         split: the model and its units; its boundaries are in place in ``boundaries``.
         boundaries: the units' own forwards.
         plan: memory sizes and the program.
-        device: computes.
-        home: weights and optimizer state at rest.
-        host: arena of the tier below the device, for buffers between tiers.
-        scratch: room for saved activations; None where none are saved.
+        resources: devices, home and room that the plan asks for.
         settings: the rest.
-        rooms: for what forwards keep that leaves the device, by its extent.
         shared: the ranks that share the steps; None for a single one.
     """
 
@@ -94,91 +86,91 @@ class Engine:
         split: Split,
         boundaries: Boundaries,
         plan: Plan,
-        device: Device,
-        home: HostHome | DiskHome,
-        host: Arena,
-        scratch: Scratch | None,
+        resources: Resources,
         settings: EngineSettings,
-        rooms: Mapping[Extent, Scratch] = MappingProxyType({}),
         shared: Shared | None = None,
     ) -> None:
         self.plan = plan
         self._split = split
         self._settings = settings
         self.num_submitted = 0
-        layout = plan.layout
+        spec, layout, home, host = split.spec, plan.layout, resources.home, resources.host
         host_buffers = host.take_all([plan.host_buffer_bytes] * layout.num_host_buffers, "host buffers")
-        scratch_bytes = 4 * plan.state.scratch_elements(split.spec)
-        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
-        tiles = host.take_all([plan.tile_buffer_bytes] * layout.num_tile_buffers, "tile buffers")
-        store_buffer = (
-            host.take(plan.store_buffer_bytes, "checkpoint buffer") if plan.store_buffer_bytes else None
-        )
-        spec = split.spec
-        self._encoded = encoded = encode_weights(plan.transport, split.spec, home, host)
+        self._encoded = encoded = encode_weights(plan.transport, spec, home, host)
         self.exchange = None
         if shared is not None:
             self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
-        self.optimizer = OptimizerOps(
-            spec,
-            home,
-            settings.optimizer,
-            StepMemory(
-                tile_buffers=tiles,
-                tile_elements=plan.tile_elements,
-                former=None if self.exchange is None else self.exchange.former,
-                scratches=[scratch.view(torch.float32) for scratch in scratches],
-            ),
-            encoded if shared is None else None,  # weights are whole, and encoded, once they are gathered
-            own=None if self.exchange is None else self.exchange.own,
-            state=plan.state,
-            seed=settings.seed,
-        )
+        self.optimizer = self._optimizer(resources)
         crew = make_crew if layout.stages is not None else make_single
-        self._crew = crew(
-            split,
-            boundaries,
-            plan,
-            device,
-            home,
-            host_buffers,
-            scratch,
-            rooms,
-            settings,
-            encoded,
-            self.optimizer.gradient_tiles if layout.ring else (),
-        )
+        tiles = self.optimizer.gradient_tiles if layout.ring else ()
+        self._crew = crew(split, boundaries, plan, resources, host_buffers, settings, encoded, tiles)
         self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
         slots = [plane for worker in self._crew.workers for plane in worker.slots]
         # Between steps, all of this memory is free for others: whole units are read and written through it.
         self.buffers = (*slots, *self.accumulators, *host_buffers)
-        collector, beside = None, None
-        if shared is not None:
-            residuals = None if self.exchange is None else self.exchange.residuals
-            collector, beside = collector_of(spec, shared, home, plan.state, host, residuals)
-        self._storing = StoreOps(spec, home, self.optimizer, store_buffer, collector, beside)
+        self._storing = self._store_ops(resources, shared)
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
         self._skipped: set[int] = set()
-        hazards = Hazards(layout.num_streamed, layout.rest, feedback=plan.wire.feedback)
+        self.ranges = OpRanges(resources.device.torch_device)
+        self._links = _links(self._crew, layout.peers, self.exchange)
+        self._executor = self._open_lanes(resources)
+
+    def _optimizer(self, resources: Resources) -> OptimizerOps:
+        """Take the memory that steps of the optimizer need, and return its ops."""
+        spec, plan, host = self._split.spec, self.plan, resources.host
+        scratch_bytes = 4 * plan.state.scratch_elements(spec)
+        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
+        tiles = host.take_all([plan.tile_buffer_bytes] * plan.layout.num_tile_buffers, "tile buffers")
+        memory = StepMemory(
+            tile_buffers=tiles,
+            tile_elements=plan.tile_elements,
+            former=None if self.exchange is None else self.exchange.former,
+            scratches=[scratch.view(torch.float32) for scratch in scratches],
+        )
+        return OptimizerOps(
+            spec,
+            resources.home,
+            self._settings.optimizer,
+            memory,
+            # Of several ranks, weights are whole, and encoded, once they are gathered.
+            self._encoded if self.exchange is None else None,
+            own=None if self.exchange is None else self.exchange.own,
+            state=plan.state,
+            seed=self._settings.seed,
+        )
+
+    def _store_ops(self, resources: Resources, shared: Shared | None) -> StoreOps:
+        """Return the ops of checkpoints."""
+        spec, plan, home, host = self._split.spec, self.plan, resources.home, resources.host
+        num_bytes = plan.store_buffer_bytes
+        buffer = host.take(num_bytes, "checkpoint buffer") if num_bytes else None
+        collector, beside = None, None
+        if shared is not None:
+            residuals = None if self.exchange is None else self.exchange.residuals
+            collector, beside = collector_of(spec, shared, home, plan.state, host, residuals)
+        return StoreOps(spec, home, self.optimizer, buffer, collector, beside)
+
+    def _open_lanes(self, resources: Resources) -> Executor:
+        """Start what runs the ops of a program."""
+        layout = self.plan.layout
+        hazards = Hazards(layout.num_streamed, layout.rest, feedback=self.plan.wire.feedback)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         # Weakly: a lane that waits must not keep the model.
         computes = [weakref.ref(worker.compute) for worker in self._crew.workers]
-        around = partial(lane_thread, computes, settings.num_threads)
+        around = partial(lane_thread, computes, self._settings.num_threads)
         tables = tuple(
             handlers_of(worker, self.optimizer, self._commits, self._storing, self.exchange)
             for worker in self._crew.workers
         )
-        self.ranges = OpRanges(device.torch_device)
-        self._links = _links(self._crew, layout.peers, self.exchange)
-        places = [
-            place for place in (home, scratch, *rooms.values()) if isinstance(place, DiskHome | DiskScratch)
+        files = [
+            place.file.tally
+            for place in (resources.home, resources.scratch, *resources.rooms.values())
+            if isinstance(place, DiskHome | DiskScratch)
         ]
-        counting = _Counting(self._links, [place.file.tally for place in places])
-        self._executor = Executor(
-            device, lane_of, partial(_on_worker, run_op, tables, self.ranges, counting), hazards, around
-        )
+        run = partial(_on_worker, run_op, tables, self.ranges, _Counting(self._links, files))
+        return Executor(resources.device, lane_of, run, hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step, after the decision of the one before; returns at once."""

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,11 +28,31 @@ from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.offload_ops import Away
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
+from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import HostScratch, Scratch
 
 if TYPE_CHECKING:
     from outsize.runtime.engine.engine_settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a session opens for its engine, and closes after it.
+
+    Attributes:
+        device: computes; `Workers` for a plan with stages.
+        home: weights and optimizer state at rest.
+        host: arena of the tier below the device, for buffers between tiers.
+        scratch: room for saved activations and for what is handed over; None where nothing is.
+        rooms: for what forwards keep that leaves the device, by its extent.
+    """
+
+    device: Device
+    home: HostHome | DiskHome
+    host: Arena
+    scratch: Scratch | None = None
+    rooms: Mapping[Extent, Scratch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +133,20 @@ def make_single(
     split: Split,
     boundaries: Boundaries,
     plan: Plan,
-    device: Device,
-    home: HostHome | DiskHome,
+    resources: Resources,
     host_buffers: list[Tensor],
-    scratch: Scratch | None,
-    rooms: Mapping[Extent, Scratch],
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
-    gradient_tiles: Sequence[Tensor] = (),
+    gradient_tiles: Sequence[Tensor],
 ) -> Crew:
     """Return the one worker of a plan without stages; it runs the units of the model itself."""
-    memory = _Memory(split, plan, device, home, host_buffers, settings, encoded, gradient_tiles)
+    device = resources.device
+    memory = _Memory(split, plan, device, resources.home, host_buffers, settings, encoded, gradient_tiles)
     binder = Binder(split, memory.sums)
     asked = _asked_of_units(plan, settings)
     compute = ComputeOps(split, boundaries.forwards, binder, device, memory.weights, asked)
     codec = activation_codec(plan.transport)
-    activations = ActivationOps(device, scratch, codec, rooms, plan.layout.kept)
+    activations = ActivationOps(device, resources.scratch, codec, resources.rooms, plan.layout.kept)
     worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
     return Crew((worker,), (binder.close,), compute.let_go)
 
@@ -137,14 +155,11 @@ def make_crew(
     split: Split,
     boundaries: Boundaries,
     plan: Plan,
-    device: Device,
-    home: HostHome | DiskHome,
+    resources: Resources,
     host_buffers: list[Tensor],
-    scratch: Scratch | None,
-    rooms: Mapping[Extent, Scratch],
     settings: "EngineSettings",
     encoded: EncodedWeights | None,
-    gradient_tiles: Sequence[Tensor] = (),
+    gradient_tiles: Sequence[Tensor],
 ) -> Crew:
     """Return the workers of a plan with stages; each runs a replica of the units.
 
@@ -152,11 +167,8 @@ def make_crew(
         split: the model and its units.
         boundaries: in place in the model.
         plan: memory of each worker, and the programs.
-        device: `Workers`, as many as the plan has.
-        home: in host memory.
+        resources: with as many `Workers` as the plan has.
         host_buffers: none.
-        scratch: in host memory, for what is handed over.
-        rooms: for what forwards keep that leaves the workers, by its extent.
         settings: of the engine.
         encoded: the weights as they go over links; None where they go as they are.
         gradient_tiles: none.
@@ -164,11 +176,13 @@ def make_crew(
     Raises:
         ModelError: the units cannot be replicated.
     """
-    layout = plan.layout
+    layout, device, scratch = plan.layout, resources.device, resources.scratch
     assert isinstance(device, Workers)
     assert isinstance(scratch, HostScratch)
     assert layout.stages is not None
-    memories = [_Memory(split, plan, each, home, host_buffers, settings, encoded) for each in device.devices]
+    memories = [
+        _Memory(split, plan, each, resources.home, host_buffers, settings, encoded) for each in device.devices
+    ]
     sums = [memory.sums for memory in memories]
 
     def rest_planes(worker: int) -> tuple[Tensor, ...]:
@@ -180,28 +194,18 @@ def make_crew(
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
+    asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
     fetches = [count_fetches(program) for program in plan.programs]
-    asked = _asked_of_units(plan, settings)
-    away: Away = {}
-    under_way: set[tuple[object, ...]] = set()
+    away, under_way = Away(), set[tuple[object, ...]]()
     workers, binders = [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
+        turn = turns.get(each.torch_device)
         compute = StagedComputeOps(
-            split,
-            replica,
-            index,
-            glue,
-            binders[-1],
-            each,
-            memory.weights,
-            asked,
-            layout.stages,
-            turns.get(each.torch_device),
+            split, replica, index, glue, binders[-1], each, memory.weights, asked, layout.stages, turn
         )
-        codec = activation_codec(plan.transport)
         handover = HandoverOps(
-            each, scratch, fetches, codec, rooms, layout.kept, away, device.devices, under_way
+            each, scratch, fetches, codec, resources.rooms, layout.kept, away, device.devices, under_way
         )
         workers.append(
             Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)

@@ -262,7 +262,7 @@ class ComputeOps:
         ):  # no target, no gradient: not even one of zeros, which would be stepped
             run.drop(unit)
             return torch.zeros(())
-        targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
+        targets = shift_labels(microbatch.inputs["labels"].to(hidden.device, non_blocking=True))
         assert self._settings.chunk_tokens is not None
         loss, gradient = chunked_head_loss(
             self._forwards[unit],
@@ -281,7 +281,7 @@ class ComputeOps:
             loss = loss_of(run.finish(unit)).detach() / microbatch.divisor
         else:
             hidden = run.head_input(unit)
-            targets = shift_labels(microbatch.inputs["labels"]).to(hidden.device, non_blocking=True)
+            targets = shift_labels(microbatch.inputs["labels"].to(hidden.device, non_blocking=True))
             loss = chunked_loss_alone(
                 self._forwards[unit], hidden, targets, microbatch.targets, self._settings.chunk_tokens
             )

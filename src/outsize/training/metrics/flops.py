@@ -8,6 +8,7 @@ import torch
 
 from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.errors import ModelError
+from outsize.hardware.streaming import slower_than_fp32
 from outsize.model.sizes.spec_from_config import forward_flops, read_shape
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.forward.binding import TORCH_DTYPE
@@ -16,8 +17,6 @@ from outsize.session.job.prepare import Job
 
 # A square product of this size takes a core some milliseconds and its operands fit into caches.
 _SIDE, _REPEATS = 512, 10
-# fp32 that is so many times as fast is said to be: weights of two bytes halve what is moved.
-SLOWER = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +35,7 @@ class Peak:
 
     def slower_than_fp32(self) -> float | None:
         """Return how often as long as in fp32 products of the run take; None where they are faster, or not known."""
-        if (
-            not self.flops_per_s
-            or not self.fp32_flops_per_s
-            or self.fp32_flops_per_s < SLOWER * self.flops_per_s
-        ):
-            return None
-        return self.fp32_flops_per_s / self.flops_per_s
+        return slower_than_fp32(self.flops_per_s, self.fp32_flops_per_s)
 
 
 def step_flops(prepared: Job) -> float | None:
