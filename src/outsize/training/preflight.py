@@ -104,7 +104,7 @@ def _check_devices(devices: Sequence[str | None]) -> None:
     for rank, device in enumerate(devices):
         first = devices.index(device)
         if device is not None and first != rank:
-            kind = kind_of(device.rpartition(" ")[2])
+            kind = kind_of(device.split()[1])  # host, name, UUID
             raise ConfigError(
                 f"ranks {first} and {rank} would both use {device}: leave memory.device at {kind}, or start no more "
                 "processes on a machine than it has of them"
