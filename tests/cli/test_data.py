@@ -26,6 +26,7 @@ def test_what_is_cut_and_how_long_documents_are_is_shown(paths, capsys):
     assert "documents are cut at data.seq_len=32 tokens (the longest has 66)" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("<=")]
     assert [(row[1], row[2]) for row in rows] == [("16", "3"), ("32", "5"), ("64", "11"), ("128", "1")]
+    assert "tokens/s by 4 (data.workers); " in out
     assert "20 sequences of 32 tokens per epoch, 20.0 steps; the run takes 0.50 epochs" in out
 
 
@@ -36,6 +37,9 @@ def test_the_same_as_an_object(paths, capsys):
     assert found["sources"][0]["num_documents"] == sum(b["num_documents"] for b in found["lengths"]) == 20
     assert found["kept"]["num_trained"] == sum(b["num_trained"] for b in found["lengths"])
     assert found["epochs"] == 3.0
+    assert [rate["workers"] for rate in found["loader"]] == [1, 2, 4]
+    assert all(rate["tokens_per_s"] > 0 for rate in found["loader"])
+    assert found["enough_workers"] in (1, 2, 4)
 
 
 def test_nothing_left_to_train_is_refused(paths, capsys):

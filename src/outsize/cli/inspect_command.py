@@ -78,7 +78,7 @@ def data(config: "Config", output: Output) -> None:
     told: list[str] = []
     found = run_data.preview(config, told.append)
     output.emit(found)
-    output.print_result("\n".join([*told, "", *_lengths(found), *_sequences(found)]))
+    output.print_result("\n".join([*told, "", *_lengths(found), *_sequences(found), *_loader(found)]))
 
 
 def _lengths(found: dict[str, Any]) -> list[str]:
@@ -105,3 +105,11 @@ def _sequences(found: dict[str, Any]) -> list[str]:
         f"{found['num_sequences']:,} sequences of {found['seq_len']} tokens per epoch, "
         f"{found['steps_per_epoch']:,.1f} steps; the run takes {found['epochs']:.2f} epochs"
     ]
+
+
+def _loader(found: dict[str, Any]) -> list[str]:
+    """Say how fast batches come, and how many threads that takes."""
+    rates = [
+        f"{format_count(rate['tokens_per_s'])} tokens/s by {rate['workers']}" for rate in found["loader"]
+    ]
+    return [f"batches come at {', '.join(rates)} (data.workers); {found['enough_workers']} is enough"]

@@ -11,6 +11,7 @@ from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.config import Config, SourceConfig
 from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.chat import ChatTemplate
+from outsize.data.loader_sweep import enough_workers, sweep_loader
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
@@ -143,6 +144,9 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
         config: of the run.
         announce: told what the data were taken for.
 
+    Returns:
+        What the data hold and lose, and how fast batches come with one, two and four `data.workers`.
+
     Raises:
         OutsizeError: what would keep the data from being used.
     """
@@ -155,12 +159,16 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
         directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
         dataset = stack.enter_context(open_dataset(config, files, directory, announce))
         kept, per_step = dataset.kept(), config.sequences_per_step
+        steps = config.over(dataset.num_sequences).train.steps
+        rates = sweep_loader(dataset, per_step, dataset.seq_len, steps, config.data.prefetch)
         return {
             "sources": [found.to_json() for found in dataset.found],
             "seq_len": dataset.seq_len,
             "num_sequences": dataset.num_sequences,
             "steps_per_epoch": dataset.num_sequences / per_step,
-            "epochs": config.over(dataset.num_sequences).train.steps * per_step / dataset.num_sequences,
+            "epochs": steps * per_step / dataset.num_sequences,
             "kept": asdict(kept),
             "lengths": [bucket._asdict() for bucket in dataset.lengths()],
+            "loader": [rate.to_dict() for rate in rates],
+            "enough_workers": enough_workers(rates),
         }
