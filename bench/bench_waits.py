@@ -112,6 +112,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "runtime/device/device_group.py",
         "self.devices[target].behind(name)",
     ): "a stream of its own, so that what comes from two workers does not wait for each other: speed, and no bit",
+    (
+        "inference/loader.py",
+        "self._device.lane('up')",
+    ): "without it loads are in the caller's own order: slower, no bit",
     ("runtime/engine/executor.py", "dependency.mark.query()"): "which op a timeline says was waited for",
     ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
     ("session/decide/codec_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
