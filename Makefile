@@ -9,7 +9,6 @@ STAMP := .venv/.installed
 EQUALITY = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup tests/test_exactness*.py \
 	$(addprefix tests/,codecs inference model optim runtime train wrapped)
 LATE = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --accelerator=late
-LATE_TESTS := $(addprefix tests/accelerator/test_,made_up_device.py equal_to_resident.py faults.py)
 SEEDS ?= 1 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -30,7 +29,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard src/outsize/native/
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
-	$(LATE) -m "not slow" $(LATE_TESTS)
+	$(LATE) -m "not slow" tests/accelerator
 
 accelerator: $(STAMP) ## run every test of asynchrony on a made-up device, in both profiles: SEEDS="1 2 3"
 	for seed in $(SEEDS); do for lateness in late-copies late-kernels; do \

@@ -25,10 +25,11 @@ from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
-from reference import Recipe, Reseed, Trace
+from reference import Recipe, Reseed, Trace, train
 
 SEQ_LEN = 12
 TOO_MUCH = "1GiB"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(kw_only=True)
@@ -208,7 +209,7 @@ def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tup
     def observe(unit: int, touched: frozenset[int], plane: Tensor) -> None:
         for position in touched:
             tensor = prepared.split.spec.units[unit].tensors[position]
-            piece = plane[tensor.offset : tensor.offset + tensor.numel].clone()
+            piece = plane[tensor.offset : tensor.offset + tensor.numel].clone().cpu()
             seen[counts[unit]][tensor.name] = piece.view(tensor.shape)
         counts[unit] += 1
 
@@ -232,6 +233,30 @@ def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tup
         for step, scale in zip(seen, scales, strict=True)
     ]
     return trace, prepared
+
+
+def train_resident(
+    network: nn.Module, batches: Sequence[Batch], config: Config, device: str, **recipe: Any
+) -> Trace:
+    """Train on a device that holds the model as a whole; fp32 masters of ``network`` step in host memory.
+
+    Args:
+        network: what ``config.model.path`` was written from.
+        batches: one for each step.
+        config: of the streamed run.
+        device: as torch calls it.
+        recipe: what `recipe_of` is told beside.
+    """
+    masters = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=DTYPES[config.model.dtype])
+    parts = [
+        [{key: value.to(device) for key, value in part.items()} for part in step]
+        for step in microbatches(batches, config.train.microbatches or 1)
+    ]
+    trace = train(model.to(device).train(), parts, recipe_of(config, **recipe), masters)
+    trace.gradients = [{name: gradient.cpu() for name, gradient in step.items()} for step in trace.gradients]
+    trace.weights = {name: weight.cpu() for name, weight in trace.weights.items()}
+    return trace
 
 
 def read_weights(trainer: StreamedTrainer, plane: str = "weights") -> dict[str, Tensor]:

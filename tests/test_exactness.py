@@ -22,6 +22,7 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.errors import ModelError
 from reference import Trace
 from support import (
+    DTYPES,
     Streamed,
     make_batches,
     make_config,
@@ -46,7 +47,6 @@ OTHERS = tuple(name for name in zoo.ARCHITECTURES if name not in (*FAMILIES, SHA
 # What backwards need takes turns as well.
 KEPT = ("recompute", "keep")
 COMBINATIONS = tuple(itertools.product((1, 2, 3), (2, 4), ("host", "disk")))
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def is_tied(model: nn.Module) -> bool:
@@ -103,9 +103,9 @@ def compare_model(
     got, prepared = run_streamed(config, batches, directory / "run")
     dtype = config.model.dtype
     masters = None
-    if dtype in LOW:
+    if dtype != "fp32":
         masters = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-        network = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=LOW[dtype]).train()
+        network = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=DTYPES[dtype]).train()
     recipe = recipe_of(
         config,
         causal=causal,
@@ -439,48 +439,6 @@ def test_padding_is_exact(name: str, side: str, tmp_path: Path):
             Batch(batch.input_ids * mask, batch.labels.masked_fill(mask == 0, IGNORED), attention_mask=mask)
         )
     compare(name, tmp_path, batches=batches, train={"microbatches": 2}, data={"pack": False})
-
-
-# --- CUDA ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("home", ["host", "disk"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "phi3", "gpt_neox", "olmo2"])
-def test_cuda_is_exact(name: str, count: int, dtype: str, home: str, deterministic: None, tmp_path: Path):
-    """The model computes on the GPU and AdamW steps in host memory, here and in the reference."""
-    model, batches = zoo.build(name), make_batches(name)
-    save_model(model, tmp_path / "model")
-    config = make_config(
-        tmp_path / "model",
-        batches,
-        model={"dtype": dtype},
-        train={"microbatches": count},
-        memory={"device": "cuda:0", "home": home, "slots": 2, "offload": True},
-    )
-    got, prepared = run_streamed(config, batches, tmp_path / "run")
-    got.gradients = [{n: gradient.cpu() for n, gradient in step.items()} for step in got.gradients]
-    masters = {n: parameter.detach().clone() for n, parameter in model.named_parameters()}
-    resident = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=LOW.get(dtype, torch.float32))
-    parts = [
-        [{k: v.cuda() for k, v in part.items()} for part in step] for step in microbatches(batches, count)
-    ]
-    recipe = recipe_of(config, units=unit_names(prepared.split), reseed=reseed_of(config.train.seed))
-    want = reference.train(resident.cuda().train(), parts, recipe, masters)
-    want.gradients = [{n: gradient.cpu() for n, gradient in step.items()} for step in want.gradients]
-    want.weights = {n: weight.cpu() for n, weight in want.weights.items()}
-    assert differences(got, want) == []
 
 
 # --- threads ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Width, heads and vocabulary are those of an 8B Llama; layers are as many as host memory holds at 18 bytes per parameter
 (32 make 8B), or as ``--layers`` says. The step is the real one: bf16, fp32 masters, global norm, AdamW on the host. Its
-timeline is kept: open it in Perfetto.
+timeline is kept: open it in Perfetto. Tokens per second are compared with the interval that `outsize plan` gives.
 
     python bench/gpu/bench_8b_step.py
     python bench/gpu/bench_8b_step.py --tiny --device emulated:1     # that it runs, without a GPU
@@ -12,6 +12,8 @@ import argparse
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +24,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
+import psutil
 import torch
 from random_weights import RandomWeights
 
 from outsize.config import Config, load_config
 from outsize.data.batch import Batch
+from outsize.hardware.cards.gpu_table import known_card
 from outsize.planner.simulate.timeline import Timeline
 from outsize.reporting.chrome import to_chrome
 from outsize.session.job.machine import available_ram_bytes
@@ -199,6 +203,38 @@ def describe(args: argparse.Namespace, prepared: Job, step_s: float) -> dict[str
     return found
 
 
+def planned(args: argparse.Namespace, directory: Path, tokens_per_s: float) -> dict[str, Any]:
+    """What `outsize plan` says of this step on such a GPU, which it has not seen, and whether that was true."""
+    name = args.card or torch.cuda.get_device_name(args.device)
+    card = known_card(name)
+    if card is None:
+        return {"why_not": f"{name} is in no list"}
+    asked = {
+        "--gpus": f"1x{card.name}",
+        "--dtype": args.dtype,
+        "--seq-len": args.seq_len,
+        "--tokens-per-step": args.seq_len * args.microbatches * args.sequences,
+        "--microbatches": args.microbatches,
+        "--home": args.home,
+        "--device-memory": args.device_memory,
+        "--ram": psutil.virtual_memory().total,
+        "--cpu-cores": len(os.sched_getaffinity(0)),
+    }
+    command = [sys.executable, "-m", "outsize", "plan", str(directory), "--no-advice", "--json"]
+    command += [str(word) for pair in asked.items() for word in pair]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = common.last_json(done.stdout)
+    if done.returncode or told is None:
+        return {"why_not": done.stderr.strip()}
+    low, high = told["interval"]
+    print(f"planned {low:.0f} to {high:.0f} tokens/s, measured {tokens_per_s:.0f}", flush=True)
+    return {
+        "tokens_per_s": told["tokens_per_s"],
+        "interval": [low, high],
+        "measured_lies_in_it": low <= tokens_per_s <= high,
+    }
+
+
 def vars_of(prepared: Job) -> dict[str, int]:
     traffic = prepared.plan.traffic
     return {
@@ -249,6 +285,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent.parent / "results")
+    parser.add_argument("--card", help="that `outsize plan` is asked about; default: the device's own name")
     parser.add_argument("--label", help="for the names of the files; default: machine and month")
     args = parser.parse_args()
     shape = TINY if args.tiny else SHAPE
@@ -258,6 +295,8 @@ def main() -> None:
     cap_device(args.device, parse_bytes(args.device_memory))
     with tempfile.TemporaryDirectory() as name, borrowed_torch(deterministic=True, device=args.device):
         result = run(args, configure(args, shape, Path(name)), Path(name))
+        if args.card or args.device.startswith("cuda"):
+            result["plan"] = planned(args, Path(name), result["tokens_per_s"])
     rows = [(key, value) for key, value in result.items() if isinstance(value, int | float | str)]
     common.print_table(
         ("figure", "value"), rows, title=f"{args.layers} of {FULL_LAYERS} layers on {args.device}"

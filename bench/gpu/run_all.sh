@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in less than 28 minutes on one: the equality tests, `outsize verify`, one step of an
-# 8B-shaped model, and a full probe beside the vendor's figures. Needs no network and no installation: PYTHON names the
+# 8B-shaped model beside what `outsize plan` says of it, and a full probe beside the vendor's figures. What has not begun
+# by then fails, and so does what is under way. Needs no network and no installation: PYTHON names the
 # interpreter, results go to bench/results. C kernels are built where there are setuptools and a compiler.
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
-#   bench/gpu/run_all.sh tests verify    # or some of: tests accelerator verify step probe
+#   bench/gpu/run_all.sh tests verify    # or some of: tests step probe verify families accelerator
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
@@ -16,22 +17,30 @@ mkdir -p "$RESULTS"
 "$PYTHON" bench/gpu/check_packages.py || exit 1
 "$PYTHON" setup.py -q build_ext --inplace || echo "no C kernels: torch does their work"
 failed=()
+ALL_S="${ALL_S:-1680}"
 
 part() { # part NAME SECONDS COMMAND...
-    local name=$1 limit=$2 began=$SECONDS
+    local name=$1 limit=$2 began=$SECONDS left=$((ALL_S - SECONDS))
     shift 2
     echo "== $name"
+    if ((left < limit)); then limit=$left; fi
+    if ((limit <= 0)); then echo "== $name: FAILED, no time is left"; failed+=("$name"); return; fi
     if timeout --kill-after=20 "$limit" "$@"; then echo "== $name: done in $((SECONDS - began)) s"
     else echo "== $name: FAILED with status $? after $((SECONDS - began)) s"; failed+=("$name"); fi
 }
 
 run_tests() {
-    part tests 480 "$PYTHON" -m pytest -q -m cuda -p no:cacheprovider tests/gpu tests/runtime/test_device.py
+    part tests 480 "$PYTHON" -m pytest -q -m "cuda and not slow" -p no:cacheprovider tests/gpu tests/accelerator \
+        tests/runtime/test_device.py
+}
+
+run_families() {
+    part families 300 "$PYTHON" -m pytest -q -m "cuda and slow" -p no:cacheprovider tests/gpu tests/accelerator
 }
 
 # The same tests on a device that is made up, whose streams are late: what the GPU is too quick to show.
 run_accelerator() {
-    part accelerator 480 "$PYTHON" -m pytest -q -m "not slow" -p no:cacheprovider --accelerator=late tests/accelerator
+    part accelerator 300 "$PYTHON" -m pytest -q -m "not slow" -p no:cacheprovider --accelerator=late tests/accelerator
 }
 
 run_verify() {
@@ -62,6 +71,6 @@ run_probe() {
     part "ways of feeding" 120 "$PYTHON" bench/bench_feed.py --output "$RESULTS/gpu_feed.json"
 }
 
-for name in "${@:-tests accelerator verify step probe}"; do for each in $name; do "run_$each"; done; done
+for name in "${@:-tests step probe verify families accelerator}"; do for each in $name; do "run_$each"; done; done
 if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi
 echo "all done in $SECONDS s"

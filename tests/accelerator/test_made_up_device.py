@@ -58,6 +58,9 @@ def test_a_missing_wait_shows():
     torch.late.synchronize()
     assert early.cpu().isnan().all()
     assert torch.equal(after.cpu(), host)
+    (told,) = late.offences()
+    assert "a copy on the device" in told
+    assert "does not wait for a copy up" in told
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -76,6 +79,26 @@ def test_what_is_freed_is_poisoned_unless_other_streams_are_recorded(recorded: b
         maker.synchronize()
     reader.synchronize()
     assert host.eq(1).all() if recorded else host.isnan().all()
+    told = late.offences()
+    assert len(told) == (not recorded)
+    assert all("was freed while in use by a copy down" in each for each in told)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_out_of_order_is_an_offence_even_if_nothing_is_late(waits: bool):
+    """On the device, and in the host memory that both copies touch."""
+    late.set_profile("prompt")
+    one, other, arrived = torch.late.Stream("late:0"), torch.late.Stream("late:0"), torch.late.Event()
+    host = pinned()
+    with torch.late.stream(one):
+        there = host.to("late:0", non_blocking=True)
+        arrived.record(one)
+    if waits:
+        other.wait_event(arrived)
+    with torch.late.stream(other):
+        host.copy_(there, non_blocking=True)
+    torch.late.synchronize()
+    assert len(late.offences()) == (0 if waits else 2)
 
 
 def test_memory_runs_out_at_its_limit():
@@ -126,7 +149,9 @@ def test_a_lost_device_answers_every_call_with_an_error():
 
 def test_memory_that_is_unpinned_in_flight_is_an_offence():
     host = torch.zeros(4096 * 4, dtype=torch.uint8)
-    there, stream = torch.empty_like(host, device="late:0"), torch.late.Stream("late:0")
+    stream = torch.late.Stream("late:0")
+    with torch.late.stream(stream):
+        there = torch.empty_like(host, device="late:0")
     assert late.native().register(host.data_ptr(), host.nbytes) == 0
     assert late.native().register(host.data_ptr() + 8, 8) == 712
     with late.held_up(stream):

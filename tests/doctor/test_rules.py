@@ -291,9 +291,9 @@ SHOWN = {
         "IOMMU: dmar0 intel_iommu=on, without iommu=pt",
         lambda d: gpu_machine(d, environment__iommu="dmar0 intel_iommu=on"),
     ),
-    "memlock-low": (
+    "pinning-limited": (
         "warning",
-        "at most 64.00 KiB may be locked, the run plans for 5.00 GiB",
+        "at most 64.00 KiB may be locked (ulimit -l); the run plans for 5.00 GiB",
         lambda d: (unlinked(gpu_machine(d)), run(d / "run")),
     ),
     "disk-sags": (
@@ -411,15 +411,23 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
         ),
         ("iommu-translates", lambda d: cpu_machine(d, environment__iommu="dmar0 intel_iommu=on")),
         # The driver has pinned, whatever the limit says; a plan below the limit is none above it.
-        ("memlock-low", lambda d: (gpu_machine(d), run(d / "run"))),
+        ("pinning-limited", lambda d: (gpu_machine(d), run(d / "run"))),
         (
-            "memlock-low",
+            "pinning-limited",
             lambda d: (
                 unlinked(gpu_machine(d, memory__memlock_limit_bytes=8 * GIB)),
                 run(d / "run"),
             ),
         ),
-        ("memlock-low", lambda d: (cpu_machine(d), run(d / "run", config={"memory": {"device": "cpu"}}))),
+        ("pinning-limited", lambda d: (cpu_machine(d), run(d / "run", config={"memory": {"device": "cpu"}}))),
+        # A group that leaves more than the plan takes.
+        (
+            "pinning-limited",
+            lambda d: (
+                unlinked(gpu_machine(d, memory__memlock_limit_bytes=None, memory__cgroup_free_bytes=8 * GIB)),
+                run(d / "run"),
+            ),
+        ),
         # One slow sample is no sag.
         ("disk-sags", lambda d: writing(cpu_machine(d), 2e9, 2e9, 5e8, 2e9, 2e9, 2e9)),
         (
@@ -440,6 +448,29 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
 )
 def test_what_looks_like_it_and_is_not(rule, record, tmp_path):
     assert rule not in found(record(tmp_path))
+
+
+def test_what_limits_pinned_memory_is_named_with_what_copies_take_then(tmp_path):
+    """Under WSL2 a plan is beyond what the probe has seen; in a container others are to be asked."""
+    wsl = gpu_machine(tmp_path, environment__virtual_machine="WSL", memory__memlock_limit_bytes=None)
+    finding = found((wsl, run(tmp_path / "run")))["pinning-limited"]
+    assert finding.severity == "info"
+    assert "under WSL2 the driver pins part of RAM only" in finding.evidence
+    assert "the run plans for 5.00 GiB of host memory, and the probe has pinned a little" in finding.evidence
+    assert "what stays pageable is copied at" in finding.evidence
+    assert ".wslconfig" in finding.fix
+    assert "ulimit" not in finding.fix
+    boxed = gpu_machine(
+        tmp_path,
+        environment__container="docker",
+        devices=(refused(), refused(1)),
+        memory__cgroup_free_bytes=GIB,
+    )
+    finding = found((boxed, run(tmp_path / "run")))["pinning-limited"]
+    assert finding.severity == "warning"
+    assert "the control group allows 1.00 GiB more" in finding.evidence
+    assert "--ulimit memlock=-1" in finding.fix
+    assert "--ulimit memlock=-1" in found((boxed, run(tmp_path / "run")))["pinning-refused"].fix
 
 
 def test_other_ways_to_the_same_finding(tmp_path):

@@ -171,6 +171,25 @@ def test_nothing_arrives_in_a_place_before_all_that_used_it_before(layout):
         layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
 
 
+@given(staged_layouts())
+def test_what_is_handed_over_has_left_before_its_room_is_used_again(layout):
+    """Over three steps, whatever their order: each microbatch under way has one place for each input and gradient."""
+    at_once = layout.microbatches_at_once
+    hazards = Hazards(layout.num_streamed, layout.rest, at_once=at_once)
+    ancestors, left = [], {}
+    for _ in range(3):
+        for op in build_step(layout):
+            before = set(hazards.dependencies(op))
+            ancestors.append(before.union(*(ancestors[i] for i in before)))
+            key = (op.kind in (Kind.SAVE, Kind.FETCH), op.unit, (op.microbatch or 0) % at_once)
+            if op.kind in (Kind.SAVE, Kind.SEND):
+                assert left.pop(key, None) in {None, *ancestors[-1]}
+            elif op.kind in (Kind.FETCH, Kind.RECV):
+                left[key] = len(ancestors) - 1
+        cursor = cursor_after(layout.stages, layout.num_microbatches, layout.num_workers)
+        layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
+
+
 def test_the_cursor_goes_on_from_round_to_round():
     workers = [visit.worker for visit in visits_of(STAGES, 5, 2)]
     assert workers == [0, 1, 0, 1, 0, 1, 0, 1, 0]

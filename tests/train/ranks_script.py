@@ -1,8 +1,8 @@
 """Runs of several forked ranks in chains, each one after the other; a script of its own, started by `run_all`.
 
-``python ranks_script.py ROOT`` runs what ``ROOT/scenarios.json`` lists by chain: name, config file, number of ranks,
-restarts, which rank is killed after which step, and after which step the disk is full. It ends with a JSON object of
-the exit codes by name.
+``python ranks_script.py ROOT [LATENESS]`` runs what ``ROOT/scenarios.json`` lists by chain: name, config file, number
+of ranks, restarts, which rank is killed after which step, and after which step the disk is full. With a lateness it
+does so on a made-up accelerator. It ends with a JSON object of the exit codes by name.
 """
 
 import errno
@@ -60,6 +60,12 @@ def run_chain(chain, root, number):
 
 
 root = Path(sys.argv[1])
+if sys.argv[2:]:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from accelerator import late
+
+    late.install()
+    late.set_profile(sys.argv[2])
 chains = json.loads((root / "scenarios.json").read_text())
 context = multiprocessing.get_context("fork")
 runners = [context.Process(target=run_chain, args=(chain, root, n)) for n, chain in enumerate(chains)]

@@ -66,7 +66,10 @@ def test_variables_are_judged(tmp_path):
 
 def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "_device", lambda config: "node0 cuda:0 GPU-1")
-    assert "ranks 0 and 1 would both use node0 cuda:0" in starts(tmp_path)[0]
+    assert (
+        "ranks 0 and 1 would both use node0 cuda:0 GPU-1: leave memory.device at cuda, or"
+        in starts(tmp_path)[0]
+    )
 
 
 def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):

@@ -17,8 +17,9 @@ class MemoryConfig(Section):
 
     device: Device = Field(
         default="auto",
-        description="cpu, cuda, cuda:N (device number N), cuda:0,1 or cuda:all (a worker on each of them), emulated:N "
-        "(N workers on the CPU with capped memory and link), or auto: cuda where there is one, otherwise cpu.",
+        description="cpu, cuda, cuda:N (device number N), cuda:0,1 or cuda:all (a worker on each of them), xpu and npu "
+        "likewise, emulated:N (N workers on the CPU with capped memory and link), or auto: the first kind of "
+        "accelerator that torch sees, otherwise cpu.",
     )
     device_memory: Size | None = Field(
         default=None,

@@ -17,7 +17,7 @@ class ModelConfig(Section):
     dtype: Dtype = Field(
         default="auto",
         description="Compute dtype; master weights are exact fp32 in any case. "
-        "auto is fp32 on cpu and emulated devices, bf16 on cuda.",
+        "auto is fp32 on cpu and emulated devices, bf16 on accelerators.",
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         default="auto",

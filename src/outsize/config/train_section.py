@@ -43,8 +43,8 @@ class TrainConfig(Section):
         ge=1,
         description="Microbatches that pass through all units, forward and backward, before the next ones begin: a "
         "step is one or more such rounds, and activations take the memory of one. Small rounds keep more and recompute "
-        "less, large ones load weights and bring up sums of gradients less often. null is all of them for one device, "
-        "and what the search for stages finds for several.",
+        "less, large ones load weights and bring up sums of gradients less often. null is what is fastest in the "
+        "memory there is; the number chosen is in run_dir/config.yaml where a step has several rounds.",
     )
     seed: int = Field(
         default=0,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outsize.doctor.facts import Facts, is_on_cpu
+from outsize.hardware.host_memory import pin_limits
 
 Advice = Callable[[Facts], str | None]
 
@@ -50,6 +51,12 @@ def home_in_host_memory(facts: Facts) -> str | None:
     if not state_bytes or usable is None or state_bytes > usable:
         return None
     return "memory.home: host, which this machine's RAM could hold if it were free"
+
+
+def raised_pin_limits(facts: Facts) -> str | None:
+    """What raises the limits of pinned memory that the machine has."""
+    about = facts.inventory
+    return "; ".join(limit.remedy for limit in pin_limits(about.memory, about.environment)) or None
 
 
 def home_on_disk(facts: Facts) -> str | None:

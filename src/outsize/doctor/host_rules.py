@@ -2,9 +2,19 @@
 
 from outsize.accelerators import is_accelerator
 from outsize.doctor import contention
-from outsize.doctor.facts import Facts, LackingError, is_on_cpu, limit, number, planned_host_bytes, text
+from outsize.doctor.facts import (
+    Facts,
+    LackingError,
+    fit_of,
+    is_on_cpu,
+    limit,
+    number,
+    planned_host_bytes,
+    text,
+)
 from outsize.doctor.finding import Seen
-from outsize.units import format_bytes
+from outsize.hardware.host_memory import pin_limits
+from outsize.units import format_bytes, format_rate
 
 # Drivers in which the governor `powersave` still raises the clock with the load (kernel: intel_pstate, amd-pstate).
 _DYNAMIC_POWERSAVE = ("intel_pstate", "amd-pstate-epp")
@@ -44,27 +54,34 @@ def group_limit(facts: Facts) -> Seen | None:
     return None
 
 
-def locked_memory(facts: Facts) -> Seen | None:
-    """A run on a GPU plans for more host memory than may be locked, and nobody has seen the driver pin any.
+def pinned_memory(facts: Facts) -> Seen | None:
+    """A run on a GPU plans for more host memory than the platform allows to be pinned, as far as anyone has seen.
 
-    A low limit alone is no finding: NVIDIA's driver pins beyond it on most systems, and the probe tries it.
+    A low limit of locked memory alone is no finding: NVIDIA's driver pins beyond it on most systems, and the probe
+    tries it. Under WSL2 the probe's few megabytes say nothing of what a run needs.
     """
     machine, planned = facts.machine, planned_host_bytes(facts)
     if is_on_cpu(facts) or not any(is_accelerator(device.device) for device in machine.devices):
         return None
-    allowed = limit(machine.inventory.memory.memlock_limit_bytes, "limit of locked memory")
     if planned is None:
         raise LackingError("a run with a plan: outsize doctor RUN")
     pinned = any(
         link.path == "pinned" and link.fit is not None for device in machine.devices for link in device.links
     )
-    if allowed is None or pinned or planned <= allowed:
+    limits = [
+        each
+        for each in pin_limits(machine.inventory.memory, machine.inventory.environment)
+        if each.num_bytes is None or (not pinned and each.num_bytes < planned)
+    ]
+    if not limits:
         return None
+    seen = "the probe has pinned a little" if pinned else "the probe has not seen pinned copies"
+    rates = [rate for device in machine.devices if (rate := fit_of(device, "pageable", "up")) is not None]
+    fallback = f"; what stays pageable is copied at {format_rate(rates[0].bytes_per_s)}" if rates else ""
     return Seen(
-        evidence=(
-            f"at most {format_bytes(int(allowed))} may be locked, the run plans for {format_bytes(planned)} of host "
-            "memory, and the probe has not seen pinned copies"
-        ),
+        severity="info" if pinned else "warning",
+        evidence=f"{'; '.join(each.evidence for each in limits)}; the run plans for {format_bytes(planned)} of host "
+        f"memory, and {seen}{fallback}",
         expected="no limit, or one above the plan",
     )
 

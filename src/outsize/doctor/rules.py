@@ -70,9 +70,9 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=(
             "a limit of locked memory (memlock)",
             "RAM is short, or the control group's limit is reached",
-            "a sandbox that hides what the driver needs",
+            "WSL2, or a sandbox that hides what the driver needs",
         ),
-        fix="ulimit -l unlimited (containers: --ulimit memlock=-1); more free RAM",
+        fix=(advice.raised_pin_limits, "more free RAM"),
         verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(
@@ -201,11 +201,11 @@ RULES: Final[tuple[Rule, ...]] = (
         verify="cat /sys/fs/cgroup/memory.events: oom and max do not grow",
     ),
     Rule(
-        id="memlock-low",
+        id="pinning-limited",
         part="link",
-        look=host_rules.locked_memory,
-        causes=("the default limit of the distribution or of the container",),
-        fix="ulimit -l unlimited (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)",
+        look=host_rules.pinned_memory,
+        causes=("the default limit of the distribution or of the container", "the driver of WSL2"),
+        fix=(advice.raised_pin_limits, advice.home_on_disk, "a run that plans for less host memory"),
         verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(

@@ -2,9 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from outsize.hardware import cgroup
+from outsize.hardware.environment import Environment, read_environment
 from outsize.hardware.readings import Fact, Record
+from outsize.units import format_bytes
 
 
 class HostMemory(Record):
@@ -58,6 +61,68 @@ def read_host_memory(root: Path) -> HostMemory:
             root / "proc/pressure/memory", lambda: _pressure(root / "proc/pressure/memory")
         ),
     )
+
+
+class PinLimit(NamedTuple):
+    """What a platform allows a driver to pin.
+
+    Attributes:
+        num_bytes: at most; None where nobody says how many.
+        evidence: what limits it.
+        remedy: what raises the limit.
+    """
+
+    num_bytes: int | None
+    evidence: str
+    remedy: str
+
+
+def pin_limits(memory: HostMemory, environment: Environment) -> tuple[PinLimit, ...]:
+    """Return what limits pinned memory, the platform first; none where only RAM does.
+
+    NVIDIA's driver pins beyond ``ulimit -l`` on most systems: only trying tells.
+    """
+    limits = []
+    if environment.virtual_machine.value == "WSL":
+        limits.append(
+            PinLimit(
+                None,
+                "under WSL2 the driver pins part of RAM only, and does not say how much",
+                "more memory for WSL2: memory=... under [wsl2] of .wslconfig, then wsl --shutdown; or plain Linux",
+            )
+        )
+    locked, group = memory.memlock_limit_bytes.number(), memory.cgroup_free_bytes.number()
+    if locked is not None:
+        boxed = environment.container.value not in (None, "none seen")
+        limits.append(
+            PinLimit(
+                int(locked),
+                f"at most {format_bytes(int(locked))} may be locked (ulimit -l)",
+                "start the container with --ulimit memlock=-1"
+                if boxed
+                else "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)",
+            )
+        )
+    if group is not None:
+        limits.append(
+            PinLimit(
+                int(group),
+                f"the control group allows {format_bytes(int(group))} more",
+                "a higher limit of memory (docker run --memory, Slurm --mem)",
+            )
+        )
+    return tuple(limits)
+
+
+def refused_pin(root: Path) -> str:
+    """Return why a driver may have refused to pin, and what to try, as far as ``root`` tells."""
+    limits = pin_limits(read_host_memory(root), read_environment(root, {}))
+    if not limits:
+        return "the driver refused to pin memory, though nothing limits it here; free RAM may be short"
+    told, tries = (
+        "; ".join(part) for part in zip(*((limit.evidence, limit.remedy) for limit in limits), strict=True)
+    )
+    return f"the driver refused to pin memory: {told}; try {tries}"
 
 
 def _meminfo(root: Path, name: str) -> Fact:

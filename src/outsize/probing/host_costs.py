@@ -18,6 +18,7 @@ from outsize.hardware.cpu import NumaNode, listed
 from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import NumaRates, PinCost
 from outsize.probing.effort import Effort
+from outsize.probing.link import why_pageable
 from outsize.probing.timing import sample
 from outsize.storage.arena import Arena
 
@@ -96,7 +97,7 @@ def _register(device: str, num_bytes: int) -> tuple[float, int]:
         arena.take(num_bytes, "memory to pin")
         seconds = time.perf_counter() - started
         if arena.statistics().num_pageable_fallbacks:
-            raise StorageError("the driver refused to pin memory; raise `ulimit -l`")
+            raise StorageError(why_pageable(device))
         return seconds, _resident_bytes() - before
 
 

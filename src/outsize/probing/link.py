@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator, module_of, pinner_of
+from outsize.accelerators import is_accelerator, module_of, pinner_of, title_of, vendor_of
 from outsize.errors import StorageError
+from outsize.hardware.host_memory import refused_pin
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import Direction, LinkPoint, LinkRates
 from outsize.hardware.readings import Measurement, explain
@@ -48,7 +50,7 @@ def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
             with Arena(pinner=pinner_of(device) if path == "pinned" else None) as arena:
                 up, down = (_ends(arena, device, effort, up=up) for up in (True, False))
                 if arena.statistics().num_pageable_fallbacks:
-                    raise StorageError("the driver refused to pin memory; raise `ulimit -l`")
+                    raise StorageError(why_pageable(device))
                 for direction, ends in (("up", [up]), ("down", [down]), ("both", [up, down])):
                     yield _measure_link(device, path, cast(Direction, direction), ends, effort)
         except (StorageError, RuntimeError) as error:
@@ -56,6 +58,13 @@ def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
                 yield LinkRates(
                     path=path, direction=cast(Direction, direction), points=(), fit=None, note=explain(error)
                 )
+
+
+def why_pageable(device: str) -> str:
+    """Return why memory for copies to ``device`` was not pinned, and what to try where something can be."""
+    if vendor_of(device).register is None:
+        return f"torch pins no memory that it has not allocated for {title_of(device)}"
+    return refused_pin(Path("/"))
 
 
 def _measure_link(

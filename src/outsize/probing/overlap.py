@@ -15,7 +15,8 @@ from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
 from outsize.storage.arena import Arena
 
-_SIDE = 1024
+# Of square products, and how many times as large where a sample has the time: a fast device mostly launches small ones.
+_SIDE, _LARGER = 1024, 4
 _COPY_BYTES = 16 * 2**20
 _NUM_TRIALS = 4
 
@@ -44,10 +45,10 @@ def measure_overlap(device: str, effort: Effort) -> Overlap:
 def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Overlap:
     on_gpu = is_accelerator(device)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    num_bytes = min(_COPY_BYTES, effort.copy_bytes_max)
-    side = _SIDE if not on_gpu else 4 * _SIDE
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
-    out = torch.empty_like(a)
+    num_bytes, sample_s = min(_COPY_BYTES, effort.copy_bytes_max), effort.overlap_s / effort.num_samples_min
+    side, multiply = _SIDE, _product(_SIDE, dtype, device)
+    if _LARGER**3 * _least_seconds(multiply, device) <= sample_s:
+        side, multiply = _LARGER * _SIDE, _product(_LARGER * _SIDE, dtype, device)
     source = arena.take(num_bytes, "source of copies").fill_(1)
     target = (
         torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -55,14 +56,11 @@ def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Ove
         else arena.take(num_bytes, "target")
     )
 
-    def multiply() -> None:
-        torch.mm(a, b, out=out)
-
     def copy() -> None:
         target.copy_(source, non_blocking=True)
 
     matmul_s, copy_s = (_least_seconds(work, device) for work in (multiply, copy))
-    num_products = max(1, round(effort.overlap_s / effort.num_samples_min / matmul_s))
+    num_products = max(1, round(sample_s / matmul_s))
     num_copies = max(1, round(num_products * matmul_s / copy_s))
     sides = [_timed(work, count, device) for work, count in ((multiply, num_products), (copy, num_copies))]
     threads = stack.enter_context(ThreadPoolExecutor(2, "probe-overlap"))
@@ -93,6 +91,16 @@ def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Ove
         matmul_beside_s=Measurement.of(beside[0], f"{products}, beside {copies}"),
         copy_beside_s=Measurement.of(beside[1], f"{copies}, beside {products}"),
     )
+
+
+def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[], None]:
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    return multiply
 
 
 def _least_seconds(work: Callable[[], None], device: str) -> float:

@@ -25,7 +25,7 @@ def borrowed_torch(*, deterministic: bool, device: str = "cpu") -> Iterator[None
     in_use = kind is not None and module_of(kind).is_initialized()
     devices = range(count_of(kind)) if kind is not None and in_use else ()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind or "cuda"))
+        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind or "cpu"))
         if deterministic:
             stack.enter_context(_deterministic(warn_only=not is_accelerator(device)))
         yield

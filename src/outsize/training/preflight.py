@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from outsize.accelerators import is_accelerator, uuid_of
+from outsize.accelerators import is_accelerator, kind_of, uuid_of
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
@@ -104,9 +104,10 @@ def _check_devices(devices: Sequence[str | None]) -> None:
     for rank, device in enumerate(devices):
         first = devices.index(device)
         if device is not None and first != rank:
+            kind = kind_of(device.split()[1])  # host, name, UUID
             raise ConfigError(
-                f"ranks {first} and {rank} would both use {device}: leave memory.device at cuda, or start no more "
-                "processes on a machine than it has GPUs"
+                f"ranks {first} and {rank} would both use {device}: leave memory.device at {kind}, or start no more "
+                "processes on a machine than it has of them"
             )
 
 

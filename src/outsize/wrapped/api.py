@@ -42,8 +42,8 @@ def wrap(
     Args:
         model: any module whose blocks stand in a `torch.nn.ModuleList`, its parameters fp32, bf16 or fp16, and all that
             train of one of them. It computes as it did.
-        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, ``auto`` (CUDA where there is any), or several
-            workers, ``cuda:all``, ``cuda:0,1``, ``emulated:4``, which run the units in stages.
+        device: what computes: ``cpu``, ``cuda:N``, ``emulated:1``, ``auto`` (an accelerator if there is one), or
+            several workers, ``cuda:all``, ``cuda:0,1``, ``emulated:4``, which run the units in stages.
         device_memory: budget of each device, e.g. ``"20GiB"``; None is what is free, less a margin.
         home: where weights, gradients and optimizer state rest; ``auto`` is host memory if they fit.
         microbatches: most parts that each batch is cut into; weights cross to the device once per pass all the same.

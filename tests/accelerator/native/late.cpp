@@ -67,7 +67,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     auto last = last_of(event);
-    return !last || last->passed();
+    bool passed = !last || last->passed();
+    if (last && passed) host_learns(last->clock);
+    return passed;
   }
   void synchronizeEvent(void* event) const override {
     auto last = last_of(event);
@@ -76,6 +78,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       WithoutGil nogil;
       last->wait();
     }
+    host_learns(last->clock);
     for (int d = 0; d < kDevices; d++) health(DeviceIndex(d)).check();
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include "streams.h"
 
@@ -30,6 +31,7 @@ struct Block {
   int64_t stream;                     // it was allocated on
   std::set<int64_t> other_streams;    // record_stream
   std::vector<MarkPointer> pending;   // of other streams, once it is freed
+  Accesses accesses;
 };
 
 struct Heap {
@@ -92,6 +94,8 @@ inline void free_block(void* context) {
   auto& heap = heaps()[block->device];
   std::lock_guard<std::mutex> guard(heap.lock);
   heap.in_use -= block->size;
+  auto is_recorded = [&](size_t stream) { return block->other_streams.count(int64_t(stream) - block->device * (kPool + 1)) != 0; };
+  block->accesses.end(queues(block->device)[block->stream]->order, is_recorded);
   block->other_streams.erase(block->stream);
   if (block->other_streams.empty()) return heap.reuse(block);
   for (auto stream : block->other_streams) block->pending.push_back(mark(*queues(block->device)[stream]));
@@ -115,6 +119,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
                      heap.in_use, " of ", heap.limit, " are in use");
     heap.in_use += block->size;
     heap.peak = std::max(heap.peak, heap.in_use);
+    auto& owner = queues(device)[block->stream]->order;
+    block->accesses.note(owner, block->address, block->address + block->size, true, "allocation");
     return {block->address, block, &free_block, Device(kType, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -182,17 +188,10 @@ inline DeviceMemory device_memory;
 
 // --- pinned host memory -----------------------------------------------------------------------------------------------
 
-// What the host has done that a real device would answer with silent corruption; a test that finds one fails.
-inline std::mutex offences_lock;
-inline std::vector<std::string> offences;
-inline void accuse(const std::string& what) {
-  std::lock_guard<std::mutex> guard(offences_lock);
-  offences.push_back(what);
-}
-
 struct Range {
   size_t size;
   std::vector<MarkPointer> copies;  // that may be in flight
+  Accesses accesses;                // of streams
   bool in_flight() const {
     return std::any_of(copies.begin(), copies.end(), [](auto& mark) { return !mark->passed(); });
   }
@@ -207,7 +206,7 @@ class PinnedMemory final : public at::Allocator {
     auto* start = (char*)address;
     auto after = ranges_.lower_bound(start + size);
     if (after != ranges_.begin() && std::prev(after)->first + std::prev(after)->second.size > start) return 712;
-    ranges_[start] = {size, {}};
+    ranges_[start] = {size, {}, {}};
     return 0;
   }
   int unregister_range(uintptr_t address) {
@@ -230,6 +229,11 @@ class PinnedMemory final : public at::Allocator {
     if (copies.size() > 64)
       copies.erase(std::remove_if(copies.begin(), copies.end(), [](auto& m) { return m->passed(); }), copies.end());
     copies.push_back(mark);
+  }
+  void note_access(Ordered& stream, const char* begin, size_t num_bytes, bool writes) {
+    std::lock_guard<std::mutex> guard(lock_);
+    auto found = find(begin);
+    if (found != ranges_.end()) found->second.accesses.note(stream, begin, begin + num_bytes, writes, "a copy of host memory");
   }
   size_t held() {
     std::lock_guard<std::mutex> guard(lock_);
@@ -258,7 +262,7 @@ class PinnedMemory final : public at::Allocator {
       address = left.back();
       left.pop_back();
     }
-    ranges_[address] = {size, {}};
+    ranges_[address] = {size, {}, {}};
     return {address, address, &give_back, Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }

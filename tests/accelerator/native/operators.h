@@ -90,6 +90,18 @@ IValue mapped(const IValue& value, Change change) {
   return value;
 }
 
+// Note that a stream reads or writes a tensor on the device.
+inline void touch(Queue& queue, const Tensor& tensor, bool writes, const std::string& by) {
+  if (!tensor.defined() || !is_here(tensor) || !tensor.numel()) return;
+  const auto& memory = tensor.storage().data_ptr();
+  if (!memory.get() || memory.get_deleter() != &free_block || health(tensor.device().index()).broken) return;
+  int64_t first = tensor.storage_offset(), last = first;
+  for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const char* start = static_cast<const char*>(memory.get());
+  auto size = int64_t(tensor.itemsize());
+  static_cast<Block*>(memory.get_context())->accesses.note(queue.order, start + first * size, start + (last + 1) * size, writes, by);
+}
+
 inline void resize_storage(const c10::Storage& storage, size_t num_bytes) {
   auto* impl = storage.unsafeGetStorageImpl();
   size_t kept = std::min(size_t(impl->nbytes()), num_bytes);
@@ -111,6 +123,13 @@ inline void resize_to(const Tensor& tensor, at::IntArrayRef sizes, at::IntArrayR
 
 // --- any operator -----------------------------------------------------------------------------------------------------
 
+// What torch's Meta kernel answers: the results as tensors without memory, and those that are written into, by argument.
+struct Shapes {
+  bool asked = false, known = false;
+  torch::jit::Stack results;
+  std::vector<std::pair<size_t, Tensor>> outs;
+};
+
 // One call of an operator, from the stack of its arguments to that of its results.
 class Call {
  public:
@@ -125,11 +144,18 @@ class Call {
     check_arguments();
     read_schema();
     bool shaped = infer_shapes();
+    for (size_t i = 0; i < num_args_; i++) touch_all(args_[i], argument(i).alias_info() && argument(i).alias_info()->isWrite());
     torch::jit::drop(*stack_, num_args_);
     shaped ? run_later() : run_now();
   }
 
  private:
+  void touch_all(const IValue& value, bool writes) const {
+    mapped(value, [&](const Tensor& tensor, bool) {
+      touch(current(device_.index()), tensor, writes, name_);
+      return tensor;
+    });
+  }
   const c10::Argument& argument(size_t i) const { return schema_.arguments()[i]; }
   bool is_out(size_t i) const {
     return argument(i).kwarg_only() && argument(i).alias_info() && argument(i).alias_info()->isWrite();
@@ -185,31 +211,82 @@ class Call {
     }
   }
 
-  // Ask torch's Meta kernel what the results look like, and give tensors to write into the room they need.
+  // Find out what the results look like, and give tensors to write into the room they need; false where that takes values.
   bool infer_shapes() {
     if (returns_values_) return false;
     if (!makes_new_ && !has_out_) return true;
+    auto key = key_of_call();
+    static std::mutex lock;
+    static auto* known = new std::unordered_map<std::string, Shapes>;
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      auto found = key.empty() ? known->end() : known->find(key);
+      if (found != known->end()) shapes_ = found->second;
+    }
+    if (!shapes_.asked) {
+      ask_meta_kernel();
+      std::lock_guard<std::mutex> guard(lock);
+      if (!key.empty()) known->emplace(key, shapes_);
+    }
+    if (!shapes_.known) return false;
+    for (auto& [i, meta] : shapes_.outs) {
+      auto tensor = args_[i].toTensor();
+      if (meta.sizes() != tensor.sizes()) resize_to(tensor, meta.sizes(), meta.strides());
+    }
+    return true;
+  }
+
+  // All that a shape may depend on, as bytes; empty where an argument is of a kind that is not written here.
+  // Most Meta kernels are Python's, and take ten times as long as the kernel: each call is asked once.
+  std::string key_of_call() const {
+    std::string key = name_;
+    auto put = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
+    bool readable = true;
+    auto look = [&](const Tensor& tensor, bool) {
+      put('t'), put(tensor.scalar_type()), put(tensor.device().type()), put(tensor.dim());
+      put(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      for (auto each : tensor.sizes()) put(each);
+      for (auto each : tensor.strides()) put(each);
+      return tensor;
+    };
+    auto read = [&](auto self, const IValue& value) -> void {
+      put(value.isNone() ? 'n' : 'v');
+      if (value.isTensor()) mapped(value, look);
+      else if (value.isInt()) put('i'), put(value.toInt());
+      else if (value.isDouble()) put('d'), put(value.toDouble());
+      else if (value.isBool()) put('b'), put(value.toBool());
+      else if (value.isDevice()) put('D');
+      else if (value.isString()) key += value.toStringRef() + '\0';
+      else if (value.isList()) {
+        put('l'), put(value.toListRef().size());
+        for (const IValue& each : value.toListRef()) self(self, each);
+      } else readable &= value.isNone();
+    };
+    for (size_t i = 0; i < num_args_; i++)
+      if (argument(i).name() != "generator") read(read, args_[i]);
+    return readable ? key : "";
+  }
+
+  void ask_meta_kernel() {
+    shapes_.asked = true;
     try {
       at::AutoDispatchBelowADInplaceOrView below;
       c10::impl::ExcludeDispatchKeyGuard no_python(
           c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+      auto& metas = shapes_.results;
       for (size_t i = 0; i < num_args_; i++) {
-        if (argument(i).name() == "generator") metas_.push_back(IValue());
-        else if (args_[i].isDevice()) metas_.push_back(Device(c10::DeviceType::Meta));
-        else metas_.push_back(mapped(args_[i], [](const Tensor& t, bool) { return is_here(t) ? meta_of(t) : t; }));
+        if (argument(i).name() == "generator") metas.push_back(IValue());
+        else if (args_[i].isDevice()) metas.push_back(Device(c10::DeviceType::Meta));
+        else metas.push_back(mapped(args_[i], [](const Tensor& t, bool) { return is_here(t) ? meta_of(t) : t; }));
       }
-      std::vector<IValue> given = metas_;
-      op_.callBoxed(&metas_);
-      for (size_t i = 0; i < num_args_; i++) {
-        if (!is_out(i) || !given[i].isTensor()) continue;
-        auto meta = given[i].toTensor(), tensor = args_[i].toTensor();
-        if (meta.sizes() != tensor.sizes()) resize_to(tensor, meta.sizes(), meta.strides());
-      }
-      return true;
+      std::vector<IValue> given = metas;
+      op_.callBoxed(&metas);
+      for (size_t i = 0; i < num_args_; i++)
+        if (is_out(i) && given[i].isTensor()) shapes_.outs.emplace_back(i, given[i].toTensor());
+      shapes_.known = true;
     } catch (const c10::OutOfMemoryError&) {
       throw;
     } catch (const std::exception&) {  // no such kernel, or the shape depends on values
-      return false;
     }
   }
 
@@ -235,9 +312,10 @@ class Call {
         results[r] = args_[from_[r]];
         continue;
       }
-      results[r] = mapped(metas_[r], [&](const Tensor& meta, bool) {
+      results[r] = mapped(shapes_.results[r], [&](const Tensor& meta, bool) {
         return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device_));
       });
+      touch_all(results[r], true);
       places[r] = mapped(results[r], [](const Tensor& tensor, bool) { return shadow_of(tensor); });
     }
     auto work = [op = op_, args = for_cpu(false), places, name = name_]() mutable { compute(op, args, places, name); };
@@ -289,6 +367,7 @@ class Call {
     };
     auto up = [&](const Tensor& value, bool) {
       auto tensor = at::empty_strided(value.sizes(), value.strides(), value.options().device(device_));
+      touch(queue, tensor, true, name_);
       put(tensor, value);
       return tensor;
     };
@@ -315,7 +394,7 @@ class Call {
   Device device_;
   std::vector<int> from_;  // by result: the argument that it is; -1 of a new one
   bool has_out_ = false, makes_new_ = false, returns_values_ = false;
-  torch::jit::Stack metas_;
+  Shapes shapes_;
 };
 
 inline void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
@@ -343,12 +422,16 @@ inline Tensor copy_between(const Tensor& source, const Tensor& target) {
   auto& here = current(source.device().index());
   auto work = [to = shadow_of(target), from = shadow_of(source)]() mutable { to.copy_(from); };
   if (source.device() == target.device()) {
+    touch(here, source, false, "a copy on the device");
+    touch(here, target, true, "a copy on the device");
     here.push(Kind::kernel, work);
     return target;
   }
   auto& there = current(target.device().index());
   num_copies++;
   wait_for(here, mark(there));
+  touch(here, source, false, "a copy to another device");
+  touch(here, target, true, "a copy from another device");
   here.push(Kind::copy, work);
   wait_for(there, mark(here));
   return target;
@@ -372,6 +455,8 @@ inline Tensor copy_from(const Tensor& asked, const Tensor& target, bool non_bloc
   bool direct = source.scalar_type() == target.scalar_type() && source.is_non_overlapping_and_dense() &&
                 target.strides() == source.strides() && pinned_memory.holds(host.const_data_ptr());
   bool waits = !non_blocking;
+  touch(queue, there, up, up ? "a copy up" : "a copy down");
+  if (direct) pinned_memory.note_access(queue.order, static_cast<const char*>(host.const_data_ptr()), host.nbytes(), !up);
   if (up) {  // memory that is not pinned is staged before the call returns
     auto from = direct ? of_host(const_cast<void*>(source.const_data_ptr()), source) : source.detach().clone();
     queue.push(Kind::copy, [to = shadow_of(target), from]() mutable { to.copy_(from); });
@@ -393,6 +478,7 @@ inline Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 }
 inline at::Scalar local_scalar(const Tensor& tensor) {
   auto device = tensor.device().index();
+  touch(current(device), tensor, false, "a number for the host");
   current(device).synchronize();
   health(device).check();
   return shadow_of(tensor).item();

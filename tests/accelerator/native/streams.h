@@ -20,6 +20,8 @@
 #include <thread>
 #include <vector>
 
+#include "order.h"
+
 namespace late {
 
 using c10::Device;
@@ -103,7 +105,9 @@ struct Task {
 
 class Queue {
  public:
-  Queue(Device device, long number) : device_(device), number_(number) {}
+  Queue(Device device, long number, size_t index) : device_(device), number_(number) { order.index = index; }
+
+  Ordered order;
 
   void push(Kind kind, std::function<void()> work) {
     std::lock_guard<std::mutex> guard(lock_);
@@ -115,15 +119,25 @@ class Queue {
     queued_++;
     work_.notify_one();
   }
+  Clock clock() {
+    std::lock_guard<std::mutex> guard(order_lock);
+    return order.clock;
+  }
   bool empty() {
+    auto seen = clock();
     std::lock_guard<std::mutex> guard(lock_);
+    if (queued_ == done_) host_learns(seen);
     return queued_ == done_;
   }
   void synchronize() {
     WithoutGil nogil;
-    std::unique_lock<std::mutex> guard(lock_);
-    auto target = queued_;
-    idle_.wait(guard, [&] { return done_ >= target; });
+    auto seen = clock();
+    {
+      std::unique_lock<std::mutex> guard(lock_);
+      auto target = queued_;
+      idle_.wait(guard, [&] { return done_ >= target; });
+    }
+    host_learns(seen);
   }
 
  private:
@@ -189,6 +203,8 @@ inline void Queue::run() {
 // A point in a stream's order: what an event records.
 class Mark {
  public:
+  Clock clock;  // of all that comes before it
+
   void pass() {
     std::lock_guard<std::mutex> guard(lock_);
     auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -219,10 +235,19 @@ using MarkPointer = std::shared_ptr<Mark>;
 
 inline MarkPointer mark(Queue& queue) {
   auto made = std::make_shared<Mark>();
+  {
+    std::lock_guard<std::mutex> guard(order_lock);
+    join(queue.order.clock, host_clock);
+    made->clock = queue.order.clock;
+  }
   queue.push(Kind::order, [made] { made->pass(); });
   return made;
 }
 inline void wait_for(Queue& queue, MarkPointer mark) {
+  {
+    std::lock_guard<std::mutex> guard(order_lock);
+    join(queue.order.clock, mark->clock);
+  }
   queue.push(Kind::order, [mark] { mark->wait(); });
 }
 
@@ -236,7 +261,7 @@ inline std::vector<Queue*>& queues(DeviceIndex device) {
   static auto* all = [] {
     auto* made = new std::vector<std::vector<Queue*>>(kDevices);
     for (int d = 0; d < kDevices; d++)
-      for (int i = 0; i <= kPool; i++) (*made)[d].push_back(new Queue(Device(kType, d), 100 * d + i));
+      for (int i = 0; i <= kPool; i++) (*made)[d].push_back(new Queue(Device(kType, d), 100 * d + i, d * (kPool + 1) + i));
     return made;
   }();
   return (*all)[device];

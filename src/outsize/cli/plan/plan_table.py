@@ -215,6 +215,12 @@ def _memory_table(asked: Asked, prediction: Prediction) -> Table:
     return table
 
 
+def _rounds(prediction: Prediction) -> str:
+    """Return how many microbatches go forward and backward before the next ones begin."""
+    size, count = prediction.round_microbatches, prediction.microbatches
+    return "one" if size >= count else f"{-(-count // size)} of {size} microbatches"
+
+
 def _step_table(asked: Asked, prediction: Prediction) -> Table:
     question, even = asked.question, prediction.break_even
     table = _table("step", "")
@@ -224,6 +230,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
             "microbatches",
             f"{prediction.microbatches} of {prediction.sequences_per_microbatch} x {question.seq_len} tokens",
         ),
+        ("rounds", _rounds(prediction)),
         ("time", format_seconds(prediction.step_s)),
         ("tokens/s", f"{prediction.tokens_per_s:,.0f}{_between(prediction)}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),

@@ -11,6 +11,7 @@ draining of stages leaves a percent to gain, and taken only where the partitione
 one.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,8 +25,10 @@ from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.predict.expectation import PlannedStep, Simulated
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
 from outsize.planner.program.activation_policy import Choice
-from outsize.planner.search.microbatch_search import NEAR, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.round_search import rounds_to_try
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
@@ -64,7 +67,9 @@ class Decision:
     @property
     def options(self) -> PlanOptions:
         """What the plan was made with."""
-        return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times)
+        layout = self.plan.layout
+        in_a_round = layout.round_size if layout.stages is None else None
+        return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times, in_a_round)
 
     @cached_property
     def simulated(self) -> Simulated:
@@ -85,6 +90,13 @@ class Decision:
     def step_s(self) -> float:
         """Seconds of a step, as simulated."""
         return self.simulated.step_s
+
+    @property
+    def lanes_s(self) -> float:
+        """Seconds of a step of one worker whose lanes never wait for each other within a pass."""
+        rates = self.options.rates
+        assert rates is not None
+        return phases(self.plan.layout, self.microbatch.demand, rates).step_s
 
     @property
     def recomputed(self) -> float:
@@ -162,6 +174,18 @@ def _fastest(question: Question) -> Decision:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits; of the plan that is short by the least.
     """
+    tiers = _tiers(question)
+    for tier in tiers[:-1]:
+        try:
+            return _fastest_at(question, tier)
+        except InfeasiblePlanError as error:
+            if "host" not in error.short_by:
+                raise
+    return _fastest_at(question, tiers[-1])
+
+
+def _fastest_at(question: Question, home: Tier) -> Decision:
+    """Return the same with the home there, and raise the same."""
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
 
@@ -171,42 +195,60 @@ def _fastest(question: Question) -> Decision:
 
     return search_cuts(
         cuts if named is None else (named,),
-        lambda microbatches: _handed_over(_offloading(planned(question, microbatches))),
+        lambda microbatches: _handed_over(_offloading(planned_at(question, microbatches, home))),
         lambda decision: decision.step_s,
         may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
         is_enough=is_enough if named is None else lambda _: True,
-        may_fit=lambda error: "device" in error.short_by,
+        may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
     )
 
 
-def planned(question: Question, microbatches: int) -> Decision:
-    """Return the decision with so many microbatches, and the first home that was asked for and fits.
-
-    Raises:
-        ConfigError: what is asked for cannot be.
-        InfeasiblePlanError: nothing fits.
-    """
-    tiers = _tiers(question)
-    for tier in tiers[:-1]:
-        try:
-            return planned_at(question, microbatches, tier)
-        except InfeasiblePlanError as error:
-            if "host" not in error.short_by:
-                raise
-    return planned_at(question, microbatches, tiers[-1])
-
-
 def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
-    """Return the decision with so many microbatches, and the home there.
+    """Return the decision with so many microbatches, and the home there: in rounds as large as fit, or faster ones.
 
     Raises:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits.
     """
-    microbatch = question.microbatch(microbatches)
-    options = question.options_for(microbatches, home, microbatch.times)
-    plan = plan_within(question.model, microbatch.demand, question.budgets, options)
-    return Decision(question=question, plan=plan, microbatch=microbatch)
+    one = question.microbatch(microbatches)
+
+    def planned_in(size: int) -> Decision:
+        options = question.options_for(microbatches, home, one.times, size)
+        plan = plan_within(question.model, one.demand, question.budgets, options)
+        return Decision(question=question, plan=plan, microbatch=one)
+
+    most, *smaller = _rounds_that_fit(question, microbatches, home, one)
+    largest = best = planned_in(most)
+    rates = largest.options.rates
+    if not question.timed or rates is None or not smaller:
+        return largest
+    for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller):
+        try:
+            found = planned_in(size)
+        except InfeasiblePlanError:
+            break
+        if found.lanes_s >= best.lanes_s:
+            break
+        best = found
+    return best if best is largest or best.step_s * NEAR < largest.step_s else largest
+
+
+def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
+    """Return how many of so many microbatches a round may take, the most first; of none that fits, the smallest.
+
+    A round of all asks for the most while a step runs and, where gradients pass through a ring, for the least at home.
+    """
+    sizes = list(question.round_sizes(microbatches))
+
+    def fits(size: int) -> bool:
+        options = question.options_for(microbatches, home, one.times, size)
+        return not shortage_of(question.model, one.demand, question.budgets, options)
+
+    if not sizes[1:] or fits(sizes[0]):
+        return sizes
+    fitting = sizes[bisect_left(sizes, True, lo=1, key=fits) :]
+    ring = question.options_for(microbatches, home, one.times, sizes[0]).ring
+    return fitting or (sizes[:1] if ring else sizes[-1:])
 
 
 def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
@@ -237,7 +279,8 @@ def _offloading(decision: Decision) -> Decision:
     question, plan = decision.question, decision.plan
     if question.options.activations != "auto" or question.num_workers > 1 or not plan.layout.any_leaves:
         return decision
-    staying = planned(replace(question, linked=False), decision.microbatches)
+    named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
+    staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)
     if not worth_it(staying.step_s, decision.step_s):
         return replace(staying, question=question)
     return replace(decision, former_s={**decision.former_s, "memory.activations": staying.step_s})
@@ -260,7 +303,9 @@ def _may_gain(best: Decision, microbatches: int) -> bool:
     assert stages is not None
     clock = clock_of(model, best.microbatch.demand, best.options, best.plan)
     filling_s = clock.filling_and_draining_s(stages)
-    if not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
+    # Of short rounds, as memory may want them, stages wait for each other throughout.
+    short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
+    if not short and not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
         return False
     try:
         gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)
@@ -296,11 +341,15 @@ def fits_at_all(question: Question) -> bool:
     one = question.microbatch(count)
 
     def fits(tier: Tier) -> bool:
-        options = question.options_for(count, tier, one.times)
-        if options.num_workers > 1:
-            return fits_stages(question.model, one.demand, question.budgets, options)
-        return not shortage_of(question.model, one.demand, question.budgets, options)
+        for size in (sizes[-1], sizes[0]):  # the one asks for the least, the other for the least at home
+            options = question.options_for(count, tier, one.times, size)
+            if options.num_workers > 1:
+                return fits_stages(question.model, one.demand, question.budgets, options)
+            if not shortage_of(question.model, one.demand, question.budgets, options):
+                return True
+        return False
 
+    sizes = list(question.round_sizes(count))
     return any(fits(tier) for tier in _tiers(question))
 
 

@@ -23,7 +23,7 @@ FULL_SHARE = 0.85
 LEAST_SHARE = 0.001
 COMPUTE = "compute"
 
-SEVERAL = "several GPUs: ids and labels, masks and position tables of all microbatches lie on every GPU"
+SEVERAL = "several GPUs: ids and labels, masks and position tables of the rounds under way lie on every GPU"
 PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"
 ENCODED = "weights go over links as {}, which keeps every bit and is decoded as fast as it arrives"
 
@@ -50,6 +50,7 @@ class Prediction:
         num_gpus: devices that compute.
         microbatches: of a step.
         sequences_per_microbatch: of the largest microbatch.
+        round_microbatches: microbatches of a round, of which a step has one or more.
         home: where weights and optimizer state rest.
         memory: bytes by tier and class; the device's are those of each GPU.
         step_s: time of a step among others.
@@ -70,6 +71,7 @@ class Prediction:
     num_gpus: int
     microbatches: int
     sequences_per_microbatch: int
+    round_microbatches: int
     home: Tier
     memory: Table
     step_s: float
@@ -146,6 +148,7 @@ def predict(decision: Decision) -> Prediction:
         num_gpus=num_gpus,
         microbatches=decision.microbatches,
         sequences_per_microbatch=sequences,
+        round_microbatches=plan.layout.round_size,
         home=plan.home,
         memory=_by_plane(plan),
         step_s=step_s,

@@ -1,6 +1,6 @@
 """What is to be decided: a model, a machine, a step, what a microbatch takes, and the memory that may be used."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypedDict
@@ -147,9 +147,34 @@ class Question:
         times = unit_times(self.machine, self.model.compute_dtype, work)
         return MicrobatchCost(demand=_counted(self, work, times), times=times)
 
-    def options_for(self, microbatches: int, home: Tier, times: UnitTimes) -> PlanOptions:
-        """Return what is decided about a plan of so many microbatches with a home there."""
+    def round_sizes(self, microbatches: int) -> Iterator[int]:
+        """Yield how many of so many microbatches one worker may take in a round, the most first.
+
+        Rounds sum gradients at home, in fp32. Nodes and a step that is cut take all at once, and stages are searched
+        with rounds of their own.
+        """
         options = self.options
+        size = min(options.round_microbatches or microbatches, microbatches)
+        yield size
+        in_fp32 = options.state is None or options.state.gradients == "fp32"
+        alone = self.num_workers == self.nodes == 1 and not options.cut
+        while size > 1 and in_fp32 and alone and options.round_microbatches is None:
+            size = -(-size // 2)
+            yield size
+
+    def options_for(
+        self, microbatches: int, home: Tier, times: UnitTimes, round_size: int | None = None
+    ) -> PlanOptions:
+        """Return what is decided about a plan of so many microbatches with a home there.
+
+        Args:
+            microbatches: of a step.
+            home: where weights and optimizer state rest.
+            times: of a microbatch.
+            round_size: microbatches of a round of one worker; None for those that are asked for, or all.
+        """
+        options = self.options
+        in_a_round = round_size or options.round_microbatches or microbatches
         transport = options.transport if home == "host" else replace(options.transport, weights="raw")
         state = options.state or StateLayout(dtype=self.model.dtype)
         peers = frozenset((peer.source, peer.target) for peer in self.machine.peers)
@@ -164,9 +189,10 @@ class Question:
                 num_workers=self.num_workers,
                 nodes=self.nodes,
                 transport=transport,
-                rounds=(options.round_microbatches or microbatches) < microbatches,
+                rounds=in_a_round < microbatches,
             ),
             microbatches=microbatches,
+            round_microbatches=in_a_round if in_a_round < microbatches else None,
             most_microbatches=self.sequences,
             num_workers=self.num_workers,
             transport=transport,

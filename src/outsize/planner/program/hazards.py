@@ -38,6 +38,10 @@ there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH. S
 of the worker that they leave, but are counted by themselves: they have lanes of their own, and wait for a place where
 they go, which nothing else takes.
 
+A third keeps what stages hand over as small as the plan says: a microbatch begins, with F 0.m, when the one that is
+`at_once` before it has had its last F, FB or B. Without it a worker that only ever runs the first stage would go on to
+round after round.
+
 Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
 An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
 one before it. A GATHER reads gradhome(u) too, since there lies what a STEP has changed, if that is what is sent.
@@ -71,10 +75,15 @@ class Hazards:
         num_streamed: units that the forward visits.
         rest: index of the resident unit, None where there is none.
         feedback: whether REDUCEs remember what their encodings lose.
+        at_once: microbatches under way at once, at most; None is no limit.
     """
 
-    def __init__(self, num_streamed: int, rest: int | None, *, feedback: bool = False) -> None:
+    def __init__(
+        self, num_streamed: int, rest: int | None, *, feedback: bool = False, at_once: int | None = None
+    ) -> None:
         self._seq = 0
+        self._at_once = at_once
+        self._computed: dict[int, int] = {}  # by microbatch modulo `at_once`
         self._feedback = feedback
         self._rest = rest
         units = range(num_streamed + (rest is not None))
@@ -175,9 +184,13 @@ class Hazards:
         self._cell("act", unit, op.microbatch).write(seq, deps)
         self._use_place("act", unit, op.microbatch, seq, deps)
         self._last_compute[worker] = seq
+        if self._at_once:
+            self._computed[(op.microbatch or 0) % self._at_once] = seq
 
     def _forward(self, op: Op, seq: int, deps: Deps) -> None:
         before = self._last_compute.get(op.worker, -1)
+        if self._at_once and op.unit == 0:
+            deps.add(self._computed.get((op.microbatch or 0) % self._at_once, -1))
         self._compute(op, seq, deps, accumulates=False)
         self._cell("act", (op.unit or 0) + 1, op.microbatch).write(seq, deps)
         for saves in (self._saves[op.worker, False], self._saves[op.worker, True]):

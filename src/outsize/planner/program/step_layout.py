@@ -32,7 +32,7 @@ class StepLayout:
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
         kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty
-            recomputes all. Of stages, for each microbatch of the step.
+            recomputes all.
         clip: whether gradients are clipped by their global norm.
         unit_clip: whether the gradient of each unit is clipped by its own norm.
         ring: whether gradients do not wait at home, but pass tile by tile through the buffers of the ring to the
@@ -138,9 +138,8 @@ class StepLayout:
             return
         if len(self.kept) != self.num_streamed:
             raise ValueError(f"kept needs one entry for each of {self.num_streamed} streamed units")
-        count = self.round_size if self.stages is None else self.num_microbatches
-        if any(len(choices) != count for choices in self.kept):
-            raise ValueError(f"kept needs one choice for each of {count} microbatches")
+        if any(len(choices) != self.round_size for choices in self.kept):
+            raise ValueError(f"kept needs one choice for each of {self.round_size} microbatches")
         able = {*self.keepable, *self.leavable}
         others = [u for u in range(self.num_streamed) if u not in able and self.keeps_anything(u)]
         if others:
@@ -201,6 +200,14 @@ class StepLayout:
     def num_rounds(self) -> int:
         """Rounds of a step: each runs forward and backward over all units, and the sums of gradients go on."""
         return -(-self.num_microbatches // self.round_size)
+
+    @property
+    def microbatches_at_once(self) -> int:
+        """Microbatches under way at once, at most: those of a round, or of two where one begins while one still ends.
+
+        The rules of data hold later ones back, see `program.hazards`.
+        """
+        return min(self.round_size * (1 if self.stages is None else 2), self.num_microbatches)
 
     @property
     def rounds(self) -> Iterator[range]:

@@ -101,6 +101,12 @@ class Pipeline:
         return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / self.num_workers
 
 
+def usual_round_sizes(num_microbatches: int, num_workers: int) -> tuple[int, ...]:
+    """Return microbatches per round worth a try: all of them, and one to four for each worker."""
+    few = (max(1, quarters * num_workers // 4) for quarters in (4, 5, 6, 7, 8, 10, 12, 16))
+    return tuple(sorted({num_microbatches, *(min(size, num_microbatches) for size in few)}))
+
+
 def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: int = 400_000) -> Stages:
     """Return the stages whose step is shortest, as far as the search finds them.
 
@@ -113,9 +119,8 @@ def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: i
     Raises:
         ValueError: not even single units fit, or there are fewer stages than workers whatever the cut.
     """
-    workers, microbatches = pipeline.num_workers, pipeline.num_microbatches
-    usual = {microbatches, *(max(1, n * workers // 4) for n in (4, 5, 6, 7, 8, 10, 12, 16))}
-    search = _Search(pipeline, sorted({min(n, microbatches) for n in round_sizes or usual}), max_visits)
+    sizes = round_sizes or usual_round_sizes(pipeline.num_microbatches, pipeline.num_workers)
+    search = _Search(pipeline, sorted({min(size, pipeline.num_microbatches) for size in sizes}), max_visits)
     drawn_numbers = sorted((search.numbers_s(numbers), numbers) for numbers in search.drawn())
     even = [(seconds, numbers) for seconds, numbers in drawn_numbers[:NUM_CLIMBERS] if seconds < inf]
     for index, (_, numbers) in enumerate(even):

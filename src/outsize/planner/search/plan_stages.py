@@ -1,7 +1,7 @@
 """The plan of a step on several workers: stages cut for their memory (`stage_memory`), dealt out in turn.
 
-Where several units add to the gradient of a rest that trains, each is in a stage of its own, and a round takes all
-microbatches unless somebody says how many: sums are taken use by use, round by round, as everywhere.
+Where several units add to the gradient of a rest that trains, each is in a stage of its own, and a round takes as many
+microbatches as have room: sums are taken use by use, round by round, as everywhere.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ from outsize.planner.search.smaller import smaller_microbatches
 from outsize.planner.search.stage_layout import single_units, staged_layout
 from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, ways_of
-from outsize.planner.search.stage_pipeline import bottom_of, pipeline_of, round_sizes_of
+from outsize.planner.search.stage_pipeline import bottom_of, is_large, pipeline_of, round_sizes_of
 from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of
 from outsize.planner.search.step_plan import Budgets, Plan
 from outsize.planner.search.upgrades import ENOUGH
 from outsize.units import format_bytes
 
 # Visits that the search times: enough for an answer in a second or two. A visit of many units takes longer, and gains
-# less. `BRIEF_VISITS` are for a look at whether other microbatches gain.
+# less. `BRIEF_VISITS` are for a look at whether other microbatches gain, and which of several ways is the fastest.
 MAX_VISITS, MANY_UNITS, BRIEF_VISITS = 200_000, 48, 50_000
 
 
@@ -93,19 +93,22 @@ class _Planner:
     def fit(self, max_visits: int) -> tuple[float, StepLayout]:
         """Return the time of the fastest stages found, and the step that they make."""
         halves, single, ways = self.least()
-        found: list[tuple[float, StepLayout]] = []
-        for way in ways:
-            if not self._holds(self._layout(way, single)):
-                continue
-            cut = self._cut(way, halves, max_visits)
-            if cut is not None:
-                # What moves unasked has to gain what lanes lose that fill and drain.
-                unasked = bool(way.away) and not ways[-1].away
-                found.append((cut[0] / (ENOUGH if unasked else 1.0), self._layout(way, cut[1])))
+        holding = [way for way in ways if self._holds(self._layout(way, single))]
+        # What moves unasked has to gain what lanes lose that fill and drain.
+        enough = {id(way): ENOUGH if way.away and not ways[-1].away else 1.0 for way in holding}
+
+        def cut(way: Way, visits: int) -> list[tuple[float, Way, Stages]]:
+            found = self._cut(way, halves, visits)
+            return [] if found is None else [(found[0] / enough[id(way)], way, found[1])]
+
+        first = max_visits if len(holding) == 1 else BRIEF_VISITS
+        found = [each for way in holding for each in cut(way, first)]
+        if found and max_visits > first:
+            found += cut(min(found, key=lambda each: each[0])[1], max_visits)
         if not found:
-            found.append((self._pipeline(ways[-1], single).step_s(single), self._layout(ways[-1], single)))
-        step_s, layout = min(found, key=lambda pair: pair[0])
-        return step_s, self._with_peers(layout)
+            found = [(self._pipeline(ways[-1], single).step_s(single), ways[-1], single)]
+        step_s, way, stages = min(found, key=lambda each: each[0])
+        return step_s, self._with_peers(self._layout(way, stages))
 
     def make(self, layout: StepLayout) -> Plan:
         """Return the plan of ``layout``, with as much of host memory for a home on disk as it has room for."""
@@ -174,7 +177,9 @@ class _Planner:
         raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
 
     def _single_units(self, halves: tuple[int, int]) -> Stages:
-        least = min(round_sizes_of(self._options, self._demand), default=1)
+        options = self._options
+        named = options.round_microbatches is not None or options.cut
+        least = round_sizes_of(options, self._demand)[0] if named else 1
         return single_units(self._model.num_streamed, self._bottom, least, halves)
 
     def _cut(self, way: Way, halves: tuple[int, int], max_visits: int) -> tuple[float, Stages] | None:
@@ -183,13 +188,27 @@ class _Planner:
         if options.stages is not None:
             return self._pipeline(way, options.stages).step_s(options.stages), options.stages
         pipeline = pipeline_of(self._memory, budget, halves, way)
-        pipeline = replace(pipeline, holds=lambda stages: self._memory.device_bytes(stages, way) <= budget)
+        sizes = self._round_sizes(way, halves)
+        most = max(sizes)
+
+        def holds(stages: Stages) -> bool:
+            return self._memory.device_bytes(replace(stages, round_size=most), way) <= budget
+
+        pipeline = replace(pipeline, holds=holds)
         try:
-            sizes = round_sizes_of(options, self._demand)
             stages = partition(pipeline, sizes, max_visits=max_visits)
         except ValueError:
             return None
         return pipeline.step_s(stages), stages
+
+    def _round_sizes(self, way: Way, halves: tuple[int, int]) -> list[int]:
+        """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
+
+        No others hand over more.
+        """
+        single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
+        fitting = [size for size in found if self._holds(self._layout(way, replace(single, round_size=size)))]
+        return fitting[-1:] if is_large(self._options, self._demand) else fitting or [single.round_size]
 
     def _pipeline(self, way: Way, stages: Stages) -> Pipeline:
         halves = (stages.slot_halves, stages.accumulator_halves)
@@ -207,7 +226,7 @@ class _Planner:
             return candidate
         if self._options.handover == "peer":
             raise InfeasiblePlanError(
-                f"parallel.handover=peer needs room for {candidate.num_places} microbatches that arrive on each "
+                f"parallel.handover=peer needs room for what arrives of a round of {candidate.num_places} on each "
                 "device; first try parallel.handover=auto, which goes by way of host memory where there is none",
                 missing,
             )
@@ -250,7 +269,7 @@ def _what_to_try(
         "offloaded activations": "memory.activations=auto, which keeps what has room",
         "weight slots": f"devices with {needed}",
         "gradient accumulators": f"devices with {needed}",
-        "saved activations": "fewer tokens per step",
+        "saved activations": smaller_microbatches(options, None),
     }.get(largest)
     if advice is None and tier == "device":
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)

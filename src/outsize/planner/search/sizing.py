@@ -233,10 +233,15 @@ class Sizing:
             for num_slots in range(knobs.num_slots + 1, self._at_most_slots(upto) + 1):
                 yield replace(knobs, num_slots=num_slots)
 
-    def more_accumulators(self, knobs: Knobs) -> Iterator[Knobs]:
+    def more_accumulators(self, knobs: Knobs, upto: int = 2) -> Iterator[Knobs]:
         """Yield knobs with a second accumulator, so that a gradient leaves while the next one is summed."""
-        if knobs.num_accumulators < min(2, len(self._accumulator_sizes)):
+        if knobs.num_accumulators < min(upto, len(self._accumulator_sizes)):
             yield replace(knobs, num_accumulators=knobs.num_accumulators + 1)
+
+    def accumulators_for_sums(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with a third accumulator where a step has several rounds, so that a sum comes up meanwhile."""
+        if self.options.round_microbatches is not None:
+            yield from self.more_accumulators(knobs, upto=3)
 
     def larger_tiles(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with tiles of twice the size, and twice that, while a unit fills one."""
@@ -287,6 +292,7 @@ BEFORE_INPUTS: tuple[Upgrade, ...] = (
     lambda sizing, knobs: sizing.more_slots(knobs, upto=2),
     Sizing.more_accumulators,
     lambda sizing, knobs: sizing.more_slots(knobs, upto=3),
+    Sizing.accumulators_for_sums,
     Sizing.more_host_buffers,
     Sizing.larger_tiles,
     Sizing.more_tile_buffers,

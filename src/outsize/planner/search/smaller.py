@@ -28,7 +28,9 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
     if state.gradients != "none" and steps_at_once:
         keys += [BY_UNIT] if options.clip else []
         state = replace(state, gradients="none")
-        options = replace(options, clip=False, unit_clip=options.clip or options.unit_clip)
+        # What has no gradients at home cannot sum them there from round to round.
+        unit_clip = options.clip or options.unit_clip
+        options = replace(options, clip=False, unit_clip=unit_clip, round_microbatches=None)
         yield _joined(keys or [BY_UNIT]), replace(options, state=state)
     if state.moments != "int8" and state.num_moments:
         keys = [INT8, *keys]

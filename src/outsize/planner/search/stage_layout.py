@@ -71,7 +71,7 @@ def staged_layout(
 
 
 def num_handed_over(layout: StepLayout) -> int:
-    """Return how many inputs and gradients lie below the workers at once, at most: those that a step puts there.
+    """Return how many inputs and gradients lie below the workers at once, at most: those of the rounds under way.
 
     Forward stages save the inputs of all their units that a backward needs, and what comes out at their end; backward
     stages send the gradient of what came in. Where all of that goes from device to device, only the former. In
@@ -82,10 +82,10 @@ def num_handed_over(layout: StepLayout) -> int:
     turning = max(0, layout.num_streamed - max(stages.backward[0][0] + 1, bottom)) if layout.cut else 0
     if layout.peers == layout.neighbours and layout.peers:
         kept = (max(0, end - max(first, bottom, 1)) for first, end in stages.forward)
-        return layout.num_microbatches * (sum(kept) + turning + layout.cut)
+        return layout.microbatches_at_once * (sum(kept) + turning + layout.cut)
     inputs = sum(max(0, end - max(first + 1, bottom)) + 1 for first, end in stages.forward)
     gradients = sum(first > bottom for first, _ in stages.backward)
-    return layout.num_microbatches * (inputs + turning + gradients)
+    return layout.microbatches_at_once * (inputs + turning + gradients)
 
 
 def activation_bytes(num_units: int, boundary_bytes: int) -> int:

@@ -64,10 +64,13 @@ class StageMemory:
         resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
         return {
             "resident": sum(resident),
-            "shared": demand.shared_bytes * self.options.microbatches,
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),
         }
+
+    @cached_property
+    def _top(self) -> int:
+        return self.model.num_streamed
 
     @cached_property
     def _workspaces(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -85,7 +88,7 @@ class StageMemory:
         forward, both = (sizes[slice(*span)] for sizes in self._workspaces)
         if not backward:
             return max(forward)
-        return max(*forward, *both) if span[1] == self.model.num_streamed and not keeps else sum(both)
+        return max(*forward, *both) if span[1] == self._top and not keeps else sum(both)
 
     def on_device(self, stages: Stages, keeps: bool, away: Away) -> dict[str, int]:
         """Return the bytes on each worker by class, arrivals from other workers apart.
@@ -103,6 +106,7 @@ class StageMemory:
             "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
             "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
             "workspace": max(self.workspace_bytes(*span, keeps) for span in spans),
+            "shared": self.demand.shared_bytes * min(2 * stages.round_size, self.options.microbatches),
             **self.constant,
         }
 

@@ -129,13 +129,14 @@ def most_hidden(raises: Sequence[Raise], fits: Callable[[Away], bool]) -> Away:
 
 
 def kept_in_stages(stages: Stages, num_streamed: int, num_microbatches: int, way: Way) -> Kept:
-    """Return what stages keep where they go ``way``."""
-    kept = kept_at_the_turn(stages, num_streamed, num_microbatches, way.turn)
+    """Return what stages keep of each microbatch of a round where they go ``way``."""
+    in_a_round = min(stages.round_size, num_microbatches)
+    kept = kept_at_the_turn(stages, num_streamed, in_a_round, way.turn)
     leaving = {unit: choice for unit, choice in way.away.items() if unit < stages.backward[0][0]}
     if not leaving:
         return kept
     below = (leaving.get(unit, Choice.RECOMPUTE) for unit in range(num_streamed))
-    return merged(kept, tuple((choice,) * num_microbatches for choice in below))
+    return merged(kept, tuple((choice,) * in_a_round for choice in below))
 
 
 def away_in(layout: StepLayout) -> Away:

@@ -4,7 +4,7 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.stages import Span
-from outsize.planner.search.partition import Pipeline
+from outsize.planner.search.partition import Pipeline, usual_round_sizes
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import spans_that_fit
 from outsize.planner.search.stage_memory import StageMemory
@@ -21,15 +21,25 @@ def bottom_of(model: ModelSpec, demand: Demand) -> int:
 
 
 def round_sizes_of(options: PlanOptions, demand: Demand) -> tuple[int, ...]:
-    """Return the microbatches of a round that may be chosen from; empty for any.
+    """Return the microbatches of a round that may be chosen from, the most last.
 
-    Each round reads all weights, and with a home on disk sums of gradients too. A step that is cut runs all forwards
-    before the first backward.
+    Each round reads all weights, and with a home on disk sums of gradients too, and of a rest with several users all
+    wait for its sum: there a round is as large as memory lets it. A step that is cut runs all forwards before the first
+    backward.
     """
+    most = options.microbatches
+    if options.cut:
+        return (most,)
     if options.round_microbatches is not None:
-        return (min(options.round_microbatches, options.microbatches),)
-    whole = len(demand.rest_users) > 1 or options.home == "disk" or options.cut
-    return (options.microbatches,) if whole else ()
+        return (min(options.round_microbatches, most),)
+    if is_large(options, demand):
+        return tuple(sorted({-(-most // 2**halvings) for halvings in range(most.bit_length() + 1)}))
+    return usual_round_sizes(most, options.num_workers)
+
+
+def is_large(options: PlanOptions, demand: Demand) -> bool:
+    """Return whether a round is to be as large as memory lets it, see `round_sizes_of`."""
+    return len(demand.rest_users) > 1 or options.home == "disk"
 
 
 def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int], way: Way) -> Pipeline:
@@ -50,7 +60,10 @@ def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int],
     )
 
     def fits(span: Span, backward: bool) -> bool:
-        several = backward and len(demand.rest_users.intersection(range(*span))) > 1
+        users = demand.rest_users.intersection(range(*span)) if backward else ()
+        # A later user of a rest waits until all microbatches have passed the one before: nothing else is to wait so.
+        waits = len(demand.rest_users) > 1 and span[1] < model.num_streamed
+        several = span[1] - span[0] > 1 and len(users) > (not waits)
         return not several and has_room(span, backward)
 
     streamed = model.units[: model.num_streamed]

@@ -324,7 +324,6 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
 
 
 def _smaller_state(
-    memory: Table,
     options: PlanOptions,
     state: StateLayout,
     shortage: Callable[[PlanOptions], Mapping[str, int]],
@@ -336,9 +335,8 @@ def _smaller_state(
         lacking = shortage(other)
         if not lacking:
             return f"{keys}, with which it fits"
-        saved = memory["host"].get("saved activations", 0)
-        if lacking.keys() == {"host"} and lacking["host"] < saved:
-            return f"{keys} with fewer tokens per step"
+        if not shortage(replace(other, microbatches=1, round_microbatches=None)):
+            return f"{keys} with fewer tokens per step"  # of one round, since no sums wait at home
         least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
     return least
 
@@ -368,8 +366,8 @@ def _what_to_try(
         otherwise = (
             "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
         )
-        otherwise = "fewer tokens per step" if room and not options.cut else otherwise
-        advice = _smaller_state(memory, options, state, shortage, otherwise)
+        otherwise = smaller_microbatches(options, None) if room and not options.cut else otherwise
+        advice = _smaller_state(options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (
             f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "

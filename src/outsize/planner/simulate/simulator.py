@@ -155,7 +155,7 @@ def simulate(
     index_of: list[int] = []  # sequence number of the hazards -> index of the work
     decided: list[int] = []
     bounds: list[int] = []
-    hazards = Hazards(layout.num_streamed, layout.rest)
+    hazards = Hazards(layout.num_streamed, layout.rest, at_once=layout.microbatches_at_once)
     for program in programs:
         first = len(work)
         gate = (decided[-1],) if decided else ()

@@ -215,10 +215,14 @@ class Accelerator(Device):
         self._origin_s = time.perf_counter()
 
     def allocate(self, num_bytes: int, what: str) -> Tensor:
-        """See `Device.allocate`; torch's allocators align to 512 bytes, which is enough for DMA."""
+        """See `Device.allocate`; torch's allocators align to 512 bytes, which is enough for DMA.
+
+        Lanes may use it at once: what the caller's stream, whose memory it may have been, does with it is done.
+        """
         if self._ledger is not None:
             self._reservations.append(self._ledger.reserve(self._tier, what, num_bytes))
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        torch.accelerator.current_stream(self.torch_device).synchronize()
         self._held.append(tensor)
         return tensor
 

@@ -155,7 +155,8 @@ class Engine:
     def _open_lanes(self, resources: Resources) -> Executor:
         """Start what runs the ops of a program."""
         layout = self.plan.layout
-        hazards = Hazards(layout.num_streamed, layout.rest, feedback=self.plan.wire.feedback)
+        feedback, at_once = self.plan.wire.feedback, layout.microbatches_at_once
+        hazards = Hazards(layout.num_streamed, layout.rest, feedback=feedback, at_once=at_once)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         # Weakly: a lane that waits must not keep the model.
         computes = [weakref.ref(worker.compute) for worker in self._crew.workers]

@@ -151,7 +151,6 @@ class HandoverOps(OffloadOps):
             self._under_way.add((*place, index))
             parcels.append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
-            self._device.hold(content, f"down:w{op.worker}")
 
     def _take(self, op: Op, what: str, context: StepContext, *, keep: bool) -> list[Storage]:
         found = []

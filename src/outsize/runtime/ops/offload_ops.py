@@ -85,8 +85,6 @@ class OffloadOps:
             room.put_all(key, contents)
         self._away[key] = room, sizes
         self.down = self.down.and_then(sum(sizes), sum(sizes))
-        for content in contents:
-            self._device.hold(content, f"down:w{op.worker}")
         held.take()
 
     def onload(self, op: Op, context: StepContext) -> None:

@@ -56,7 +56,6 @@ class ActivationOps(OffloadOps):
                 self._scratch.put((*key, index), sent)
             self._sizes[key].append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
-            self._device.hold(content, f"down:w{op.worker}")
             del content
             storage.resize_(0)
 

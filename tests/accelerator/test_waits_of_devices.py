@@ -1,0 +1,134 @@
+"""What `Device` promises of order, on a device that tells what is out of order: see `native/order.h`."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from accelerator import late
+from devices import IS_MADE_UP
+from outsize.inference.caller import Caller
+from outsize.runtime.device.device import Device, open_device
+from outsize.runtime.device.device_group import Workers, open_workers
+
+pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
+SIZE = 4096
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = open_device("late:0")
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = open_workers("late:0,1")
+    yield workers
+    workers.close()
+
+
+def host() -> torch.Tensor:
+    return torch.ones(SIZE, dtype=torch.uint8).pin_memory()
+
+
+def test_a_lane_may_use_what_was_allocated_at_once(device: Device):
+    """The caller's stream may still be at work with what torch gives out again."""
+    room = device.allocate(SIZE, "slot")
+    with device.lane("up"):
+        device.copy(room, host())
+    torch.late.synchronize()
+    assert late.offences() == []
+
+
+def test_memory_is_given_back_when_lanes_are_done_with_it(device: Device):
+    source = host()
+    with device.lane("up"):
+        device.copy(device.allocate(SIZE, "slot"), source)
+    device.close()
+    assert late.offences() == []
+
+
+def test_a_lane_waits_for_a_mark_of_another(device: Device):
+    room, back = device.allocate(SIZE, "slot"), torch.zeros(SIZE, dtype=torch.uint8).pin_memory()
+    with device.lane("up"):
+        device.copy(room, host())
+        mark = device.record("up")
+    with device.lane("down"):
+        device.wait("down", mark)
+        device.copy(back, room)
+        mark = device.record("down")
+    device.wait("host", mark)
+    assert back.eq(1).all()
+    assert late.offences() == []
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_a_lane_still_reads_is_held_for_it(held: bool, device: Device):
+    with device.lane("up"):
+        made = torch.ones(SIZE, device="late:0")
+        mark = device.record("up")
+    with device.lane("compute"):
+        device.wait("compute", mark)
+        made.sum()
+    if held:
+        device.hold(made, "compute")
+    del made
+    torch.late.synchronize()
+    assert len(late.offences()) == (not held)
+
+
+def test_lanes_of_workers_enter_streams_of_all_devices_they_touch(workers: Workers):
+    """What arrives by a lane between two is marked there, and what computes there finds it."""
+    with workers.lane("compute:w0"):
+        sent = torch.ones(SIZE, device="late:0")
+        mark = workers.record("compute:w0")
+    with workers.lane("peer:w0-w1"):
+        workers.wait("peer:w0-w1", mark)
+        arrived = torch.empty(SIZE, device="late:1")
+        arrived.copy_(sent, non_blocking=True)
+        workers.hold(sent, "peer:w0-w1")
+        workers.hold(arrived, "compute:w1")
+        mark = workers.record("peer:w0-w1")
+    del sent
+    with workers.lane("compute:w1"):
+        workers.wait("compute:w1", mark)
+        arrived += 1
+        mark = workers.record("compute:w1")
+    del arrived
+    workers.wait("", mark)
+    assert late.offences() == []
+
+
+def test_a_lane_that_computes_touches_other_devices_in_their_order(workers: Workers):
+    with workers.lane("compute:w1"):
+        there = torch.ones(SIZE, device="late:1")
+    with workers.lane("compute:w0"):
+        there.sum()
+        del there
+    torch.late.synchronize()
+    assert late.offences() == []
+
+
+def test_what_a_lane_has_made_is_the_caller_s_when_taken():
+    device, caller = open_device("late:0"), Caller(torch.device("late:0"))
+    with device.lane("compute"):
+        made = torch.ones(SIZE, device="late:0")
+        mark = device.record("compute")
+    caller.wait(mark)
+    caller.take(made)
+    made.sum()
+    del made
+    device.close()
+    assert late.offences() == []
+
+
+def test_what_the_caller_has_enqueued_is_done_when_finished(device: Device):
+    caller, source = Caller(torch.device("late:0")), host()
+    there = source.to("late:0", non_blocking=True)
+    caller.finish()
+    with device.lane("compute"):
+        there.sum()
+    torch.late.synchronize()
+    assert late.offences() == []

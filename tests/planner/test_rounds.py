@@ -1,0 +1,102 @@
+"""The planner chooses the round: tokens per step belong to the training, not to the memory."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from outsize.errors import InfeasiblePlanError
+from outsize.planner.predict.decision import decide, fits_at_all, planned_at
+from outsize.planner.program.ops import Kind
+from outsize.planner.search.microbatch_search import NEAR
+from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.step_plan import Budgets
+from planner.questions import CONFIG, GIB, ask
+
+MODELS = {
+    "shallow": {**CONFIG, "num_hidden_layers": 3},
+    "narrow": {**CONFIG, "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096},
+}
+CARDS = ("4090", "H100")
+DEVICE_GIB = (4, 6, 9, 14, 22)
+SEQUENCES = (8, 24, 72)
+BUDGETS = Budgets(device=6 * GIB, host=60 * GIB, disk=1000 * GIB)
+
+
+@cache
+def tokens_per_s(model: str, card: str, device_gib: int, sequences: int) -> float:
+    budgets = replace(BUDGETS, device=device_gib * GIB)
+    question = ask(card, config=MODELS[model], budgets=budgets, sequences=sequences)
+    return question.tokens_per_step / decide(question).step_s
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_more_memory_and_more_tokens_per_step_are_never_slower(model: str, card: str):
+    """Sixty cases; a search ends where less than a percent is left to gain."""
+    for sequences in SEQUENCES:
+        by_memory = [tokens_per_s(model, card, device, sequences) for device in DEVICE_GIB]
+        assert all(more * NEAR >= less for less, more in pairwise(by_memory))
+    for device in DEVICE_GIB:
+        by_tokens = [tokens_per_s(model, card, device, sequences) for sequences in SEQUENCES]
+        assert all(more * NEAR >= less for less, more in pairwise(by_tokens))
+
+
+def test_what_a_round_keeps_need_not_be_computed_again():
+    """Where there is room for a part of a step only, a round of that part keeps more than all of the step at once."""
+    found = decide(ask("4090", budgets=replace(BUDGETS, device=14 * GIB), sequences=64))
+    question = found.question.deciding(round_microbatches=found.microbatches)
+    whole = planned_at(question, found.microbatches, "host")
+    assert found.plan.layout.num_rounds > 1
+    assert found.recomputed < whole.recomputed
+    assert found.step_s < whole.step_s
+
+
+def test_a_round_shrinks_before_anything_goes_to_disk():
+    question = ask(sequences=64, microbatches=64, timed=False, offload=True)
+    roomy = decide(question)
+    home = roomy.plan.memory["host"]["home"]
+    tight = replace(BUDGETS, host=home + roomy.plan.memory["host"]["saved activations"] // 8)
+    found = decide(replace(question, budgets=tight))
+    assert (roomy.plan.home, roomy.plan.layout.num_rounds) == ("host", 1)
+    assert (found.plan.home, found.plan.layout.round_size) == ("host", 8)
+
+
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_what_fits_does_not_depend_on_tokens_per_step(gpus: str):
+    """Of one device and of several, with microbatches of one sequence."""
+
+    def least_host(sequences: int) -> int:
+        question = ask(gpus, sequences=sequences, microbatches=sequences)
+        try:
+            planned_at(replace(question, budgets=replace(BUDGETS, host=1)), sequences, "host")
+        except InfeasiblePlanError as error:
+            return error.short_by["host"]
+        raise AssertionError("nothing fits a byte")
+
+    least = least_host(16)
+    assert least == least_host(256)
+    for sequences in (16, 256):
+        question = ask(gpus, sequences=sequences, microbatches=sequences, home="host")
+        assert fits_at_all(replace(question, budgets=replace(BUDGETS, host=least + 1)))
+        assert not fits_at_all(replace(question, budgets=replace(BUDGETS, host=least)))
+
+
+def test_stages_hand_over_what_two_rounds_have_under_way():
+    found = decide(ask("2x4090", sequences=64, microbatches=64, round_microbatches=4)).plan
+    alone = decide(ask("2x4090", sequences=8, microbatches=8, round_microbatches=4)).plan
+    assert found.layout.microbatches_at_once == alone.layout.microbatches_at_once == 8
+    per_microbatch = {num_handed_over(plan.layout) / 8 for plan in (found, alone)}
+    assert all(each <= 2 * found.layout.num_streamed for each in per_microbatch)
+
+
+def test_rounds_sum_where_gradients_wait_and_a_ring_has_none():
+    """Unclipped units step behind their backward: of several rounds, behind the last."""
+    found = decide(ask(sequences=64, microbatches=16, clip=False, round_microbatches=4))
+    assert not found.plan.layout.ring
+    steps = [op for op in found.plan.program if op.kind is Kind.STEP]
+    last_sum = max(index for index, op in enumerate(found.plan.program) if op.kind is Kind.SUM)
+    assert steps
+    assert found.plan.program.ops.index(steps[-1]) > last_sum
+    assert found.plan.home_parts["gradients"] > 0
