@@ -3,9 +3,10 @@
 The same model, device budget, prompts and machine; greedy decoding; every variant in a process of its own, in turn. The
 tokens must be equal. `accelerate` places what fits the budget (``device_map="auto"``, ``max_memory``) and offloads the
 rest to a folder; it maps those files, so that on a machine with free memory they come from the page cache and not from
-the disk, outside the budget. ``accelerate, cold`` has the pages dropped after every token, as they are where memory is
-as short as the budget says; outsize reads with direct I/O, always from the disk. ``resident`` holds all of it. AirLLM
-joins where ``--airllm`` names a Python that has it (`pip install airllm scipy sentencepiece` beside torch and
+the disk, outside the budget. ``outsize`` has the same machine and budget, and its home where it likes: in free memory.
+``accelerate, cold`` has the pages dropped after every token, as they are where memory is as short as the budget says;
+beside it stands ``outsize, disk``, which reads with direct I/O, always from the disk. ``resident`` holds all of it.
+AirLLM joins where ``--airllm`` names a Python that has it (`pip install airllm scipy sentencepiece` beside torch and
 transformers): it holds a layer or two at a time whatever the budget, and reads through the page cache, too.
 
     python bench/bench_generate.py                   # 98M parameters in a quarter of their bytes: under 4 minutes
@@ -26,9 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
-VARIANTS = ("resident", "outsize", "accelerate", "accelerate, cold")
+OURS = ("outsize", "outsize, disk")
+VARIANTS = ("resident", *OURS, "accelerate", "accelerate, cold")
 AIRLLM = ("airllm", "airllm, cold")
-TARGET = 1.5
+# How many times as fast as a peer: where free memory holds the weights, and where nothing does.
+TARGETS = {"accelerate": 1.0, "airllm": 1.0, "accelerate, cold": 2.0, "airllm, cold": 2.0}
 
 
 def prompts(batch: int, length: int) -> Any:
@@ -43,7 +46,7 @@ def open_model(variant: str, args: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     directory = Path(args.directory)
-    if variant == "outsize":
+    if variant in OURS:
         import outsize
 
         return outsize.load(
@@ -52,7 +55,7 @@ def open_model(variant: str, args: argparse.Namespace) -> Any:
             trainable=False,
             device="cpu",
             device_memory=args.budget_bytes,
-            home="disk",
+            home="disk" if variant.endswith("disk") else "auto",
             store_dir=directory / "home",
         )
     if variant == "resident":
@@ -130,13 +133,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "peak_rss_bytes": common.peak_rss_bytes(),
         "threads": torch.get_num_threads(),
     }
-    if args.variant == "outsize":
+    if args.variant in OURS:
         from dataclasses import asdict
 
         import outsize
         from outsize.wrapped.module import runner_of
 
-        result["session"] = asdict(runner_of(model).inference_statistics())
+        statistics = runner_of(model).inference_statistics()  # none where weights are used where they lie
+        result["session"] = None if statistics is None else asdict(statistics)
         outsize.unwrap(model)
     return result
 
@@ -195,8 +199,9 @@ def main() -> None:
         }
     rows, summary = [], {}
     for batch, by_variant in found.items():
-        ours, want = by_variant["outsize"], by_variant["resident"].get("tokens")
+        want = by_variant["resident"].get("tokens")
         for variant, one in by_variant.items():
+            ours = by_variant["outsize, disk" if variant.endswith(("cold", "disk")) else "outsize"]
             rate = common.ratio(ours.get("tokens_per_s"), one.get("tokens_per_s"))
             equal = one.pop("tokens", None) == want
             one["equal_tokens"], one["outsize_is_times_as_fast"] = equal, rate
@@ -207,15 +212,19 @@ def main() -> None:
     headers = ["variant", "tokens/s", "outsize is times", "equal", "MB read per pass", "peak MiB", "error"]
     title = f"{args.shape}, {weights / 1e6:.0f} MB of weights, budget {budget / 1e6:.0f} MB"
     common.print_table(headers, rows, title)
-    cold = [variant for variant in variants if variant.endswith("cold")]
-    compared = [summary[b][variant]["outsize_is_times_as_fast"] for b in args.batches for variant in cold]
+    compared = [
+        (summary[b][variant]["outsize_is_times_as_fast"], target)
+        for b in args.batches
+        for variant, target in TARGETS.items()
+        if variant in variants
+    ]
     result = {
         "machine": common.machine(),
         "weights_bytes": weights,
         "budget_bytes": budget,
         "by_batch": {str(batch): values for batch, values in summary.items()},
-        "target": TARGET,
-        "reached": all(value is not None and value >= TARGET for value in compared),
+        "targets": TARGETS,
+        "reached": all(value is not None and value >= target for value, target in compared),
     }
     common.finish(result, args.output)
 
