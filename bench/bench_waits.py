@@ -35,6 +35,8 @@ from dataclasses import asdict, dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outsize"
 ROOMS = ("runtime", "inference", "wrapped", "session", "training", "checkpoint")
@@ -77,20 +79,20 @@ NEAR = {
         f"{EQUAL}::test_a_wrapped_model_waits_for_inputs_that_are_on_their_way",
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
     ),
-    "runtime/ops/handover": (f"{EQUAL}::test_a_few_of_each_kind[two workers]",),
+    "runtime/ops/handover": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
     "runtime/ops": (
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
         f"{CUDA}::test_streamed_is_resident_bit_for_bit[fp32-host-offloaded]",
     ),
     "runtime/engine": (
-        f"{EQUAL}::test_a_few_of_each_kind[on disk, few slots]",
+        f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
         "tests/accelerator/test_faults.py",
     ),
-    "runtime/forward": (f"{EQUAL}::test_a_few_of_each_kind[two workers]",),
+    "runtime/forward": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
     "runtime": (
-        f"{EQUAL}::test_a_few_of_each_kind[on disk, few slots]",
-        f"{EQUAL}::test_a_few_of_each_kind[two workers]",
+        f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
+        f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",
     ),
     "": (f"{EQUAL}::test_a_run_goes_on_to_the_same_bits", "tests/accelerator/test_faults.py"),
 }
@@ -244,6 +246,8 @@ def failure(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int) 
         told = output.read().splitlines()
     if code == 0:
         return None
+    if code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit("\n".join([f"these are no tests: {' '.join(tests)}", *told[-3:]]))
     failed = [line.split(" - ")[0] for line in told if line.startswith(("FAILED", "ERROR"))]
     return failed[0].partition(" ")[2] if failed else f"exit {code}: {told[-3:]}"
 
@@ -255,8 +259,6 @@ def _try(wait: Wait | None, tests: tuple[str, ...], profile: str, seed: int, out
         os.dup2(output, 2)
         if wait is not None:
             take_out(wait)
-        import pytest
-
         options = [
             "-q",
             "-x",
