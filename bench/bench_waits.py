@@ -66,9 +66,12 @@ ASKED = (
 ASKED += ("dependency", "tensor", "value", "other", "accelerator", "origin", "_waits", "ended", "_torch")
 PROFILES = ("late-copies", "late-kernels")
 # A mutant that hangs is noticed, too.
-LIMIT_S = 150
+LIMIT_S = 400
 EQUAL = "tests/accelerator/test_equal_to_resident.py"
 CUDA = "tests/gpu/test_cuda.py"
+# These need no device: what they miss is the order of threads.
+SAVING, EVALUATION = "tests/train/test_saving.py", "tests/train/test_evaluation.py"
+FAILURE = "tests/bad_input/test_failures.py::test_the_run_before_the_exception_can_be_continued"
 # By the beginning of a file's path: the tests to try before all others.
 NEAR = {
     "inference": tuple(
@@ -84,6 +87,7 @@ NEAR = {
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
         f"{CUDA}::test_streamed_is_resident_bit_for_bit[fp32-host-offloaded]",
     ),
+    "runtime/engine/engine": (SAVING, EVALUATION, FAILURE),
     "runtime/engine": (
         f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
@@ -94,6 +98,9 @@ NEAR = {
         f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
         f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",
     ),
+    "session/stream": (SAVING, EVALUATION, FAILURE),
+    "training/loop": (SAVING, EVALUATION, FAILURE),
+    "checkpoint": (SAVING, EVALUATION, FAILURE),
     "": (f"{EQUAL}::test_a_run_goes_on_to_the_same_bits", "tests/accelerator/test_faults.py"),
 }
 MADE_FOR_IT = tuple(
@@ -119,6 +126,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "self._device.lane('up')",
     ): "without it loads are in the caller's own order: slower, no bit",
     ("runtime/engine/executor.py", "dependency.mark.query()"): "which op a timeline says was waited for",
+    ("runtime/engine/executor.py", "timed.ended.query()"): CLOCK,
+    ("runtime/engine/executor.py", "self._device.record(lane)"): CLOCK,
+    ("inference/caller.py", "self._waits[0][1].query()"): CLOCK,
     ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
     ("session/decide/codec_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
     ("session/job/device_peers.py", "torch.accelerator.synchronize(source)"): CLOCK,

@@ -18,13 +18,15 @@ pytestmark = [
 ROOM = 130_000  # bytes; all of the model's units take twice as many
 
 
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
 @pytest.mark.parametrize("home", ["host", "disk"])
-def test_units_take_turns_in_slots(home: str):
-    ids = zoo.batch("llama", num_sequences=2, seq_len=7)["input_ids"]
+def test_units_take_turns_in_slots(home: str, name: str):
+    """A tied table comes up by itself, before any unit does, through the same buffers."""
+    ids = zoo.batch(name, num_sequences=2, seq_len=7)["input_ids"]
     asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "eos_token_id": None}
-    want = zoo.build("llama").eval().to("late:0").generate(ids.to("late:0"), **asked)
+    want = zoo.build(name).eval().to("late:0").generate(ids.to("late:0"), **asked)
     room: dict[str, Any] = {"device": "late:0", "device_memory": CUBLAS_BYTES + ROOM}
-    with wrapped(zoo.build("llama").eval().requires_grad_(False), home=home, **room) as model:
+    with wrapped(zoo.build(name).eval().requires_grad_(False), home=home, **room) as model:
         assert torch.equal(model.generate(ids, **asked), want)
         statistics = runner_of(model).inference_statistics()
     assert statistics is not None

@@ -1,4 +1,5 @@
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 import reference
-from outsize.errors import ModelError, NonFiniteError
+from outsize.errors import ExecutionError, ModelError, NonFiniteError
+from patience import PATIENCE_S
 from reference import Recipe
 from runtime.engines import contexts, engine_over, train
 from runtime.oddities import VOCAB, Odd, Sparse, batch
@@ -166,3 +168,37 @@ def test_bytes_over_the_link_are_those_of_the_plan(tmp_path: Path):
             traffic = rig.engine.plan.traffic
             assert rig.engine.weights.bytes_up == step * traffic.up
             assert rig.engine.gradients.bytes_down == step * traffic.down
+
+
+def test_a_checkpoint_that_an_error_cut_short_is_whole_when_its_rest_has_been_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The error comes while the first unit is stored; the units after are skipped, and stored again."""
+    begun, failed, waiting = (threading.Event() for _ in range(3))
+    stored: list[int] = []
+
+    def keep(resting):
+        begun.set()
+        assert failed.wait(PATIENCE_S)
+        if stored:
+            assert waiting.wait(PATIENCE_S)  # whoever does not wait for the rest goes on without it
+        stored.append(resting.unit.index)
+
+    with engine_over(make(Odd), tmp_path) as rig:
+        handle = rig.engine.store(keep)
+        assert begun.wait(PATIENCE_S)
+        rig.engine._executor.fail(ExecutionError("something else"))
+        failed.set()
+        with pytest.raises(ExecutionError, match="something else"):
+            rig.engine.wait(handle.tasks)
+        assert len(stored) == 1
+        ordinary = rig.engine._executor.wait
+
+        def wait(tasks):
+            waiting.set()
+            ordinary(tasks)
+
+        monkeypatch.setattr(rig.engine._executor, "wait", wait)
+        rig.engine.store_rest(handle)
+        assert len(stored) == len(handle.tasks) > 1
+        waiting.set()

@@ -143,8 +143,9 @@ class InferenceSession:
             self._rest_memory = device.allocate(rest_bytes, "rest")
             self._binder = Binder(split, _NoGradients())
             if self._rest is not None:
-                source.load(self._rest.index, self._rest_memory)
-                self._caller.finish()
+                with device.lane("up"):
+                    source.load(self._rest.index, self._rest_memory)
+                self._caller.wait(device.record("up"))
             self._loader.follow(self._scan)
             # Nothing in it holds the model: it ends with this session, whether or not anybody closes it.
             self._end = weakref.finalize(self, stack.pop_all().close)
