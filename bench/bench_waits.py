@@ -71,6 +71,7 @@ EQUAL = "tests/accelerator/test_equal_to_resident.py"
 CUDA = "tests/gpu/test_cuda.py"
 # These need no device: what they miss is the order of threads.
 SAVING, EVALUATION = "tests/train/test_saving.py", "tests/train/test_evaluation.py"
+ACCOUNTS = "tests/train/test_accounts.py"
 FAILURE = "tests/bad_input/test_failures.py::test_the_run_before_the_exception_can_be_continued"
 # By the beginning of a file's path: the tests to try before all others.
 NEAR = {
@@ -98,7 +99,7 @@ NEAR = {
         f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
         f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",
     ),
-    "session/stream": (SAVING, EVALUATION, FAILURE),
+    "session/stream": (ACCOUNTS, SAVING, EVALUATION, FAILURE),
     "training/loop": (SAVING, EVALUATION, FAILURE),
     "checkpoint": (SAVING, EVALUATION, FAILURE),
     "": (f"{EQUAL}::test_a_run_goes_on_to_the_same_bits", "tests/accelerator/test_faults.py"),
