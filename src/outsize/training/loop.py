@@ -77,7 +77,8 @@ class Run:
         self.sequences_per_epoch = dataset.num_sequences
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
-            with _batches(dataset, self.prepared, self.ranks.group, self.position.step) as batches:
+            device = self.prepared.machine.device
+            with _batches(dataset, self.config, self.ranks.group, device, self.position.step) as batches:
                 self._train(batches, interrupt)
         except BaseException:
             with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
@@ -242,8 +243,9 @@ class Run:
 
 
 @contextlib.contextmanager
-def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) -> Iterator[Iterator[Batch]]:
-    config = prepared.config
+def _batches(
+    dataset: PackedDataset, config: Config, group: Group, device: str, first: int
+) -> Iterator[Iterator[Batch]]:
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
     with Prefetcher(
         source,
@@ -251,7 +253,7 @@ def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) ->
         first,
         depth=config.data.prefetch,
         num_workers=config.data.workers,
-        finish=Batch.pinned if is_accelerator(prepared.machine.device) else lambda batch: batch,
+        finish=Batch.pinned if is_accelerator(device) else lambda batch: batch,
     ) as prefetcher:
         yield (prefetcher.next() for _ in range(first, config.train.steps))
 
