@@ -234,21 +234,20 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
 
 
 def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
-    """Return how many of so many microbatches a round may take, the most first; of none that fits, the smallest.
+    """Return how many of so many microbatches a round may take, the most first; where none fits, what lacks the least.
 
     A round of all asks for the most while a step runs and, where gradients pass through a ring, for the least at home.
     """
     sizes = list(question.round_sizes(microbatches))
 
-    def fits(size: int) -> bool:
+    def short_by(size: int) -> int:
         options = question.options_for(microbatches, home, one.times, size)
-        return not shortage_of(question.model, one.demand, question.budgets, options)
+        return sum(shortage_of(question.model, one.demand, question.budgets, options).values())
 
-    if not sizes[1:] or fits(sizes[0]):
+    if not sizes[1:] or not short_by(sizes[0]):
         return sizes
-    fitting = sizes[bisect_left(sizes, True, lo=1, key=fits) :]
-    ring = question.options_for(microbatches, home, one.times, sizes[0]).ring
-    return fitting or (sizes[:1] if ring else sizes[-1:])
+    fitting = sizes[bisect_left(sizes, True, lo=1, key=lambda size: not short_by(size)) :]
+    return fitting or [min(sizes[-1], sizes[0], key=short_by)]
 
 
 def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
