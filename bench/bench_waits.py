@@ -72,6 +72,10 @@ CUDA = "tests/gpu/test_cuda.py"
 # These need no device: what they miss is the order of threads.
 SAVING, EVALUATION = "tests/train/test_saving.py", "tests/train/test_evaluation.py"
 ACCOUNTS = "tests/train/test_accounts.py"
+CUT_SHORT = (
+    "tests/runtime/test_engine.py"
+    "::test_a_checkpoint_that_an_error_cut_short_is_whole_when_its_rest_has_been_stored"
+)
 FAILURE = "tests/bad_input/test_failures.py::test_the_run_before_the_exception_can_be_continued"
 # By the beginning of a file's path: the tests to try before all others.
 NEAR = {
@@ -88,7 +92,7 @@ NEAR = {
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
         f"{CUDA}::test_streamed_is_resident_bit_for_bit[fp32-host-offloaded]",
     ),
-    "runtime/engine/engine": (SAVING, EVALUATION, FAILURE),
+    "runtime/engine/engine": (CUT_SHORT, SAVING, EVALUATION, FAILURE),
     "runtime/engine": (
         f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
