@@ -51,7 +51,8 @@ def check_same_start(config: Config, group: Group, variables: Mapping[str, str] 
         }
     )
     _compare(told, "use the same configuration and the same packages on all machines")
-    _check_devices(group.gather_objects(_device(config)))
+    device = choose_device(config.memory.device)
+    _check_devices(group.gather_objects(_known_as(device)), kind_of(device))
     wrong = wrong_interfaces(variables, psutil.net_if_addrs())
     problems = [line for lines in group.gather_objects(wrong) for line in lines]
     if problems:
@@ -100,20 +101,19 @@ def _compare(told: Sequence[Mapping[str, str]], remedy: str) -> None:
         raise ConfigError(f"ranks differ: {'; '.join(lines)}; {remedy}")
 
 
-def _check_devices(devices: Sequence[str | None]) -> None:
+def _check_devices(devices: Sequence[str | None], kind: str) -> None:
+    """Raise where two ranks use the same device; ``kind`` is what memory.device says where each rank takes its own."""
     for rank, device in enumerate(devices):
         first = devices.index(device)
         if device is not None and first != rank:
-            kind = kind_of(device.split()[1])  # host, name, UUID
             raise ConfigError(
                 f"ranks {first} and {rank} would both use {device}: leave memory.device at {kind}, or start no more "
                 "processes on a machine than it has of them"
             )
 
 
-def _device(config: Config) -> str | None:
-    """Return what the device of this rank is known by everywhere; None for processors, which can be shared."""
-    name = choose_device(config.memory.device)
+def _known_as(name: str) -> str | None:
+    """Return what a device of this machine is known by everywhere; None for processors, which can be shared."""
     if not is_accelerator(name):
         return None
     if "," in name:
