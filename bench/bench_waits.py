@@ -17,7 +17,7 @@ survives is not needed, or not tested: `EXPLAINED` says which of them are left i
 One process imports torch and transformers once, and forks one for each trial; the tests that are nearest go first.
 
     python bench/bench_waits.py --list
-    python bench/bench_waits.py --output bench/results/waits.json [--only runtime/device]
+    python bench/bench_waits.py --output bench/results/waits_2026-11.json [--only runtime/device]
 """
 
 import argparse
@@ -118,7 +118,7 @@ ALL = (
     "tests/gpu/test_generate.py",
     "tests/gpu/test_wrap.py",
 )
-# Why the source keeps what no test misses, by file and text.
+# Why the source keeps what no test misses, by file and what its line holds.
 CLOCK = "what a clock measures ends there: without it a figure is wrong, and no bit"
 EXPLAINED: dict[tuple[str, str], str] = {
     ("runtime/device/device.py", "self._origin.synchronize()"): CLOCK,
@@ -128,11 +128,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ): "a stream of its own, so that what comes from two workers does not wait for each other: speed, and no bit",
     (
         "inference/loader.py",
-        "self._device.lane('up')",
+        'self._device.lane("up")',
     ): "without it loads are in the caller's own order: slower, no bit",
     ("runtime/engine/executor.py", "dependency.mark.query()"): "which op a timeline says was waited for",
     ("runtime/engine/executor.py", "timed.ended.query()"): CLOCK,
-    ("runtime/engine/executor.py", "self._device.record(lane)"): CLOCK,
+    ("runtime/engine/executor.py", "begun = time.perf_counter(), self._device.record(lane)"): CLOCK,
     ("inference/caller.py", "self._waits[0][1].query()"): CLOCK,
     ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
     ("session/decide/codec_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
@@ -209,6 +209,12 @@ def _asks(node: ast.expr, names: object) -> bool:
         return False
     asked = ast.unparse(node.func.value).lower()
     return node.func.attr in names and any(each in asked for each in ASKED)  # type: ignore[operator]
+
+
+def reason(wait: Wait) -> str | None:
+    """Return why the source keeps ``wait`` though no test misses it; None where nobody has said."""
+    line = (SOURCE / wait.file).read_text(encoding="utf-8").splitlines()[wait.line - 1]
+    return next((why for (file, part), why in EXPLAINED.items() if file == wait.file and part in line), None)
 
 
 def take_out(wait: Wait) -> None:
@@ -330,7 +336,7 @@ def main() -> None:
     for wait in found:
         began = time.perf_counter()
         by = noticed_by(wait, args.seed, args.profiles, only_near=args.near)
-        why = None if by else EXPLAINED.get((wait.file, wait.text))
+        why = None if by else reason(wait)
         rows.append(
             {**asdict(wait), "noticed_by": by, "why": why, "seconds": round(time.perf_counter() - began, 1)}
         )
