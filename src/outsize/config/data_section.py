@@ -69,7 +69,8 @@ class DataConfig(SourceConfig):
     prefetch: int = Field(
         default=2,
         ge=1,
-        description="Batches that are ready, or in the making, ahead of the step that needs them.",
+        description="Batches that are ready, or in the making, ahead of the step that needs them; a token of each "
+        "takes 16 bytes of host memory, 24 with padding, which no budget counts.",
     )
     workers: int = Field(
         default=1,
