@@ -28,6 +28,7 @@ from outsize.planner.predict.decision import decide
 from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes, trim
+from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.home_masters import with_masters_of
@@ -144,6 +145,7 @@ def prepare(
     announce(_described(model, spec, adapters, dtype))
     tried = _tried(config, hf_config, parts, announce, group.size)
     plan = decide(question_of(config, parts, machine, tried, group)).plan
+    _check_packing(config, hf_config, parts)
     for line in _told(config, plan, machine, state_bytes, group.size):
         announce(line)
     measured, chunk_tokens = tried(plan.layout.num_microbatches)
@@ -164,6 +166,18 @@ def prepare(
         group=group,
     )
     return planned_so(prepared, plan, run_dir)
+
+
+def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
+    """Check that documents are kept apart where they share sequences.
+
+    Raises:
+        ModelError: the model cannot be shown to do that.
+    """
+    if config.data.pack == "documents":
+        with Boundaries(parts.modules) as boundaries:
+            check_borders(parts, boundaries.forwards, hf_config.get_text_config().vocab_size)
+        trim()
 
 
 def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
