@@ -3,8 +3,7 @@
 A row is planned as ``outsize plan`` would plan it, with these differences, which are of the system and not of the row:
 the kernels are the system's (``fused`` or ``eager``); moments are bf16 where the system's are; an optimizer that works
 on the GPU, or hidden behind compute, is ``streamed``, one that runs when the backward is over and before anything else
-is ``after``: then all blocks are recomputed, too, as those systems do. A step whose system takes it in rounds of
-microbatches is planned in the best of such rounds. Nothing is fitted to a row.
+is ``after``: then all blocks are recomputed, too, as those systems do. Nothing is fitted to a row.
 """
 
 import csv
@@ -16,15 +15,12 @@ from typing import Any
 from outsize.cli.plan.plan_model import AskedModel
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import ask
-from outsize.errors import InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.decision import decide
 from outsize.planner.predict.prediction import Prediction, predict
 from outsize.planner.predict.question import Question
 
 RECORD = Path(__file__).with_name("published.csv")
-# Fewer tokens in a round load the weights of a model more often than compute hides.
-FEWEST_IN_A_ROUND = 16384
 _QWEN25 = {"model_type": "qwen2", "max_position_embeddings": 32768}
 _LLAMA3 = {
     "model_type": "llama",
@@ -74,7 +70,7 @@ class Answer:
         tokens_per_s: predicted.
         low: end of the interval.
         high: end of the interval.
-        rounds: that the step was planned in.
+        rounds: that the step is planned in.
     """
 
     tokens_per_s: float
@@ -90,24 +86,26 @@ def rows() -> Iterator[Mapping[str, str]]:
 
 
 def answer(row: Mapping[str, str]) -> Answer:
-    """Return what the planner says of a row."""
-    question = _question(row, int(row["tokens_per_step"]))
+    """Return what the planner says of a row.
+
+    Raises:
+        InfeasiblePlanError: no plan fits.
+    """
+    question = _question(row)
     if row["optimizer"] == "after":
         return _one_after_the_other(question)
-    found = [one for rounds in _rounds(question) if (one := _in_rounds(question, rounds)) is not None]
-    if not found:
-        raise InfeasiblePlanError(f"{row['id']}: no plan")
-    return max(found, key=lambda one: one.tokens_per_s)
+    done = predict(decide(question))
+    return _answer(question, done, done.step_s)
 
 
-def _question(row: Mapping[str, str], tokens: int) -> Question:
+def _question(row: Mapping[str, str]) -> Question:
     options = PlanFlags(
         model=row["model"],
         gpus=row["gpus"],
         kernels=row["kernels"],  # type: ignore[arg-type]
         dtype=row["dtype"],  # type: ignore[arg-type]
         seq_len=int(row["seq_len"]),
-        tokens_per_step=tokens,
+        tokens_per_step=int(row["tokens_per_step"]),
         device_memory=f"{row['device_gib']}GiB" if row["device_gib"] else None,
         ram=row["host"] or None,
         optimizer_state="bf16" if row["system"] in ("LLMQ", "FlexTrain", "dataflow") else "fp32",
@@ -115,26 +113,11 @@ def _question(row: Mapping[str, str], tokens: int) -> Question:
     return ask(options, AskedModel(row["model"], MODELS[row["model"]])).question
 
 
-def _rounds(question: Question) -> list[int]:
-    """Return numbers of rounds to try: one, and as many as leave each enough tokens."""
-    fewest = FEWEST_IN_A_ROUND * question.num_workers // question.seq_len
-    return sorted({1, max(1, question.sequences // fewest)})
-
-
-def _in_rounds(question: Question, rounds: int) -> Answer | None:
-    """Return a step of so many rounds; the optimizer steps in one of them, as far as compute does not hide it."""
-    part = replace(question, sequences=question.sequences // rounds)
-    try:
-        with_optimizer = predict(decide(part))
-        without = with_optimizer if rounds == 1 else predict(decide(_idle_optimizer(part)))
-    except InfeasiblePlanError:
-        return None
-    step_s = with_optimizer.step_s + (rounds - 1) * without.step_s
-    return _answer(question, without, step_s, rounds)
-
-
 def _one_after_the_other(question: Question) -> Answer:
-    """Return a step in which all is recomputed, and the optimizer steps behind the backward."""
+    """Return a step in which all is recomputed, and the optimizer steps behind the backward.
+
+    Until then the optimizer takes no time, and nothing waits for a norm.
+    """
     counted = question.workload_of
     assert counted is not None
 
@@ -143,22 +126,17 @@ def _one_after_the_other(question: Question) -> Answer:
         return replace(work, recompute_flops=work.forward_flops)
 
     question = replace(question, workload_of=in_full).deciding(activations="recompute")
-    done = predict(decide(_idle_optimizer(question)))
-    host = question.machine.host
-    step_s = done.step_s + question.model.num_trainable / host.adamw_params_per_s.value
-    return _answer(question, done, step_s, 1)
-
-
-def _idle_optimizer(question: Question) -> Question:
-    """Return the question of a round: the optimizer takes no time, and nothing waits for a norm."""
     machine = question.machine
     free = Figure(value=1e15, source="left out")
     machine = replace(machine, host=replace(machine.host, adamw_params_per_s=free))
-    return replace(question, machine=machine).deciding(clip=False, unit_clip=False)
+    done = predict(decide(replace(question, machine=machine).deciding(clip=False, unit_clip=False)))
+    step_s = done.step_s + question.model.num_trainable / question.machine.host.adamw_params_per_s.value
+    return _answer(question, done, step_s)
 
 
-def _answer(question: Question, done: Prediction, step_s: float, rounds: int) -> Answer:
+def _answer(question: Question, done: Prediction, step_s: float) -> Answer:
     tokens_per_s = question.tokens_per_step / step_s
     scale = tokens_per_s / done.tokens_per_s
     low, high = done.interval
+    rounds = -(-done.microbatches // done.round_microbatches)
     return Answer(tokens_per_s, low * scale, high * scale, rounds)

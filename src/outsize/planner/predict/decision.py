@@ -337,19 +337,16 @@ def fits_at_all(question: Question) -> bool:
     """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
     count = question.microbatches
     assert count is not None
-    one = question.microbatch(count)
+    one, sizes = question.microbatch(count), list(question.round_sizes(count))
 
-    def fits(tier: Tier) -> bool:
-        for size in (sizes[-1], sizes[0]):  # the one asks for the least, the other for the least at home
-            options = question.options_for(count, tier, one.times, size)
-            if options.num_workers > 1:
-                return fits_stages(question.model, one.demand, question.budgets, options)
-            if not shortage_of(question.model, one.demand, question.budgets, options):
-                return True
-        return False
+    def fits(tier: Tier, size: int) -> bool:
+        options = question.options_for(count, tier, one.times, size)
+        if options.num_workers > 1:
+            return fits_stages(question.model, one.demand, question.budgets, options)
+        return not shortage_of(question.model, one.demand, question.budgets, options)
 
-    sizes = list(question.round_sizes(count))
-    return any(fits(tier) for tier in _tiers(question))
+    # The smallest round asks for the least, one of all microbatches for the least at home.
+    return any(fits(tier, size) for tier in _tiers(question) for size in {sizes[-1], sizes[0]})
 
 
 def fits_encoded(question: Question) -> bool:
