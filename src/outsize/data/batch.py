@@ -1,7 +1,9 @@
 """The batch: what one optimizer step trains on, and how it is cut into microbatches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -30,6 +32,11 @@ class Batch:
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     whole: "Batch | None" = None
+
+    @classmethod
+    def made_of(cls, tensors: Mapping[str, Any]) -> "Batch":
+        """Return the batch whose `inputs` are ``tensors``."""
+        return cls(**tensors)
 
     @property
     def num_sequences(self) -> int:
@@ -61,14 +68,19 @@ class Batch:
                 "lower the number of microbatches, or raise the tokens per step"
             )
         cut = {name: tensor.tensor_split(num_microbatches) for name, tensor in self.inputs.items()}
-        return [Batch(**{name: parts[i] for name, parts in cut.items()}) for i in range(num_microbatches)]
+        return [
+            Batch.made_of({name: parts[i] for name, parts in cut.items()}) for i in range(num_microbatches)
+        ]
 
     def pinned(self) -> "Batch":
         """Return the same batch in pinned memory, from where a copy to the accelerator goes on by itself.
 
         torch keeps pinned memory for the next batch, and waits with that for copies that are under way.
         """
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in self.inputs.items()})
+        return replace(
+            Batch.made_of({name: tensor.pin_memory() for name, tensor in self.inputs.items()}),
+            whole=self.whole,
+        )
 
     def share(self, rank: int, size: int) -> "Batch":
         """Return the sequences of one of ``size`` ranks: in order, as even as possible, the larger shares first.

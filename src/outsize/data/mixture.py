@@ -81,7 +81,9 @@ def _joined(parts: Sequence[tuple[NDArray[np.int64], Batch]]) -> Batch:
     order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in parts])))
     # Sources are all laid out alike, so that either every one has a mask or none.
     names = parts[0][1].inputs
-    return Batch(**{name: torch.cat([batch.inputs[name] for _, batch in parts])[order] for name in names})
+    return Batch.made_of(
+        {name: torch.cat([batch.inputs[name] for _, batch in parts])[order] for name in names}
+    )
 
 
 class HeldPart:

@@ -107,7 +107,9 @@ def _laid_out(
     """Return the sequences that documents become."""
     if pack == "stream":
         return Packed(store, seq_len, num_trained)
-    return {"documents": DocumentPacks, "none": OnePerDocument}[pack](store, seq_len, pad_id)
+    kinds: dict[str, type[DocumentPacks] | type[OnePerDocument]]
+    kinds = {"documents": DocumentPacks, "none": OnePerDocument}
+    return kinds[pack](store, seq_len, pad_id)
 
 
 def _part_of(layout: PackedLayout, corpus: Corpus, seed: int) -> PackedLayout:

@@ -132,7 +132,6 @@ def prepare(
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
     model = _skeleton(config, hf_config, dtype)
-    trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
@@ -205,7 +204,9 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
 
 def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
     model, frozen = config.model, config.train.method == "lora"
-    return build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
+    built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
+    trim()  # building a model takes its weights for a moment, one after the other
+    return built
 
 
 def _state_bytes(config: Config, spec: ModelSpec, group: Group) -> int:
