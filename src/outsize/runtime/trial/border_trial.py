@@ -68,13 +68,12 @@ def _leak(split: Split, forwards: tuple[Callable[..., Any], ...], vocab_size: in
     trial = _BorderTrial(split, forwards)
     split.model.eval()  # as much is random as dropout makes it
     try:
-        memory = bind_trial_weights(binder, split.spec, deviation=_DEVIATION)
+        bind_trial_weights(binder, split.spec, deviation=_DEVIATION)
         trial.together(torch.cat(documents, 1), torch.cat(positions, 1))
         for ids, where in zip(documents, positions, strict=True):
             trial.alone(ids, where)
-        del memory
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
         split.model.train()
         binder.close()
