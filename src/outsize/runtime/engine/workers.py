@@ -192,6 +192,7 @@ def make_crew(
         glue = OuterForward(split, device, rest_planes, sums, settings.num_threads)
         stack.callback(glue.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
+        device.catch_up()  # with the buffers of both
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
