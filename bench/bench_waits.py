@@ -2,7 +2,8 @@
 
 Found in the syntax tree, not in a list, in the rooms that touch streams (`ROOMS`):
 
-* statements that do nothing but call `wait`, `wait_event`, `hold`, `record_stream`, `synchronize`, `catch_up` or `finish`;
+* statements that do nothing but call `wait`, `wait_event`, `hold`, `record_stream`, `synchronize`, `catch_up` or
+  `finish`;
 * marks: calls of `record` and `mark`, whose value is None then: nobody waits for what they would have marked;
 * `query`, whose value is True then: what is under way counts as done;
 * `lane` and `behind`: what they surround goes to whichever stream is the current one;

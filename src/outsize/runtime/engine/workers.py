@@ -196,9 +196,8 @@ def make_crew(
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
-    fetches = [count_fetches(program) for program in plan.programs]
-    away, under_way = Away(), set[tuple[object, ...]]()
-    workers, binders = [], []
+    fetches, away = [count_fetches(program) for program in plan.programs], Away()
+    under_way, workers, binders = set[tuple[object, ...]](), [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
         turn = turns.get(each.torch_device)
