@@ -20,6 +20,7 @@ from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
+from outsize.wrapped.batching import IGNORED
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.
@@ -106,6 +107,10 @@ def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[
         if length > 1 and _is_padded(inputs.get(MASK)):  # perhaps not in these rows, nor at this length
             small[MASK] = small[MASK].clone()
             small[MASK][:, -1] = 0
+        for name in LABELS:  # the first rows may have no target, which would tell nothing of the loss
+            labels = small.get(name)
+            if isinstance(labels, Tensor) and not labels.is_floating_point():
+                small[name] = labels.masked_fill(labels == IGNORED, 0)
         return small
 
     return make
