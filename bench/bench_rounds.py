@@ -1,9 +1,11 @@
 """Do memory and time per token stay what they are, however many tokens a step has?
 
-Each size of a step is trained in a process of its own, from the same model with the same budgets, on an emulated device
-behind a link, with rounds of equal size: a step of more tokens has more rounds. Host memory is the peak of resident
-memory, and what the plan sets aside on both tiers is told beside it. A step of one round has no sums to bring up; what
-a token takes is compared with the best smaller step.
+Each size of a step is trained in a process of its own, from the same model with the same budgets, with rounds of equal
+size: a step of more tokens has more rounds. Memory is the peak of resident memory, the device's and the host's, which
+a run keeps to its budgets where a processor is the device; what the plan sets aside on both is told beside it. Small
+steps warm up as many tokens as large ones have, since a heap grows until it has all its holes. A step of one round has
+no sums to bring up; what a token takes is compared with the best smaller step: by the clock, and in seconds of a
+processor, which other processes change little.
 
     python bench/bench_rounds.py                          # 34M, from 4,096 to 262,144 tokens
     python bench/bench_rounds.py --model llama-10m --tokens 1024 4096 --round 1024
@@ -28,6 +30,11 @@ SEQ_LEN = 256
 ROWS = 4
 
 
+def num_steps(arguments: argparse.Namespace, tokens: int) -> int:
+    """Return how many steps of so many tokens are made."""
+    return max(arguments.steps, 1 - -arguments.warm // tokens)
+
+
 def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> list[str]:
     """Return what a run is told, as ``key=value``."""
     in_a_microbatch = ROWS * SEQ_LEN
@@ -37,13 +44,14 @@ def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> lis
         f"data.path={directory / 'tokens.npy'}",
         "data.format=tokens",
         f"data.seq_len={SEQ_LEN}",
-        f"train.steps={arguments.steps}",
+        f"train.steps={num_steps(arguments, tokens)}",
         f"train.tokens_per_step={tokens}",
         f"train.microbatches={tokens // in_a_microbatch}",
         f"train.round_microbatches={max(1, arguments.round // in_a_microbatch)}",
         f"train.run_dir={directory / f'run-{tokens}'}",
         "train.save_minutes=0",
         f"memory.device={arguments.device}",
+        f"memory.device_memory={arguments.device_memory}",
         "memory.home=host",
         "optimizer.lr=1e-5",
     ]
@@ -87,9 +95,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a step, the fewest first")
     parser.add_argument("--round", type=int, default=4096, help="tokens of a round")
     parser.add_argument(
-        "--steps", type=common.steps_above(1), default=3, help="per size, of which the first warms up"
+        "--steps",
+        type=common.steps_above(1),
+        default=3,
+        help="per size at least, of which the first warms up",
     )
-    parser.add_argument("--device", default="emulated:1")
+    parser.add_argument("--warm", type=int, default=65536, help="tokens before steps count, at least")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device-memory", default="1GiB")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--dir", type=Path, help=argparse.SUPPRESS)
