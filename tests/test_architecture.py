@@ -113,7 +113,7 @@ ARROWS = {
         "runtime.ops",
     },
     "data.reading": GROUND | {"files"},
-    "data": GROUND | {"data.reading", "files", "runtime.device.allocator"},
+    "data": GROUND | {"choices", "data.reading", "files", "runtime.device.allocator"},
     "probing": GROUND
     | {
         "accelerators",

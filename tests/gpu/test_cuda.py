@@ -93,7 +93,7 @@ def test_the_model_s_own_loss_and_no_clipping(tmp_path: Path):
 
 
 def test_padded_sequences_have_masks(tmp_path: Path):
-    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, data={"pack": False})))
+    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, data={"pack": "none"})))
 
 
 def test_two_runs_give_the_same_bits(tmp_path: Path):

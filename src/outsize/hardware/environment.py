@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from pydantic import Field
@@ -72,6 +73,7 @@ def _native() -> Fact:
     return Fact.read(level(), "outsize.native") if available() else Fact.read("none", str(reason()))
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

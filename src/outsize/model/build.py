@@ -210,13 +210,22 @@ def _is_named_causal(config: "PretrainedConfig") -> bool:
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
 
 
-class _LargeEmptyOnMeta(TorchFunctionMode):
-    """Makes large tensors that have no contents yet on the meta device, so nothing is reserved for them."""
+# What layers are initialised with, torch's functions or those that transformers puts in their place; on the meta device
+# they would take 2 ms for each parameter of a model.
+_DRAWS = ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
+
+
+class _WithoutContents(TorchFunctionMode):
+    """Makes large tensors that have no contents yet on the meta device, and draws no contents for tensors there."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in _DRAWS:
+            drawn = args[0] if args else kwargs["tensor"]
+            if drawn.is_meta:
+                return drawn
         if func is torch.empty and kwargs.get("device") is None:
             empty = func(*args, **{**kwargs, "device": "meta"})
             return empty if empty.numel() >= _LARGE_ELEMENTS else func(*args, **kwargs)
@@ -228,7 +237,7 @@ def _parameters_on_meta() -> Iterator[None]:
     """While it lasts, parameters are made on the meta device and buffers on the CPU."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False), _LargeEmptyOnMeta():
+    with init_empty_weights(include_buffers=False), _WithoutContents():
         yield
 
 

@@ -29,6 +29,8 @@ next one is; gradients are made anew in every step and lie there once, or not at
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
@@ -135,25 +137,9 @@ class StateLayout:
             raise ValueError("factors stand in place of moments")
 
     @property
-    def planes(self) -> dict[str, Plane]:
+    def planes(self) -> Mapping[str, Plane]:
         """The planes of a trained unit, in the order in which they lie; others have ``weights`` only."""
-        found = {WEIGHTS: Plane(self.dtype)}
-        if self.masters == "split":
-            found[MASTER_LOW] = Plane("int16")
-            if self.exact:
-                found[MASTER_TIES] = Plane("uint8", 8)
-        elif self.dtype != "fp32":
-            found[MASTER] = Plane("fp32")
-        moment = "uint8" if self.moments == "int8" else self.moments
-        found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: self.num_moments], Plane(moment))
-        if self.moments == "int8":
-            scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
-            found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
-        if self.factored:
-            found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
-        if self.gradients != "none":
-            found[GRADIENT] = Plane(self.gradients)
-        return found
+        return _planes_of(self)
 
     @property
     def state_planes(self) -> dict[str, Plane]:
@@ -267,6 +253,27 @@ class StateLayout:
         """Return the bytes of a tile buffer; arguments as those of `tile_room`."""
         room = self.tile_room(model, tile_elements, whole=whole)
         return sum(items * ITEM_BYTES[self.tile_planes[name].item] for name, items in room.items())
+
+
+@cache
+def _planes_of(layout: StateLayout) -> Mapping[str, Plane]:
+    found = {WEIGHTS: Plane(layout.dtype)}
+    if layout.masters == "split":
+        found[MASTER_LOW] = Plane("int16")
+        if layout.exact:
+            found[MASTER_TIES] = Plane("uint8", 8)
+    elif layout.dtype != "fp32":
+        found[MASTER] = Plane("fp32")
+    moment = "uint8" if layout.moments == "int8" else layout.moments
+    found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: layout.num_moments], Plane(moment))
+    if layout.moments == "int8":
+        scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: layout.num_moments]
+        found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
+    if layout.factored:
+        found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
+    if layout.gradients != "none":
+        found[GRADIENT] = Plane(layout.gradients)
+    return MappingProxyType(found)
 
 
 def _bytes_each(plane: Plane) -> float:
@@ -388,7 +395,12 @@ def commit_record_bytes(
     parts = [part for unit in model.units for part in unit.frozen]
     granules += sum(-(-part.home_elements // granule_elements) for part in parts)
     parameters = sum(
-        len(json.dumps(tensor.name)) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
+        _text_bytes(tensor.name) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
     )
     size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
     return align_up(size, SECTOR_BYTES)
+
+
+@lru_cache(maxsize=65_536)
+def _text_bytes(name: str) -> int:
+    return len(json.dumps(name))

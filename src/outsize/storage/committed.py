@@ -55,7 +55,7 @@ def _digested(unit: UnitSpec) -> tuple[object, ...]:
     return (*found, unit.frozen) if unit.frozen else found
 
 
-def _made(model: ModelSpec, planes: Planes | None) -> dict[str, Plane]:
+def _made(model: ModelSpec, planes: Planes | None) -> Mapping[str, Plane]:
     return layout_of(model.dtype).planes if planes is None else made_of(model.dtype, planes)
 
 

@@ -27,6 +27,8 @@ LEAST_TILE_ELEMENTS = 65_536
 LEAST_RING_ELEMENTS = 16_384
 # 1M elements are 4 MiB per plane: above that more bytes per request gain nothing.
 MOST_TILE_ELEMENTS = 1_048_576
+# More tiles than these take longer to plan than larger ones would take longer to fill and drain.
+MOST_TILES = 4096
 # One tile is read, one stepped, one written.
 NUM_TILE_BUFFERS = 3
 # Units whose gradients a ring takes at most: one that steps, and one that has just arrived.
@@ -246,8 +248,10 @@ class Sizing:
     def larger_tiles(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with tiles of twice the size, and twice that, while a unit fills one."""
         if self.options.tile_elements is None and knobs.tile_elements:
-            sizes = (knobs.tile_elements << shift for shift in range(1, 7))
-            enough = min(MOST_TILE_ELEMENTS, self.largest_trainable)
+            sizes = (knobs.tile_elements << shift for shift in count(1))
+            enough = min(
+                max(MOST_TILE_ELEMENTS, self.model.num_trainable // MOST_TILES), self.largest_trainable
+            )
             for size in takewhile(lambda size: size <= enough, sizes):
                 yield replace(knobs, tile_elements=size)
 

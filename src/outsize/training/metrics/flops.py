@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -59,9 +60,9 @@ def peak_of(device: str, dtype: str) -> Peak:
         names = [module_of(n).get_device_name(index_of(n)) for n in device_names(device)]
         return promised(names, dtype)
     return Peak(
-        flops_per_s=_measured(TORCH_DTYPE[dtype]),
+        flops_per_s=_measured(TORCH_DTYPE[dtype], torch.get_num_threads()),
         source=f"measured: the best of {_REPEATS} products of {_SIDE} x {_SIDE} in {dtype} on all threads",
-        fp32_flops_per_s=None if dtype == "fp32" else _measured(torch.float32),
+        fp32_flops_per_s=None if dtype == "fp32" else _measured(torch.float32, torch.get_num_threads()),
     )
 
 
@@ -86,7 +87,8 @@ def promised(names: Sequence[str], dtype: str) -> Peak:
     return Peak(flops_per_s=sum(figure.value for figure in known), source=known[0].source)
 
 
-def _measured(dtype: torch.dtype) -> float:
+@cache
+def _measured(dtype: torch.dtype, threads: int) -> float:
     left, right = torch.ones(_SIDE, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
     out = left @ right
     samples = []
