@@ -1,9 +1,6 @@
 """Calls may go in rounds as steps of the trainer do; losses and gradients are those of the plain loop, to the bit."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,25 +13,19 @@ import outsize
 import zoo
 from outsize.errors import ModelError
 from outsize.planner.program.activation_policy import Choice
-from outsize.wrapped import wrap_planning
 from outsize.wrapped.module import runner_of
-from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, train, wrapped
+from wrapped.loops import (
+    assert_equal,
+    gradients,
+    planned_in,
+    resident_backward,
+    streamed_backward,
+    train,
+    wrapped,
+)
 
 BATCH = zoo.batch("llama", num_sequences=5)
 LINK = {"device": "emulated:1"}
-
-
-@contextmanager
-def planned_in(size: int) -> Iterator[None]:
-    """Have calls planned in rounds of ``size`` microbatches, whatever fits."""
-    make = wrap_planning.plan_with_heap
-
-    def made(split: Any, machine: Any, measured: Any, options: Any, held: int) -> Any:
-        return make(split, machine, measured, replace(options, round_microbatches=size), held)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrap_planning, "plan_with_heap", made)
-        yield
 
 
 def plan_of(model: nn.Module) -> Any:
