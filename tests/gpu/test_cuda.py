@@ -135,5 +135,7 @@ def test_the_timeline_is_the_device_s(tmp_path: Path):
         ends = [op["ts"] + op["dur"] for op in ops]
         starts = [op["ts"] for op in ops]
         assert all(end <= start + tolerance_us for end, start in zip(ends[:-1], starts[1:], strict=True))
-    assert {"F", "B", "LOAD", "GRAD"} <= {event["name"].partition(" ")[0] for event in events}
+    names = {event["name"].partition(" ")[0] for event in events}
+    assert {"B", "LOAD", "GRAD"} <= names
+    assert names & {"F", "FA", "FP", "FK"}  # whichever the rates of the machine lead to
     assert 0.0 <= result.stall_share <= 1.0
