@@ -57,6 +57,8 @@ def test_every_token_lies_once_in_a_sequence_and_positions_tell_the_borders(leng
     kept = dataset.kept()
     assert (kept.num_tokens, kept.num_padding) == (sum(lengths), int(padding.sum()))
     assert kept.num_trained == batch.num_target_tokens
+    assert sum(bucket.num_trained for bucket in dataset.lengths()) == kept.num_trained
+    assert (kept.num_split, kept.longest) == (sum(n > SEQ_LEN for n in lengths), max(lengths))
     assert kept.num_padding + kept.num_saved == len(parts) * SEQ_LEN - sum(lengths)
 
 
@@ -65,6 +67,13 @@ def test_the_share_of_padding_is_told_beside_what_it_would_be():
     assert layout.kept().lines(SEQ_LEN) == [
         "6.2% of the sequences is padding; with a sequence for each document it would be 53.1%"
     ]
+
+
+def test_documents_that_are_split_are_told():
+    told = DocumentPacks(MemoryStore([20, 8, 9]), SEQ_LEN, PAD_ID).kept().lines(SEQ_LEN)[-1]
+    assert told.startswith(
+        "2 of 3 documents are longer than data.seq_len=8 tokens (the longest has 20) and go on"
+    )
 
 
 def test_sources_are_mixed():

@@ -105,9 +105,13 @@ def test_labels_follow_the_mask_and_are_not_shifted():
 
 def test_too_little_data_for_one_sequence():
     with pytest.raises(
-        DataError, match=r"9 tokens, fewer than one sequence of 10.*data.pack to documents or none"
+        DataError, match=r"9 tokens, fewer than one sequence of 10; .*, or set data.pack to documents or none"
     ):
         packed(9, 10)
+    store = MemoryStore([9])
+    store.num_documents = None
+    with pytest.raises(DataError, match="or lower data.seq_len$"):
+        Packed(store, 10)
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), masked=st.booleans())

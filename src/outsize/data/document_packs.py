@@ -5,6 +5,7 @@ padding. What of a sequence stays empty is a document of its own as far as posit
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -31,10 +32,8 @@ class DocumentPacks(DocumentLayout):
     """
 
     def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
-        super().__init__(store, seq_len, pad_id, cut_at=None)
-        parts = list(document_parts(store, seq_len))
-        starts = np.concatenate([starts for starts, _ in parts])
-        lengths = np.concatenate([lengths for _, lengths in parts])
+        super().__init__(store, seq_len, pad_id)
+        starts, lengths, _ = map(np.concatenate, zip(*document_parts(store, seq_len), strict=True))
         sequences = best_fit(lengths, seq_len)
         order = np.argsort(sequences, kind="stable")
         self._starts, self._lengths = starts[order], lengths[order].astype(np.int32)
@@ -60,16 +59,24 @@ class DocumentPacks(DocumentLayout):
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: all of it."""
         num_tokens, room = int(self._lengths.sum()), self.num_sequences * self._seq_len
+        documents, targets = map(np.concatenate, zip(*self.documents(), strict=True))
         return KeptTokens(
             num_documents=self._store.num_documents,
+            num_split=int((documents > self._seq_len).sum()),
+            longest=int(documents.max()),
             num_tokens=num_tokens,
-            num_trained=sum(
-                int(targets_of(self._store, *parts).sum())
-                for parts in document_parts(self._store, self._seq_len)
-            ),
+            num_trained=int(targets.sum()),
             num_padding=room - num_tokens,
             num_saved=len(self._lengths) * self._seq_len - room,
         )
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and their targets; where a document goes on its first token is none."""
+        for starts, lengths, counts in document_parts(self._store, self._seq_len):
+            owners = np.repeat(np.arange(len(counts)), counts)
+            targets = targets_of(self._store, starts, lengths)
+            whole, trained = (np.bincount(owners, each, len(counts)) for each in (lengths, targets))
+            yield whole.astype(np.int64), trained.astype(np.int64)
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:

@@ -59,6 +59,7 @@ class Mixed:
             num_documents=None if None in counts else sum(count or 0 for count in counts),
             num_cut=sum(part.num_cut for part in parts),
             num_untrained=sum(part.num_untrained for part in parts),
+            num_split=sum(part.num_split for part in parts),
             longest=max(part.longest for part in parts),
             num_tokens=sum(part.num_tokens for part in parts),
             num_trained=sum(part.num_trained for part in parts),
@@ -79,8 +80,7 @@ class Mixed:
 def _joined(parts: Sequence[tuple[NDArray[np.int64], Batch]]) -> Batch:
     """Return one batch of rows that several batches hold."""
     order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in parts])))
-    # Sources are all laid out alike, so that either every one has a mask or none.
-    names = parts[0][1].inputs
+    names = parts[0][1].inputs  # of every one, as sources are all laid out alike
     return Batch.made_of(
         {name: torch.cat([batch.inputs[name] for _, batch in parts])[order] for name in names}
     )

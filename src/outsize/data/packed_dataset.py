@@ -67,9 +67,10 @@ class Packed:
         self._arrays = RecycledArrays()
         self.num_sequences = store.num_tokens // seq_len
         if not self.num_sequences:
+            other = "" if store.num_documents is None else ", or set data.pack to documents or none"
             raise DataError(
                 f"the data set holds {store.num_tokens} tokens, fewer than one sequence of {seq_len}; "
-                "use more data, lower data.seq_len, or set data.pack to documents or none"
+                f"use more data, or lower data.seq_len{other}"
             )
 
     def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
@@ -110,19 +111,17 @@ class DocumentLayout:
         store: the tokens, with bounds of documents.
         seq_len: tokens of a sequence.
         pad_id: fills what stays empty of a sequence.
-        cut_at: tokens at which a document loses its end; None where none does.
 
     Raises:
         ConfigError: the tokens have no bounds of documents.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, pad_id: int, cut_at: int | None) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
         if store.num_documents is None:
             raise ConfigError("data.pack: pre-tokenised data has no document bounds; set it to stream")
         self._store = store
         self._seq_len = seq_len
         self._pad_id = pad_id
-        self._cut_at = cut_at
 
     def _empty(self, num_sequences: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return ids and labels of sequences that hold nothing but padding."""
@@ -135,10 +134,6 @@ class DocumentLayout:
         trained = self._store.read_trained(start, len(ids))
         labels[:] = ids if trained is None else np.where(trained, ids, IGNORED)
 
-    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield lengths of documents and the targets that they keep."""
-        return kept_documents(self._store, self._cut_at)
-
     def close(self) -> None:
         """Give the files back."""
         self._store.close()
@@ -148,7 +143,7 @@ class OnePerDocument(DocumentLayout):
     """One document per sequence, cut at ``seq_len`` tokens, or padded on the right and masked."""
 
     def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
-        super().__init__(store, seq_len, pad_id, cut_at=seq_len)
+        super().__init__(store, seq_len, pad_id)
         assert store.num_documents is not None
         self.num_sequences = store.num_documents
 
@@ -166,6 +161,10 @@ class OnePerDocument(DocumentLayout):
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: what is not cut off."""
         return survey_cut(self._store, self._seq_len)
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and the targets that they keep."""
+        return kept_documents(self._store, self._seq_len)
 
 
 class PackedDataset:

@@ -24,6 +24,7 @@ class KeptTokens:
         num_documents: documents; None where their bounds are not known.
         num_cut: documents that are longer than a sequence and lose their end.
         num_untrained: documents of which nothing is trained, since what would be is cut off or was never there.
+        num_split: documents that are longer than a sequence and go on in others as new documents.
         longest: tokens of the longest document.
         num_tokens: tokens that are left.
         num_trained: of these, targets.
@@ -34,6 +35,7 @@ class KeptTokens:
     num_documents: int | None = None
     num_cut: int = 0
     num_untrained: int = 0
+    num_split: int = 0
     longest: int = 0
     num_tokens: int
     num_trained: int
@@ -41,8 +43,8 @@ class KeptTokens:
     num_saved: int = 0
 
     def lines(self, seq_len: int) -> list[str]:
-        """Return what to tell people: nothing where no document loses its end, and nothing is padded."""
-        return [*self._padding(), *self._cut(seq_len)]
+        """Return what to tell people: nothing where no document loses its end or is split, and nothing is padded."""
+        return [*self._padding(), *self._split(seq_len), *self._cut(seq_len)]
 
     def _padding(self) -> list[str]:
         """Say what share of sequences is padding, and what share would be with a sequence for each document."""
@@ -52,6 +54,15 @@ class KeptTokens:
             return [padding] if self.num_padding else []
         alone = (self.num_padding + self.num_saved) / (num_all + self.num_saved)
         return [f"{padding}; with a sequence for each document it would be {alone:.1%}"]
+
+    def _split(self, seq_len: int) -> list[str]:
+        """Say how many documents are split: what a part is trained on does not see the parts before."""
+        if not self.num_split:
+            return []
+        return [
+            f"{self.num_split:,} of {self.num_documents:,} documents are longer than data.seq_len={seq_len} tokens "
+            f"(the longest has {self.longest:,}) and go on in other sequences as new documents"
+        ]
 
     def _cut(self, seq_len: int) -> list[str]:
         """Say how many documents lose their end, and what is left of them."""
@@ -78,8 +89,7 @@ class KeptTokens:
             raise DataError(
                 f"no token is trained: what would be is cut off. {self.num_cut:,} of {self.num_documents:,} documents "
                 f"are longer than data.seq_len={seq_len} tokens; raise data.seq_len (the longest has "
-                f"{self.longest:,}), or set data.pack to "
-                "stream or documents"
+                f"{self.longest:,}), or set data.pack to stream or documents"
             )
         raise DataError("no token is trained: the sequences hold no token that the loss would be a mean over")
 
@@ -100,13 +110,19 @@ def kept_documents(
         yield lengths, targets_of(store, starts, kept)
 
 
-def document_parts(store: TokenStore, seq_len: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield, for blocks of documents in order, where parts of at most ``seq_len`` tokens begin, and their lengths."""
+def document_parts(
+    store: TokenStore, seq_len: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield, for blocks of documents in order, what is there once they are split every ``seq_len`` tokens.
+
+    Of the parts that is where each begins, and its length; of the documents, how many parts each has.
+    """
     for starts, lengths in _documents(store):
         counts = -(-lengths // seq_len)
         numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         before = numbers * seq_len
-        yield np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, seq_len)
+        kept = np.minimum(np.repeat(lengths, counts) - before, seq_len)
+        yield np.repeat(starts, counts) + before, kept, counts
 
 
 def _documents(store: TokenStore) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
