@@ -92,8 +92,12 @@ def test_the_model_s_own_loss_and_no_clipping(tmp_path: Path):
     assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, **sections)))
 
 
-def test_padded_sequences_have_masks(tmp_path: Path):
-    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, data={"pack": "none"})))
+@pytest.mark.parametrize("pack", ["none", "documents"])
+def test_sequences_that_are_padded_or_hold_several_documents_have_masks(pack: str, tmp_path: Path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(f'{{"text": "{"ab" * (number % 7)}."}}\n' for number in range(40)))
+    data = {"path": str(path), "pack": pack}
+    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, data=data)))
 
 
 def test_two_runs_give_the_same_bits(tmp_path: Path):
